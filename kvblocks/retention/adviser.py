@@ -56,19 +56,19 @@ class Adviser:
     """
 
     def __init__(self, make: Callable[[Any], Any], setting: Setting, num_blocks: int) -> None:
-        """make: makes the policy. Raises what `make` raises, and InvalidArgumentError when the result is no policy."""
+        """make: makes the policy. Raises InvalidArgumentError if it makes no policy, and what `make` raises."""
         self._setting = setting
         self.blocks: dict[int, KVCacheBlock] = {}
         try:
             policy = make(View(setting, self.blocks, num_blocks))
         except TypeError as error:
-            raise wrong("eviction", f"what makes a policy of a CacheView; it says {error}", make) from error
+            raise wrong("eviction", f"a function from a CacheView to a policy; it says {error}", make) from error
         calls: list[Any] = [getattr(policy, name, None) for name in _CALLS]
         if not all(map(callable, calls)):
-            raise wrong("eviction", f"a factory of policies, which have {', '.join(_CALLS)}; one made", policy)
+            raise wrong("eviction", f"a factory of policies with the calls {', '.join(_CALLS)}", policy)
         more: list[Any] = [getattr(policy, name, None) for name in _MORE_CALLS]
         if not all([call is None or callable(call) for call in more]):  # noqa: C419
-            raise wrong("eviction", f"policies whose {', '.join(_MORE_CALLS)} can be called; one made", policy)
+            raise wrong("eviction", f"a factory of policies whose {', '.join(_MORE_CALLS)} are calls or absent", policy)
         self._free, self._use, self._remove, self._victim = calls
         self._begin, self._pause, self._end = more
 
@@ -123,7 +123,7 @@ class Adviser:
             block = self.blocks.get(index(answer))
         except Exception:  # noqa: BLE001
             block = None
-        # Blocks that it was told of are free and cached. An owned one must never be evicted, so this looks again.
+        # Blocks that it was told of are free and cached. An owned one must never be evicted, so this checks it again.
         if block is None or block.ref_cnt or not block.is_cached:
             self._setting.num_failures += 1
             return None

@@ -36,7 +36,7 @@ from kvblocks.retention.tenant import Tenant
 
 
 class Eviction(Accounts):
-    """The eviction policies of one pool. giver: the sequence that is releasing blocks; None: it isn't a sequence."""
+    """The eviction policies of one pool. giver: the sequence that is releasing blocks, None if it is something else."""
 
     def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
         """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what making a policy raises."""
@@ -95,7 +95,7 @@ class Eviction(Accounts):
 
     @property
     def is_choosing(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def account_of(self, extra_keys: bytes | None) -> Tenant | None:
@@ -153,7 +153,7 @@ class Eviction(Accounts):
     # Calls that tell.
 
     def note_start(self, sequence: Sequence | None) -> None:
-        """A sequence is about to start. Policies are told once it touches or takes blocks. None: it started. O(1)."""
+        """`sequence` is about to start; None: it has. Policies are told when it touches or takes blocks. O(1)."""
         self._starting = None if sequence is None or sequence.session is None else sequence
 
     def note_hit(self, blocks: Items[KVCacheBlock]) -> None:

@@ -1,9 +1,9 @@
-"""Which blocks have only pins as owners: a call that finds too few free blocks could have those of low priority.
+"""Which blocks have only pins as owners: a call that finds too few free blocks could get those of low priority.
 
 Finding out costs a look at all pinned blocks. So the answer is kept for the next call, which a scheduler makes in its
-next step. The answer may change in two cases: a pin holds other blocks, of which `Pins` tells; or a block that stays
-owned gets or loses an owner, which the free queue counts, for all blocks together. Taking and freeing unshared blocks
-doesn't change it. In a pool where prefixes are shared all the time, each call has to look again.
+next step. The answer may change in two cases. A pin comes to hold other blocks; then `Pins` calls `forget`. Or a block
+that stays owned gets or loses an owner; the free queue counts these changes, for all blocks together. Taking and
+freeing unshared blocks doesn't change it. In a pool where prefixes are shared all the time, each call looks again.
 """
 
 from collections.abc import Iterable
@@ -59,6 +59,7 @@ class PinnedBlocks:
         """Update the answer that was `known` before pins gave up `blocks`, in order of priority. O(blocks).
 
         If other pins still hold such a block, their priority is at least as high as that of the pin that gave it up.
+        So nothing changes for this block.
         """
         self._may_go = known
         self._num_shared_changes = self._pool.num_shared_changes

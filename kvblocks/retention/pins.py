@@ -198,7 +198,7 @@ class Pins(SoftHolds):
         return [pin.blocks for pin in self.pins]
 
     def _count_wanted(self, pin: Pin) -> None:
-        """Set num_wanted_blocks of a pin that is being made. For several groups."""
+        """Set `num_wanted_blocks` of a pin that is being made. Does something only with several groups."""
 
     def _lacks(self, pin: Pin) -> bool:
         return len(pin.blocks) < pin.num_blocks

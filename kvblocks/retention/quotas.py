@@ -64,7 +64,10 @@ class TenantQuotas(Accounts):
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
-        """Set the quota of all other salts but None. max_blocks None: no quota. `charge` must follow. O(salts)."""
+        """Set the quota of each salt without one of its own. `charge` must follow. O(salts).
+
+        max_blocks None: no quota. Sequences without a salt have no default quota.
+        """
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
 
@@ -116,7 +119,7 @@ class TenantQuotas(Accounts):
                     tenant.note_free(block)
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:  # noqa: ARG002  # one by one
-        """Take the first block; if it is cached, `next_victim` instead, if any. O(log tenants) on average."""
+        """Take the first block; if it is cached and there is a `next_victim`, take that. O(log tenants) on average."""
         first = queue.first
         block = self.next_victim() if first is not None and first.is_cached else None
         if block is None:

@@ -8,9 +8,9 @@ _LATEST = 1 << 62  # for blocks that aren't free: later than any release
 def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]) -> list[KVCacheBlock]:
     """Return the free blocks to evict for `victim`, a free cached block: those below it, and the victim last.
 
-    At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. Blocks
-    with duplicates, duplicates, and attached blocks have nothing below them. released: by block id, when it became
-    free. Changes nothing. O(blocks returned + owned blocks between them + branches).
+    At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. If the
+    victim has duplicates, or is a duplicate or an attached block, it is returned alone. released: by block id, when it
+    became free. Changes nothing. O(blocks returned + owned blocks between them + branches).
     """
     run, index = victim.run, victim.index
     assert run is not None, f"{victim}: isn't cached"
@@ -23,7 +23,8 @@ def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]
             return tail
     found: list[KVCacheBlock] = []
     # Stacks instead of recursion, since a prefix may have more branches below each other than calls may be nested.
-    # emits: stretches of runs to emit, as (run, high, low). parts: what must be taken apart before it is emitted.
+    # emits: stretches to return, as (run, high, low). parts: (run, low), for all that is cached from there on; it must
+    # be taken apart first. A None in `emits` stands for the top item of `parts`.
     emits: list[tuple[Run, int, int] | None] = [None]
     parts: list[tuple[Run, int]] = [(run, index)]
     while emits and len(found) < max_blocks:
@@ -43,9 +44,9 @@ def _take_apart(
     parts: list[tuple[Run, int]],
     released: dict[int, int],
 ) -> None:
-    """Split what is cached from position `low` of a run on at its first branching: the branches, then what is above.
+    """Split what is cached from position `low` of a run on at its first branching.
 
-    `emits` and `parts` are stacks. A None in `emits` stands for the top item of `parts`.
+    Pushes the stretch above the branches, then the branches, the least recently used last. So that one is popped first.
     """
     end = len(run.blocks)
     positions = [] if not run.children else [position for position in run.children if position >= low]

@@ -1,9 +1,9 @@
 """How soon a paused session comes back: a life table, learned from the pauses of one kind by the caller's clock.
 
-Pauses differ by orders of magnitude, between kinds and between sessions. So the table uses the logarithms of their
-lengths, relative to the usual length (the rhythm) for the session and for a request that ran so long. It counts, in
-half octaves, how much longer or shorter pauses were than that. From the table follows what it is worth to keep a pause
-that has lasted so long: the chance that it ends within a horizon, for each unit of time that it would be kept.
+Pauses differ by orders of magnitude, between kinds and between sessions. So the table uses logarithms, and compares
+each pause with its rhythm: the usual length for its session, after a request that ran as long as the one before it. The
+table counts, in half octaves, how much longer or shorter than that pauses were. It tells what keeping a paused
+request's blocks is worth: the chance that the pause ends within a horizon, per unit of time for which they are kept.
 """
 
 from math import log2, sqrt
@@ -17,12 +17,15 @@ _RHYTHM_STEPS: Final = 4  # steps of a rhythm per octave
 _RHYTHM_WEIGHT: Final = 5.0  # after so many pauses of its own, a session's rhythm counts as much as its kind's
 _RHYTHM_KEPT: Final = 0.9  # with each pause that ends, a session's earlier ones count less: about the last ten matter
 _SLOPE_WEIGHT: Final = 20.0  # how much run times must vary, in squared octaves, before they predict pauses
-RECENCY_WEIGHT: Final = 5.0  # imagined pauses, besides those seen, of which the latest to pause returns first
+RECENCY_WEIGHT: Final = 5.0  # imagined pauses are added to those seen; of these the latest to pause returns first
 _PARTS: Final = (1 / 16, 1 / 4, 1.0)  # parts of the horizon at which the table is read
 
 
 class Rhythm:
-    """The usual length of pauses of one kind. total: sum of `number` base-2 logarithms of lengths, both weighted."""
+    """The usual length of pauses of one kind.
+
+    number: how many pauses. total: the sum of the base-2 logarithms of their lengths. In both, old pauses count less.
+    """
 
     __slots__ = ("number", "total")
 
@@ -36,16 +39,16 @@ class Rhythm:
 
 
 class Returns:
-    """The pauses of one kind. num_open: pauses that haven't ended, or never will.
+    """The pauses of one kind. num_open: those that haven't ended; some never will.
 
-    recency_weight: how many pauses the assumption counts for that the latest to pause returns first.
+    recency_weight: the assumption that the latest to pause returns first counts as much as so many pauses seen.
     """
 
     def __init__(self, recency_weight: float) -> None:
         self._recency_weight = recency_weight
         self.num_open = 0.0
         self._usual, self._took = Rhythm(), Rhythm()
-        self._took_by_length = self._took_by_took = 0.0  # sums of products of differences from the usual
+        self._took_by_length = self._took_by_took = 0.0  # sums for the straight line from run times to lengths
         self._ended = [0.0] * _LENGTH
         self._longer: list[float] = []  # by step: how many pauses were at least so long; made at the first use
 
@@ -68,9 +71,9 @@ class Returns:
         return log2(took) - self._took.mean() if took > 0.0 and self._took.number else 0.0
 
     def learn(self, length: float, took: float, rhythm: float, own: Rhythm | None) -> None:
-        """Learn from a pause that has ended. length: more than 0. rhythm: as when it began. O(1)."""
+        """Learn from a pause that has ended. length: more than 0. rhythm: as it was when the pause began. O(1)."""
         logarithm = log2(length)
-        if self._usual.number:  # the first ones had no rhythm
+        if self._usual.number:  # the first pause had no rhythm to compare with
             self._ended[min(max(int((logarithm - rhythm + _MIDDLE) * STEPS), 0), _LENGTH - 1)] += 1.0
         beside = self._beside(took)
         self._took_by_length += beside * (logarithm - self._mean(own))
@@ -101,10 +104,10 @@ class Returns:
         self.num_open = max(0.0, self.num_open - 1.0)
 
     def worth(self, lasted: float, horizon: float, rhythm: float) -> float:
-        """Return what it is worth to keep a pause that has lasted so long. O(1).
+        """Return what it is worth to keep the blocks of a request that has paused for `lasted`. O(1).
 
-        This is the chance that the pause ends within the horizon, divided by the share of the horizon for which it
-        would be kept: at least 0, and more than 1 where most pauses end soon. lasted, horizon: more than 0. If few
+        This is the chance that the pause ends within the horizon, divided by the share of the horizon for which they
+        would be kept: at least 0, and more than 1 where most pauses end soon. lasted, horizon: more than 0. Where few
         pauses lasted so long, the latest to pause is assumed likelier to return.
         """
         first = before = self._num_longer(log2(lasted) - rhythm) + self._recency_weight

@@ -1,4 +1,4 @@
-"""`S3FIFO`: a small queue for new blocks, a main queue, and digests of blocks that were evicted from the small queue.
+"""`S3FIFO`: a small queue for new blocks, a main queue, and the digests of blocks that the small queue lost (ghosts).
 
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. A block
 goes to the main queue if it is hit more than once, or if its prefix is cached again soon after it was evicted. In the
@@ -41,7 +41,7 @@ class S3FIFO:
             self._main.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Take them out of their queues. Remembers digests from the small queue, at most the main queue's limit."""
+        """Take them out of their queues. Those in the small queue become ghosts, at most 0.9 * num_blocks of them."""
         for block_id in block_ids:
             if block_id in self._small:
                 digest = self._cache.digest(block_id)

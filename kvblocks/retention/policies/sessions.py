@@ -1,20 +1,21 @@
-"""`Sessions`: keeps what comes back soon, by what it is told of sessions and learns of their pauses.
+"""`Sessions`: keeps the blocks of sessions that will come back soon, as it learns from their pauses.
 
 Blocks that no session wants any more are evicted first: those that a session's next request did not contain, and those
-of ended sessions. Then it evicts the blocks of the paused request that is least likely to come back within the time for
-which the pool can keep blocks: see `returns`. Blocks without a session form a kind of their own, least recently used
-first. So without any sessions the policy is LRU.
+of ended sessions. Then the policy evicts the blocks of the paused request that is least likely to come back within the
+time for which the pool can keep blocks: see `returns`. All requests without a session count as one kind of pause, and
+go least recently used first. So without any sessions the policy is LRU.
 
 The unit is a thread: the blocks that one request gave back, which are wanted together. A session usually has one
 thread, and several with sub-agents. A request that hits at least half of a thread's blocks continues the thread; the
 blocks that it doesn't hit are superseded. A request that hits fewer (a history was compacted) leaves the thread. Such
-threads are evicted first, too, until some of them have come back. A request that hits none (a sub-agent begins) sets
-the session's threads aside. To be left and to be set aside are kinds of pauses; the policy learns how they end, as for
-any other kind.
+threads are evicted first, too, until some of them have come back. The session's other threads are set aside, all of
+them if the request hits none (a sub-agent begins). To be left and to be set aside are kinds of pauses. The policy
+learns how they end, as for any other kind.
 
 A block of several sessions is in the thread of the session that gave it back last. When that thread is about to lose
-the block, or no longer wants it, the block goes to the thread of another session that had it and hasn't ended. A block
-that many sessions had goes to a thread without a session.
+the block, or no longer wants it, the block goes to another thread of the session, all of whose blocks come behind it,
+or else to the thread of another session that had it and hasn't ended. A block that many sessions had goes to a thread
+without a session.
 """
 
 from collections import OrderedDict
@@ -98,7 +99,7 @@ class Sessions:
     # Calls that tell.
 
     def begin(self, session: Hashable, tenant: str | None) -> None:
-        """Watch from now on which of the session's threads the request uses. O(threads of the session before)."""
+        """Watch from now on which of the session's threads the request uses. O(threads of the last to begin)."""
         self._settle()
         self._starting = self._find(tenant, session)
         self._starting.has_ended = False
@@ -127,7 +128,7 @@ class Sessions:
                 continue
             session = thread.session
             if session is None:
-                if thread.is_open:  # the rest of its blocks stay
+                if thread.is_open:  # its pause has ended; the blocks that aren't used stay in it
                     self._learn(thread)
                     self._close(thread)
             elif session is self._starting:
@@ -164,7 +165,7 @@ class Sessions:
     def victim(self, num_blocks: int) -> int | None:
         """Return an unwanted block; else a block near the end of the thread that is worth the least.
 
-        Choosing a thread costs O(kinds of pauses x rhythms). It is done once for each time of the clock and whenever
+        Choosing a thread costs O(kinds of pauses x rhythms). It is done once for each value of the clock and whenever
         the chosen thread is used up. Otherwise O(blocks evicted).
         """
         self._settle()
@@ -192,8 +193,8 @@ class Sessions:
                 if not paused:
                     del kind.paused[rhythm]
                     continue
-                # The worth rises at first, while a pause is shorter than most, and falls after that. So the least is
-                # at one of the two ends. Without sessions only the oldest counts: what just came may come again.
+                # As a pause grows, its worth rises while most pauses are longer, and falls after that. So the thread
+                # that is worth the least is the first or the last. Without sessions only the first is considered.
                 ends = [next(iter(paused))]
                 if len(paused) > 1 and kind is not self._without:
                     ends.append(next(reversed(paused)))
@@ -218,7 +219,7 @@ class Sessions:
         return kind.returns.rhythm(None, 0.0) if kind is self._without else thread.rhythm
 
     def _end_of(self, thread: Thread, block_id: int, num_blocks: int) -> int:
-        """Return the first of the last `num_blocks` blocks of a thread, or of those that surely no other wants."""
+        """Return the block with which a thread's last `num_blocks` begin, or fewer if others may want some of them."""
         session = thread.session
         if num_blocks == 1 or session is None or len(session.threads) > 1:
             return block_id
@@ -259,7 +260,7 @@ class Sessions:
         return None
 
     def _nobody(self) -> Thread:
-        """Return a new thread without a session that pauses from now on."""
+        """Return a new thread without a session. Its pause begins now."""
         thread = Thread(None)
         self._pause(thread, self._without)
         return thread
@@ -295,7 +296,7 @@ class Sessions:
     # Threads, and when they pause.
 
     def _settle(self) -> None:
-        """Decide which thread the request that has begun continues. `use` has told of all blocks that it hit."""
+        """Decide which thread the latest request continues. By now `use` has told of all blocks that it hit."""
         session, self._starting = self._starting, None
         if session is None:
             return
@@ -398,7 +399,7 @@ class Sessions:
         return self._kinds[reason]
 
     def _pause(self, thread: Thread, kind: Kind, *, is_new: bool = True) -> None:
-        """Begin a thread's pause of this kind. If not is_new, only change the kind of the pause that it makes."""
+        """Begin a thread's pause of this kind. is_new False: the pause has begun already, and changes its kind."""
         self._resume(thread)
         session = thread.session
         thread.kind = kind
@@ -416,7 +417,7 @@ class Sessions:
     def _learn(self, thread: Thread) -> None:
         """Learn from the pause of a thread that comes back.
 
-        The pause ended when the session's request began, or now without a session: by now other calls have come.
+        The pause ended when the session's request began, which was some calls ago. Without a session it ends now.
         """
         kind, session = thread.kind, thread.session
         back = self._cache.now if session is None or session.began is None else session.began
@@ -443,7 +444,7 @@ class Sessions:
         thread.is_open = False
 
     def _find(self, tenant: str | None, session: Hashable) -> Session:
-        """Return a session, made if it is new. A new one may make it forget old sessions without blocks."""
+        """Return a session; make it if it is new. Then old sessions without blocks may be forgotten."""
         key = tenant, session
         found = self._sessions.get(key)
         if found is None:

@@ -1,9 +1,9 @@
-"""`SLRU`: what was hit once is protected from what never was.
+"""`SLRU`: blocks that were hit are protected from blocks that never were.
 
 Segmented LRU: R. Karedla, J. S. Love, B. G. Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
 Computer 27(3), 1994. Two LRU lists: blocks begin in the probationary one, and hits bring them to the protected one,
-whose overflow goes back. Scans pass through the first list alone. Here both lists hold free blocks only, so the
-protected one's bound is a share of those.
+whose overflow goes back. Blocks that are used once pass through the first list alone. Here both lists hold free blocks
+only, so the protected one's bound is a share of those.
 """
 
 from collections import OrderedDict
@@ -15,14 +15,14 @@ PROTECTED_SHARE: Final = 0.8
 
 
 class SLRU:
-    """Evicts the least recently used of what was never hit, or was hit longest ago."""
+    """Evicts the oldest block on probation: it was never hit, or so long ago that it lost its protection."""
 
     def __init__(self, cache: CacheView) -> None:  # noqa: ARG002
         self._probation: OrderedDict[int, None] = OrderedDict()
         self._protected: OrderedDict[int, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Protect those that were hit; what has been protected longest makes room for them. O(blocks)."""
+        """Protect those that were hit. Beyond the bound, those protected longest go back. O(blocks)."""
         for block in blocks:
             (self._protected if block.num_hits else self._probation)[block.block_id] = None
         most = PROTECTED_SHARE * (len(self._probation) + len(self._protected))
