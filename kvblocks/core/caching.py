@@ -116,7 +116,7 @@ def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, dig
     while start < end:
         stop = start
         while stop < end and not blocks[stop].is_cached:
-            index.forget(blocks[stop])  # drops what it cached before a reset
+            index.forget(blocks[stop])  # in case it was cached before a reset
             stop += 1
         if stop > start:
             ahead = None if digests is None else digests[(start - first) * size : (stop - first) * size]
@@ -131,8 +131,8 @@ def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, dig
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:
     """Stop caching the sequence's own blocks beyond its first `num_computed_tokens`, and everything below them.
 
-    Also if another sequence cached such a block: a fork that was renewed may do so, though only this sequence writes
-    the block.
+    This includes blocks that another sequence cached. A fork that was renewed may have cached a block that only this
+    sequence writes.
     """
     block_size = index.block_size
     first_unwritten = max(sequence.num_readonly_tokens, num_computed_tokens) // block_size

@@ -1,7 +1,7 @@
 """The queue of free blocks, in the order in which they are taken.
 
 The queue has three stretches: first blocks that hold nothing, then blocks that left a window, then the others, least
-recently used first. The place of a block is decided when it is released. Cached blocks go to the end and blocks that
+recently used first. Where a block goes is decided when it is released. Cached blocks go to the end and blocks that
 hold nothing to the front, so that no cached block is evicted while an empty one is free.
 
 The queue is a circular doubly-linked list through the blocks themselves, so that a hit can take a block out of the
@@ -153,7 +153,7 @@ class FreeBlockQueue:
         """
         root = self._root
         last = root.prev_free_block
-        num_kept = 0  # blocks that stay owned; they are fewer than those that are linked
+        num_kept = 0  # blocks that stay owned; mostly they are few, so counting them costs little
         rest = iter(blocks)
         for block in rest:
             if block.ref_cnt == 1:

@@ -24,7 +24,7 @@ from kvblocks.events import CacheEvent
 from kvblocks.stats import Refusal
 
 RemovalCause = Literal["evicted", "aborted", "reset", "dropped"]
-"""Why a prefix stopped being cached: its block was taken, its KV was never written, by a reset, or on request."""
+"""Why a prefix stopped being cached: its block was taken, its KV was never written, a reset, or a request."""
 
 
 class Watcher:
@@ -131,7 +131,7 @@ class Accounts(Watcher):
     @property
     @abstractmethod
     def is_choosing(self) -> bool:
-        """Whether it chooses which block is taken next; else the first of the queue is. O(1)."""
+        """Whether it chooses the next block to be taken. If not, the first of the queue is taken. O(1)."""
 
     @abstractmethod
     def account_of(self, extra_keys: bytes | None) -> Account | None:

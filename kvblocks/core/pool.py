@@ -160,7 +160,7 @@ class BlockPool:
         self.index.check()
         assert not self.index.detached, "pool: detached blocks that weren't requeued"
         assert all(block.ref_cnt for block in self.detached), "pool: a free block counts as owned and detached"
-        # The index finds as many blocks as have `is_cached`. Each block that it finds has it, so they are the same.
+        # All blocks that the index finds have `is_cached`. If the numbers are equal, these are all such blocks.
         assert num_cached == self.num_cached_blocks, f"pool: {num_cached} cached, {self.num_cached_blocks} found"
 
     def _note_released(self, blocks: Sequence[KVCacheBlock]) -> None:

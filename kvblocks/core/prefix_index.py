@@ -38,7 +38,7 @@ Most lookups begin at the root without extra keys, and looking up bytes takes tw
 
 
 MANY_DUPLICATES = 16
-"""Up to so many duplicates are kept in a dict. Finding a dict's first key costs time for each key deleted before it."""
+"""More duplicates are kept in an OrderedDict. Finding a dict's first key takes time for each key deleted before it."""
 
 
 def map_key(key: RunKey) -> MapKey:
@@ -189,7 +189,7 @@ class PrefixIndex:
         first: int,
         digests: bytearray | None = None,
     ) -> None:
-        """Cache `blocks`, which hold a sequence's blocks first, first + 1, …, below the cached `node`.
+        """Cache `blocks`, a sequence's blocks from index `first` on, below the cached `node`.
 
         Blocks whose prefix is cached already become duplicates. The rest extend the node's run or form a new run.
         digests: of the blocks, if `needs_digests`. O(blocks).
@@ -290,7 +290,7 @@ class PrefixIndex:
     def _following(
         self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, max_blocks: int
     ) -> tuple[Run | None, int, int]:
-        """Return where the sequence's blocks first, first + 1, … are cached below `node`: run, position, how many."""
+        """Return where the sequence's blocks from `first` on are cached below `node`: run, position, how many."""
         run, position = node
         start, size = first * self._block_bytes, self._block_bytes
         tokens_of_first = tokens[start : start + size]
@@ -353,7 +353,7 @@ class PrefixIndex:
         return num_cached
 
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
-        """Evict blocks[i], and the blocks behind it that come before it in its run. Returns how many blocks."""
+        """Evict blocks[i] and those behind it that go backwards through the same run. Returns how many blocks."""
         block, end = blocks[i], blocks[i].index + 1
         count = 0
         if run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block:
@@ -368,7 +368,7 @@ class PrefixIndex:
                 or blocks[i : i + count] != run.blocks[end - count :][::-1]
             ):
                 count = 1  # `num_backwards`, inlined: this happens at each eviction when the queue's order is mixed
-                while blocks[i + count] is run.blocks[end - 1 - count]:  # ends where the slices differ, or before
+                while blocks[i + count] is run.blocks[end - 1 - count]:  # ends at the first difference
                     count += 1
         if not count:
             self._forget(block, run, removed)

@@ -324,19 +324,19 @@ class Sequence:
         assert self.num_cached_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
         num_full = self.num_computed_tokens // block_size
         assert self.num_readonly_tokens in range(0, num_full * block_size + 1, block_size), (
-            f"{self}: what it must not write"
+            f"{self}: read-only tokens in part of a block"
         )
-        assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: what isn't written"
+        assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: its delayed_from"
         assert self.num_cached_blocks <= self.num_written_tokens // block_size, f"{self}: cached before it is written"
         for index, block in enumerate(self.blocks[num_full:]):  # sequences that share full blocks may cache them
             is_shared = self.tail_owner is None and not index
             assert is_shared or not block.is_cached, f"{self}: {block} is cached, and not full"
         if self.fits_below > self.num_computed_tokens:
-            assert self.tail_owner is self.owner is not None, f"{self}: whether its last block is its own isn't known"
+            assert self.tail_owner is self.owner is not None, f"{self}: fits_below without a tail_owner"
             assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"
             room = smallest_block_size - 1 - self.num_computed_tokens % smallest_block_size
             assert self.num_computed_tokens % smallest_block_size, f"{self}: its next token begins a block"
-            assert self.fits_below - self.num_computed_tokens <= room, f"{self}: where its block is full is too far"
+            assert self.fits_below - self.num_computed_tokens <= room, f"{self}: fits_below is behind its last block"
         if self.tail_owner is not None and self.num_computed_tokens % block_size:
             last = self.blocks[self.num_computed_tokens // block_size]
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"

@@ -270,7 +270,7 @@ class SlotAllocator:
         digests = self._digests_of_step(sequences, at_boundary) if self._index.needs_digests else {}
         changes = self._grow_by_one(growing, shared, indices)
         for sequence in others:
-            if sequence.tail_owner is not None:  # None: it kept a block that others leave in this step; ask next time
+            if sequence.tail_owner is not None:  # None: others leave its block in this step; the next step asks again
                 self._count(sequence, sequence.num_computed_tokens)
         if digests:
             for sequence in filling:
@@ -468,8 +468,8 @@ class SlotAllocator:
     def _shared_index(self, sequence: Sequence, position: int) -> int | None:
         """Return the table index of the block for the token at `position` if that block is shared, else None.
 
-        A shared block must not be written to. If it is None, this isn't checked again until the sequence is forked or
-        truncated.
+        A shared block must not be written to. After None, the block isn't looked at again until the sequence is forked
+        or truncated.
         """
         if sequence.tail_owner is not None:
             return None
@@ -527,7 +527,7 @@ class SlotAllocator:
                     fits_below = sequence.fits_below
                     sequence.truncate_tokens(
                         sequence.num_computed_tokens
-                    )  # what a failed append of an odd integer left
+                    )  # drop the item of an append whose `__index__` raised late
                     sequence.append_packed(array("I", (index(token),)))
                     sequence.fits_below = fits_below
             except BaseException as error:  # this token isn't counted yet, so the count says what to remove

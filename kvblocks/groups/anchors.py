@@ -1,9 +1,9 @@
 """Anchors: they stand in for the primary group's blocks where no group has full attention.
 
 An anchor is a block without memory. Sequences hold anchors in their primary tables, and the prefix index keeps them in
-its runs, like blocks. So what is attached to them is exact for the same reason, whatever the hash. Anchors are made as
-sequences need them. Free anchors stay for later hits; once there are more than `max_free`, the least recently used one
-is reused before another one is made.
+its runs, like blocks. So attached blocks are found as exactly as with a primary group, whatever the hash. Anchors are
+made as sequences need them. Free cached anchors stay for later hits. Once `max_free` anchors are free, the least
+recently used one is reused instead of making another one.
 
 Invariants: ids begin where the pool's end.
 """
@@ -21,7 +21,7 @@ KEPT_PER_BLOCK = 16
 class AnchorBlocks:
     """The anchors of a pool of `num_blocks` blocks, with ids from `first_id` on.
 
-    Once `max_free` anchors are free, free ones are reused.
+    max_free: so many free anchors are kept before one that is cached is reused.
     """
 
     def __init__(self, first_id: int, num_blocks: int, index: GroupIndex) -> None:

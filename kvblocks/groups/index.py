@@ -7,8 +7,8 @@ attached blocks can never be hit again. They stop being cached and are put into 
 first.
 
 A node has a row with a column for each attached block that ends in it. A column holds one block. If a second sequence
-brings another one, the newer block replaces the older one if nobody owns that, and the older one is detached. Otherwise
-the newer block isn't cached. An attached block has the `run` and `index` of its node, so it counts as cached.
+brings another one, and nobody owns the older one, the newer block takes its place and the older one is detached.
+Otherwise the newer block isn't cached. An attached block has the `run` and `index` of its node, so it counts as cached.
 
 Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
 """
@@ -134,7 +134,7 @@ class GroupIndex(PrefixIndex):
         return self.evict([block])
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
-        """Stop caching `block`. Blocks that are attached to it stop, too, since they may not be written either."""
+        """Stop caching `block`. Attached blocks stop, too, since perhaps they weren't written either."""
         if block.run is not None and block.run.epoch.is_current:
             if self._drops(block):
                 self.detached.append(block)

@@ -51,7 +51,7 @@ class SlidingWindow:
     its blocks are cached. If not, hits don't need them: the sequence gets new blocks for what the first token behind
     the hit sees, and the engine computes that part of the hit again for these layers. keeps_passed: whether blocks that
     left the window are reused in order of last use, like other cached blocks, and not before those. True is better
-    where prompts begin to differ anywhere, False where they begin to differ where earlier ones ended. Raises
+    if prompts part from earlier ones anywhere, False if they mostly part where an earlier one ended. Raises
     InvalidArgumentError.
     """
 

@@ -4,7 +4,7 @@ A pin holds the primary group's blocks of the prefix. Once it holds all of them,
 a hit of the whole prefix needs. With windows, no shorter hit can use these. So the attached blocks are held all
 together or not at all, and the pin gives them up before its primary blocks.
 
-Invariants: a pin with attached blocks holds all of its primary blocks. Anchors are free of charge.
+Invariants: a pin with attached blocks holds all of its primary blocks. Anchors don't count towards the budget.
 """
 
 from itertools import chain

@@ -97,7 +97,7 @@ class GroupSlots(SlotAllocator):
         sequence.blocks += held
         try:
             need = Need(sequence, tables, num_hit * self._block_size, num_slots, self._block_size)
-            num_taken = need.num_blocks(self.num_groups)  # tables with blocks of the pool; one of anchors is the last
+            num_taken = need.num_blocks(self.num_groups)  # a table of anchors comes last and isn't counted
             num_taken += num_gaps
             if num_taken + len(in_pool) > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
                 sequence.reset_blocks()
