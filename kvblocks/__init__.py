@@ -15,8 +15,8 @@ The rooms:
 - `kvblocks.prefix_cache`: for engines that own their block ids;
 - `kvblocks.engine`: the reference engine, with its kernels in `kvblocks.kernels`.
 
-Public calls check their arguments: see `kvblocks.arguments`. Records that calls return (CacheStats, PrefixRow,
-SharedPrefix, Plan and the like) check nothing when somebody else makes one.
+Public calls check their arguments: see `kvblocks.arguments`. The classes of records that calls return (CacheStats,
+PrefixRow, SharedPrefix, Plan and the like) check nothing.
 
 The names below are imported when they are first used (PEP 562), so that a caller who needs a block table loads nothing
 else. None of them needs torch, numpy, a clock or a thread.
@@ -188,8 +188,8 @@ __all__ = [
 class _Kernels:
     """Finds `kvblocks.kernels`: in this folder, as it ships, or in a checkout beside it.
 
-    No other finder looks beside this checkout: with a plain installation Python finds only the installed copy, and with
-    an editable one perhaps the kernels of another checkout.
+    Without this finder, kernels beside the checkout in use aren't found. With a plain installation Python looks only at
+    the installed copy. With an editable one it may find the kernels of another checkout.
     """
 
     @staticmethod

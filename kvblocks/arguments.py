@@ -7,9 +7,9 @@ The rules:
 - A wrong number of arguments, or an unknown name, is Python's TypeError.
 - The caller's own code (`__hash__`, `__eq__`, an iterator, a hash function) may raise while a call runs it. Such an
   error is passed on as it is, and the call has changed nothing.
-- Two exceptions: TypeError, ValueError and OverflowError from `__index__` or `__float__` mean, as everywhere in Python,
-  that the object is no such number. A TypeError from the trial call of a function means that the function has a wrong
-  signature.
+- Some errors of the caller's code do become InvalidArgumentError. TypeError, ValueError and OverflowError from
+  `__index__` or `__float__` mean, as everywhere in Python, that the object is no such number. A TypeError from the
+  trial call of a function means that the function has a wrong signature.
 
 In the compiled build, a parameter annotated with a compiled class, `int`, `str` or `bool` is checked before our first
 line runs, and a wrong one raises a bare TypeError. So parameters of public calls are annotated with protocols:

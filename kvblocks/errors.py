@@ -30,7 +30,7 @@ class StaleHitError(KVBlocksError):
 
 
 class BlockStateError(KVBlocksError):
-    """A block is not in the state that the call needs: freed twice, or linked twice."""
+    """A block, or a hold of blocks, is not in the state that the call needs: freed twice, for example."""
 
 
 class PoolExhaustedError(KVBlocksError):

@@ -31,10 +31,10 @@ class BlockStored:
     u32. block_size: tokens in a block. extra_keys: (index in block_hashes, encoded extra keys) of the blocks that have
     some, encoded as in `hashing`; empty for a group whose block size isn't the primary group's. group_idx: the group
     that they are cached in; None where there is only one. block_ids: the blocks that hold them now, or a tier's slots.
-    When a duplicate later takes over from one of them, nothing is recorded. salt, lora: of their sequence, on every
-    block. kind: how the group's layers attend, "full_attention" or "sliding_window"; None in records of older versions,
-    which don't say. window: of a sliding window, in tokens. medium: where they are cached: "GPU" for the device,
-    otherwise a tier's `medium`. sequence_id: of the sequence whose call cached them; None in a tier.
+    When a duplicate later takes over from one of them, nothing is recorded. salt, lora: of their sequence, in
+    every record. kind: how the group's layers attend, "full_attention" or "sliding_window"; None in records of older
+    versions, which don't say. window: of a sliding window, in tokens. medium: where they are cached: "GPU" for the
+    device, otherwise a tier's `medium`. sequence_id: of the sequence whose call cached them; None in a tier.
     """
 
     block_hashes: tuple[bytes, ...]

@@ -105,9 +105,9 @@ class KVCacheManager(Changeable):
     kept until taken. num_history_blocks: how many removed prefixes `explain` remembers. 0 costs nothing; otherwise each
     block is hashed when it is cached, and each remembered prefix takes about 250 bytes. pin_budget: share of the pool
     that all pins together may hold, 0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the
-    fastest first, see `tiers`. eviction: which cached block is evicted first: a name ("lru", "slru", "s3fifo"), or what
-    makes an `EvictionPolicy`, such as its class; None: the least recently used, at no cost. debug: run `check()` after
-    every change. Raises InvalidArgumentError, and what making a policy raises. O(num_blocks).
+    fastest first, see `tiers`. eviction: which cached block is evicted first: a name ("lru", "slru", "s3fifo" or
+    "sessions"), or what makes an `EvictionPolicy`, such as its class; None: the least recently used, at no cost. debug:
+    run `check()` after every change. Raises InvalidArgumentError, and what making a policy raises. O(num_blocks).
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class KVCacheManager(Changeable):
         self._in_flight = InFlight(self._index, self)
         self._sequences: dict[Hashable, Sequence] = {}
         self._last_step: Step = ([], {})  # kept until one of its sequences is freed: the next batch is mostly the same
-        # When debugging, or when digests are needed, a token that begins or fills a block takes the slow path.
+        # When debugging, with side groups or digests, a token that begins or fills a block takes the slow path.
         self._fills_quickly = not debugs and not self._index.needs_digests and not self._slots.has_side_groups
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         if tiers is not _NO_TIERS:
@@ -201,7 +201,7 @@ class KVCacheManager(Changeable):
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, for eviction policies, in any unit. Set it once a step, for example. 0 until then. O(1).
+        """The caller's clock, for eviction policies, in any unit. Set it once a step, for example. At first 0. O(1).
 
         The manager reads no clock of its own. `expire_pins` sets `now`, too. Setting it raises InvalidArgumentError
         unless it is a number.
@@ -253,7 +253,7 @@ class KVCacheManager(Changeable):
         the most tokens in the hit's blocks; pass `sequence.num_tokens - 1` if the engine can't recompute a last token
         whose KV is cached. The hit is empty when caching is off. Raises SequenceStateError when the sequence holds
         blocks, InvalidArgumentError. One dict lookup and one memcmp for each run of blocks that were cached together;
-        O(blocks) where sequences differ from each other at every block.
+        at worst, if each block is a run of its own, O(blocks).
         """
         if type(sequence) is not Sequence:  # an object that only looks like one would fail later, in a change
             as_sequence("get_computed_blocks", sequence)
@@ -291,19 +291,27 @@ class KVCacheManager(Changeable):
         next chunk, and `hit` is None.
 
         num_lookahead_tokens: slots to add behind the new tokens for tokens that aren't known yet, such as drafts.
-        Nothing in them is cached before `append_slots` says which tokens were accepted. num_total_tokens, instead of
-        num_lookahead_tokens: make room for the first num_total_tokens tokens, known or not. num_new_tokens says how
-        many of them are new known ones (None: all that are known). If there is room already, nothing happens.
+        Nothing in them is cached before `append_slots` says which tokens were accepted.
+
+        num_total_tokens: replaces num_lookahead_tokens. The sequence gets room for its first num_total_tokens tokens,
+        known or not. The known ones among them are new tokens, or only the next num_new_tokens if that is given. If
+        there is room already, nothing happens.
+
         num_in_flight_tokens: how many of the last tokens with slots belong to steps that still run; windows keep what
         these tokens see.
 
-        num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer. Their slots come
-        before those of the new tokens, and num_new_tokens may then be 0, as it may behind a hit of whole blocks.
-        External tokens are delayed. loads: the same for tiers: what `tiers.find` returned, or the first part of it. The
-        transfers begin with the next `tiers.take_transfers`. Put the sequence in no step until `tiers.complete` says
-        that it is loaded. delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before
-        `cache_blocks` says that they are written; call `rewind` if they never are. Returns the new blocks, perhaps
-        none; or None, with nothing changed, when the pool can't serve the call.
+        num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer. They are delayed,
+        and their slots come before those of the new tokens. num_new_tokens may be 0 with external tokens, and with
+        any hit but a full one.
+
+        loads: external tokens that tiers have: what `tiers.find` returned, or the first items of it. The transfers
+        begin with the next `tiers.take_transfers`. Put the sequence in no step until `tiers.complete` says that it is
+        loaded.
+
+        delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before `cache_blocks` says that they
+        are written; call `rewind` if they never are.
+
+        Returns the new blocks, perhaps none; or None, with nothing changed, when the pool can't serve the call.
 
         Raises SequenceStateError (another manager's sequence, an id in use, a hit for a sequence that has blocks),
         StaleHitError (the hit's blocks were evicted after the lookup), InvalidArgumentError (too few tokens left).
@@ -517,8 +525,8 @@ class KVCacheManager(Changeable):
         """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
 
         Only sequences that were forked or truncated need copies. The engine copies the blocks' KV in all layers, with
-        the same result as one pair after the other. It copies before it stores any of the step's keys and values, and
-        before a transfer writes to blocks that a later call returns. O(1).
+        the same result as copying one pair after the other. It copies before it stores any of the step's keys and
+        values, and before a transfer writes to blocks that a later call returns. O(1).
         """
         self.begin_change()
         copies = self._slots.take_copies()
@@ -541,8 +549,8 @@ class KVCacheManager(Changeable):
         All tokens with slots must have been computed. If no step has computed the token that was appended last, call
         `abort` with num_tokens - 1 instead, since that token must not stay cached. The sequence keeps its tokens and
         can be allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double
-        free). O(blocks), a lookup for each pin that has the same first tokens and lacks blocks, and once O(sequences)
-        after a step.
+        free). O(blocks), and a lookup for each pin that has the same first tokens and lacks blocks. The first call
+        after a step also costs O(sequences).
         """
         self._give_back(sequence, "free", None)
 
@@ -584,14 +592,16 @@ class KVCacheManager(Changeable):
         """Keep the first `num_tokens` tokens of a sequence; drop the others, such as rejected drafts, and their slots.
 
         num_tokens: at least the prompt's, at most all known ones. num_computed_tokens: how many tokens have their KV
-        written, at least those that are kept; None: all with slots, such as drafts that were verified. Blocks that are
+        written, at least those that are kept; None: all that have slots, rejected drafts included. Blocks that are
         cached beyond these tokens stop being cached, as in `abort`.
 
         Blocks that aren't needed any more are given back, last first. Those that were written stay cached, and a token
         that is added later never overwrites them: see `take_copies`. Raises SequenceStateError and
-        InvalidArgumentError. With windowed groups a sequence can always go back to what was computed before the last
-        call that made room for tokens. It can go back further only while all that the next token sees is held; else the
-        call raises SequenceStateError. O(tokens dropped), and as `free` and `abort`.
+        InvalidArgumentError. O(tokens dropped), and what `free` and `abort` cost.
+
+        With windowed groups a sequence can always go back to what was computed before the last call that made room for
+        tokens. It can go back further only while it has all blocks that the next token sees. Otherwise the call raises
+        SequenceStateError.
         """
         num_tokens = asked_once(num_tokens)
         if num_computed_tokens is not None:
@@ -701,8 +711,8 @@ class KVCacheManager(Changeable):
 
         Sequences with this salt keep their blocks, as after `reset_prefix_cache`: they cache nothing until they are
         freed and allocated again, or `renew` says that their KV is valid. Stores under way are dropped. Loads under way
-        end normally, but only for the sequences that wait for them. Pins stay, as there. Returns how many blocks,
-        slots of tiers included, stopped being cached. Raises InvalidArgumentError. O(runs + sequences + blocks that
+        end normally, but only for the sequences that wait for them. Pins stay. Returns how many blocks, slots of tiers
+        included, stopped being cached. Raises InvalidArgumentError. O(runs + sequences + blocks that
         stopped being cached).
         """
         name = check_name("salt", salt)
@@ -1320,13 +1330,13 @@ class KVCacheManager(Changeable):
             )
 
     def _unclaim(self, sequence: Sequence) -> None:
-        """End a change in which at most `_claim` has done anything, and undo that. Hashes no id. O(1)."""
+        """Undo what `_claim` did, if anything, and end its change. Hashes no id. O(1)."""
         if self._sequences and next(reversed(self._sequences.values())) is sequence:
             self._sequences.popitem()
         self.end_change()
 
     def _keep(self, sequence: Sequence) -> None:
-        """End a change whose first act, taking a sequence out, failed; not if it succeeded. O(sequences)."""
+        """End a change that was to begin with taking a sequence out, if it is still here. O(sequences)."""
         if id(sequence) in map(id, self._sequences.values()):  # by identity, which hashes nothing
             self.end_change()
 
