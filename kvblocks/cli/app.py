@@ -96,8 +96,8 @@ def demo(
     With --no-prefix-caching the second engine caches nothing either. So the comparison shows how much two equal runs
     differ on this machine. The server is left out then, too.
 
-    By default torch uses one thread: deterministic results are fastest so, and other work on the machine disturbs the
-    times least.
+    By default torch uses one thread: deterministic results are fastest that way, and other work on the machine
+    disturbs the times least.
     """
     from json import dumps
 
@@ -139,7 +139,7 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each occurrence; 0: none.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Penalty for tokens in prompt or answer; 1: none.")] = 1.0,
     json_schema: Annotated[
-        Path | None, typer.Option(help="A file with the JSON schema that the answer is to be of.")
+        Path | None, typer.Option(help="A file with the JSON schema that the answer follows.")
     ] = None,
     num_blocks: NumBlocksOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,

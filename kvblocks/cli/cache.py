@@ -95,7 +95,7 @@ def unpin(
     pin_id: Annotated[str | None, typer.Argument(help="As list-pinned shows it.")] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Instead: the token ids that were pinned, 1,2,3, or @FILE with a JSON list; all their pins."),
+        typer.Option(help="Instead of an id: the token ids (1,2,3, or @FILE with a JSON list) whose pins all end."),
     ] = None,
     salt: Annotated[str | None, typer.Option(help="With --tokens: the cache_salt that they were pinned for.")] = None,
     url: _Url = _URL,
@@ -325,7 +325,7 @@ def _pin_line(entry: dict[str, Any]) -> str:
     until = "no end" if left is None else f"ends in {left:.0f} s"
     held = f"{entry['num_held_blocks']} of {entry['num_blocks']} blocks held"
     if entry["num_held_blocks"] < entry["num_blocks"]:
-        held += " (the rest from when a request computes it; see --warm)"
+        held += " (the rest once a request computes it; see --warm)"
     line = f"{entry['id']}  {entry['num_tokens']} tokens, {held}, priority {entry['priority']}, {until}"
     return f"{line}  {entry['description']}".rstrip()
 

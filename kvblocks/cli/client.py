@@ -79,7 +79,7 @@ class ServerClient:
 
 
 def _content(body: Json | None) -> dict[str, Any]:
-    """Encode a body as ASCII: text from a terminal may be invalid Unicode, and then the server reports that."""
+    """Return a body in ASCII, so that the server can report text from a terminal that is invalid Unicode."""
     if body is None:
         return {}
     try:

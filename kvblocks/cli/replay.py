@@ -66,7 +66,7 @@ def replay(
         bool,
         typer.Option(
             "--closed-loop",
-            help="A session's next request comes its think time after the last one ended.",
+            help="A session's next request waits its think time from the end of the last one.",
             rich_help_panel=_MODEL,
         ),
     ] = False,
@@ -84,9 +84,7 @@ def replay(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="Leave out what is attainable, and the comparison in one order.", rich_help_panel=_OUTPUT
-        ),
+        typer.Option("--quick", help="Leave out the columns 'attainable' and 'one order'.", rich_help_panel=_OUTPUT),
     ] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes. Default: one for each core.", rich_help_panel=_OUTPUT)

@@ -93,8 +93,10 @@ def serve(
             rich_help_panel=_TIERS,
         ),
     ] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step.", rich_help_panel=_WORK)] = 512,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.", rich_help_panel=_WORK)] = 64,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="The most tokens in a step.", rich_help_panel=_WORK)
+    ] = 512,
+    max_num_seqs: Annotated[int, typer.Option(help="The most sequences in a step.", rich_help_panel=_WORK)] = 64,
     schedule: Annotated[
         str, typer.Option(help="Who is admitted first: fcfs, longest-prefix or grouped.", rich_help_panel=_WORK)
     ] = "fcfs",
@@ -105,10 +107,11 @@ def serve(
     attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
     warm_up: Annotated[
         bool,
-        typer.Option("--warm-up", help="Compile kernels before serving, not while.", rich_help_panel=_WORK),
+        typer.Option("--warm-up", help="Compile kernels before serving, not during it.", rich_help_panel=_WORK),
     ] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16. Default: as Engine's.", rich_help_panel=_WORK)
+        str | None,
+        typer.Option(help="float32, float16 or bfloat16. Default: as `Engine` chooses.", rich_help_panel=_WORK),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Torch threads. Default: torch's own choice.", rich_help_panel=_WORK)
@@ -125,7 +128,9 @@ def serve(
     api_key: ApiKeyOption = None,
     keys: Annotated[
         Path | None,
-        typer.Option(help="Instead: a file with a key for each tenant; see docs/server.md.", rich_help_panel=_SERVER),
+        typer.Option(
+            help="Instead of --api-key: a file with a key for each tenant; see docs/server.md.", rich_help_panel=_SERVER
+        ),
     ] = None,
     admin_key: Annotated[
         str | None,
@@ -136,7 +141,7 @@ def serve(
         ),
     ] = None,
     admin_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the operator's key, instead.", rich_help_panel=_SERVER)
+        Path | None, typer.Option(help="Instead of --admin-key: a file with that key.", rich_help_panel=_SERVER)
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -149,10 +154,12 @@ def serve(
         bool, typer.Option("--allow-anyone", help="Serve other machines without a key.", rich_help_panel=_SERVER)
     ] = False,
     max_requests: Annotated[
-        int, typer.Option(help="Unfinished answers, running and waiting; more get 429.", rich_help_panel=_SERVER)
+        int, typer.Option(help="The most unfinished answers, waiting ones too; more get 429.", rich_help_panel=_SERVER)
     ] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Larger bodies get 413.", rich_help_panel=_SERVER)] = 4 * 2**20,
-    max_connections: Annotated[int, typer.Option(help="More are closed with 503.", rich_help_panel=_SERVER)] = 512,
+    max_connections: Annotated[
+        int, typer.Option(help="The most connections; more are closed with 503.", rich_help_panel=_SERVER)
+    ] = 512,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds for a request, waiting included.", rich_help_panel=_SERVER)
     ] = 600.0,

@@ -260,7 +260,7 @@ def test_what_is_cached_is_drawn_for_graphviz(kvblocks, http, server):
 
 def test_a_pin_says_why_it_holds_nothing_yet_and_a_warm_one_holds_all(kvblocks):
     _, output, _ = kvblocks("pin", SYSTEM)
-    assert re.search(r", 0 of \d+ blocks held \(the rest from when a request computes it; see --warm\),", output)
+    assert re.search(r", 0 of \d+ blocks held \(the rest once a request computes it; see --warm\),", output)
     _, output, _ = kvblocks("pin", SYSTEM + "And more of it.", "--warm", "--description", "y" * 256)
     held, wanted = map(int, re.search(r", (\d+) of (\d+) blocks held, priority", output).groups())
     assert held == wanted > 10
