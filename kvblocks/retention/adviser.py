@@ -65,10 +65,10 @@ class Adviser:
             raise wrong("eviction", f"a function from a CacheView to a policy; it says {error}", make) from error
         calls: list[Any] = [getattr(policy, name, None) for name in _CALLS]
         if not all(map(callable, calls)):
-            raise wrong("eviction", f"a factory of policies with the calls {', '.join(_CALLS)}", policy)
+            raise wrong("eviction", f"it to make policies that have {', '.join(_CALLS)}", policy)
         more: list[Any] = [getattr(policy, name, None) for name in _MORE_CALLS]
         if not all([call is None or callable(call) for call in more]):  # noqa: C419
-            raise wrong("eviction", f"a factory of policies whose {', '.join(_MORE_CALLS)} are calls or absent", policy)
+            raise wrong("eviction", f"it to make policies whose {', '.join(_MORE_CALLS)} can be called", policy)
         self._free, self._use, self._remove, self._victim = calls
         self._begin, self._pause, self._end = more
 

@@ -204,7 +204,9 @@ def test_what_is_no_policy_is_refused(eviction: Any) -> None:
 
 
 def test_a_factory_of_something_else_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="eviction: expected a factory of policies, which have free, use, r"):
+    with pytest.raises(
+        InvalidArgumentError, match="eviction: expected it to make policies that have free, use, remove"
+    ):
         KVCacheManager(4, eviction=lambda cache: cache)  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
         KVCacheManager(4, eviction=lambda cache: 1 // 0)  # type: ignore[arg-type,return-value]
