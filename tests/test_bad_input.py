@@ -575,7 +575,7 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-RECORDS = "check nothing when somebody else makes one"
+RECORDS = "check nothing"
 """What `kvblocks.__doc__` says of records that calls return: their classes take anything."""
 
 

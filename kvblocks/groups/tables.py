@@ -124,8 +124,8 @@ class GroupTables(SideTables):
             if side_group.first_needed(position) < num_dead:
                 first = num_dead * side_group.block_size
                 raise SequenceStateError(
-                    f"{call}: expected to keep enough tokens, so that the next one sees only tokens that group"
-                    f" {side_group.group} (window {side_group.window}) still has, from {first} on;"
+                    f"{call}: expected to keep enough tokens that the next one sees no token before {first}, where the"
+                    f" blocks of group {side_group.group} (window {side_group.window}) begin now;"
                     f" got {position} of {shown(sequence_id)}"
                 )
 

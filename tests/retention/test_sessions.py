@@ -153,5 +153,7 @@ def test_calls_that_are_no_calls_are_refused() -> None:
     class Wrong(Listener):
         end = 3  # type: ignore[assignment]
 
-    with pytest.raises(InvalidArgumentError, match="eviction: expected policies whose begin, pause, end can be called"):
+    with pytest.raises(
+        InvalidArgumentError, match="eviction: expected it to make policies whose begin, pause, end can be called"
+    ):
         make(policy=Wrong)
