@@ -558,8 +558,8 @@ class KVCacheManager(Changeable):
         """Free a sequence of a step that died. The KV of its first `num_computed_tokens` tokens is written.
 
         Blocks that it cached beyond these tokens stop being cached, and so does everything below them. Abort every
-        sequence of the step. This includes sequences that may have hit such a block, since they keep it in their tables
-        until then, and sequences that waited for a copy (`take_copies`). Raises SequenceStateError,
+        sequence of the step. This includes sequences that may have hit such a block, since it is still in their
+        tables, and sequences that waited for a copy (`take_copies`). Raises SequenceStateError,
         InvalidArgumentError. O(blocks + blocks of pins).
         """
         self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))

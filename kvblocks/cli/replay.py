@@ -66,7 +66,7 @@ def replay(
         bool,
         typer.Option(
             "--closed-loop",
-            help="A session's next request waits its think time from the end of the last one.",
+            help="Begin a session's next request when its think time after the last one's end is over.",
             rich_help_panel=_MODEL,
         ),
     ] = False,

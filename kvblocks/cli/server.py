@@ -111,7 +111,9 @@ def serve(
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, float16 or bfloat16. Default: as `Engine` chooses.", rich_help_panel=_WORK),
+        typer.Option(
+            help="float32, float16 or bfloat16. Default: float32 on a CPU, else the model's.", rich_help_panel=_WORK
+        ),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Torch threads. Default: torch's own choice.", rich_help_panel=_WORK)

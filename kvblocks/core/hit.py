@@ -137,7 +137,7 @@ def check_start(sequence: object, hit: object) -> None:
 
 
 def ends_in_block(hit: CacheHit | None) -> bool:
-    """Whether a hit has blocks and isn't a full hit. Then the first call may compute no token behind it. O(1)."""
+    """Whether a hit has blocks and isn't a full hit. Then a sequence may start with no token behind it. O(1)."""
     return hit is not None and 0 < hit.num_readonly_tokens == hit.num_tokens
 
 

@@ -12,8 +12,8 @@ prefix, by induction from the root. A dict hashes its keys, but then compares th
 bytes, a run by its identity. So no hash decides. `cache_full_blocks` checks that blocks are cached only below a node
 that is cached itself.
 
-A block stops being cached because it is about to be reused (`evict`), because its KV was never written (`forget`), or
-with all others (`clear`). A prefix that stops being cached takes everything chained to it along.
+A block stops being cached because it is about to be reused (`evict`), because its KV was never written or on request
+(`forget`), or with all others (`clear`). A prefix that stops being cached takes everything chained to it along.
 
 Invariants: `blocks` of a run are its positions 0..n-1 with no gap; the `blocks` or the `duplicates` of a block's `run`
 hold the block at its `index`; every run of the current epoch that has blocks is in the map under its key.

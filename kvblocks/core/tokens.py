@@ -40,7 +40,7 @@ MAX_TOKEN_ID = 2**32 - 1
 def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     """Return `token_ids` as 4-byte unsigned integers: a new array, or a view of the caller's buffer.
 
-    token_ids: an iterable of ints; or a one-dimensional buffer of 4-byte or 8-byte integers, such as array("I"), a
+    token_ids: an iterable of ints; or a one-dimensional buffer of 2-, 4- or 8-byte integers, such as array("I"), a
     NumPy array, or an object with a `numpy()` method (a torch CPU tensor); or bytes, as packed little-endian u32.
 
     4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers.

@@ -238,7 +238,7 @@ class GroupIndex(PrefixIndex):
         if self._gone and self.watcher is not None:
             self.watcher.note_removed(self._gone, cause)
         self._gone = []
-        super()._note_removal(removed, cause)  # last: explanations look for the latest removal first
+        super()._note_removal(removed, cause)  # last, so that the history keeps these longer
 
     def _note_drop(self, cause: RemovalCause) -> None:
         """Note that an attached block, and nothing else, stopped being cached."""

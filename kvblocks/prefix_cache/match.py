@@ -42,8 +42,8 @@ class PrefixMatch:
     """The longest cached prefix of some tokens, as of the lookup; and a context manager that holds its blocks.
 
     As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks until
-    its body ends, normally or by an exception. So long the match stays true. If anything was evicted since the lookup,
-    entering looks the tokens up again. If nothing of the match was read yet, it takes what is cached now. So
+    its body ends, normally or by an exception. Until then the match stays true. If anything was evicted since the
+    lookup, entering looks the tokens up again. If nothing of the match was read yet, it takes what is cached now. So
     `with cache.match_prefix(tokens) as match` never fails. If the match was read and is no longer true, entering raises
     StaleHitError, since the caller may have acted on it. A match may be entered again, even while it is held.
 

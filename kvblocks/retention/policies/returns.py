@@ -1,7 +1,7 @@
 """How soon a paused session comes back: a life table, learned from the pauses of one kind by the caller's clock.
 
 Pauses differ by orders of magnitude, between kinds and between sessions. So the table uses logarithms, and compares
-each pause with its rhythm: the usual length for its session, after a request that ran as long as the one before it. The
+each pause with its rhythm: the length that is usual for its session and for how long the request before it ran. The
 table counts, in half octaves, how much longer or shorter than that pauses were. It tells what keeping a paused
 request's blocks is worth: the chance that the pause ends within a horizon, per unit of time for which they are kept.
 """
@@ -17,7 +17,7 @@ _RHYTHM_STEPS: Final = 4  # steps of a rhythm per octave
 _RHYTHM_WEIGHT: Final = 5.0  # after so many pauses of its own, a session's rhythm counts as much as its kind's
 _RHYTHM_KEPT: Final = 0.9  # with each pause that ends, a session's earlier ones count less: about the last ten matter
 _SLOPE_WEIGHT: Final = 20.0  # how much run times must vary, in squared octaves, before they predict pauses
-RECENCY_WEIGHT: Final = 5.0  # imagined pauses are added to those seen; of these the latest to pause returns first
+RECENCY_WEIGHT: Final = 5.0  # so many imagined pauses are added, in which the latest to pause returns first
 _PARTS: Final = (1 / 16, 1 / 4, 1.0)  # parts of the horizon at which the table is read
 
 

@@ -219,7 +219,7 @@ class Sessions:
         return kind.returns.rhythm(None, 0.0) if kind is self._without else thread.rhythm
 
     def _end_of(self, thread: Thread, block_id: int, num_blocks: int) -> int:
-        """Return the block with which a thread's last `num_blocks` begin, or fewer if others may want some of them."""
+        """Return the first of a thread's last `num_blocks` blocks, or of fewer if others may want some of them."""
         session = thread.session
         if num_blocks == 1 or session is None or len(session.threads) > 1:
             return block_id
