@@ -66,7 +66,7 @@ def replay(
         bool,
         typer.Option(
             "--closed-loop",
-            help="Begin a session's next request when its think time after the last one's end is over.",
+            help="Count a request's think time from the end of its session's last request.",
             rich_help_panel=_MODEL,
         ),
     ] = False,

@@ -8,8 +8,8 @@ Who owns an id: the engine, until `insert_prefix` takes it; then the cache, unti
 that evicts returns it. The result of an insertion names the ids that it didn't take.
 
 Every public call takes one lock and may come from any thread, but not from a finalizer or a signal handler. These may
-run in the middle of another call of the same thread. If that call is making a change, theirs raises CorruptStateError.
-Only leaving a match is safe there. It never waits.
+run in the middle of another call of the same thread. If that call is making a change, their call raises
+CorruptStateError. Only leaving a match is safe there. It never waits.
 
 A call that raises has changed nothing. The exception is a call that is interrupted in the middle of a change, by a
 KeyboardInterrupt for example. After that all calls raise CorruptStateError.
@@ -152,8 +152,8 @@ class PrefixCache(Changeable):
 
         kv_block_ids: one for each full block, none for a partial one at the end; ints, or a buffer of them (see
         `block_ids.check_block_ids`). Where a prefix is cached already, its block stays and the given id is not taken.
-        When the cache is full, blocks that nothing holds are evicted, least recently used first. If that isn't enough,
-        the longest prefix that fits is cached. pin: pin the cached blocks, as `pin_prefix` does; the budget must have
+        When the cache is full, blocks that nothing holds are evicted, as by `evict_lru`. If that isn't enough, the
+        longest prefix that fits is cached. pin: pin the cached blocks, as `pin_prefix` does; the budget must have
         room for all full blocks of the tokens.
 
         The result's `match` is what `match_prefix` of these tokens would find now, without another lookup; `stats`

@@ -1,4 +1,4 @@
-"""`S3FIFO`: a small queue for new blocks, a main queue, and the digests of blocks that the small queue lost (ghosts).
+"""`S3FIFO`: a small queue for new blocks, a main queue, and digests (ghosts) of blocks evicted from the small one.
 
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. A block
 goes to the main queue if it is hit more than once, or if its prefix is cached again soon after it was evicted. In the
