@@ -40,8 +40,8 @@ class Limits:
 
     max_queued_batches, max_queued_bytes: waiting to be sent; further batches are dropped. num_kept_batches,
     max_kept_bytes: for replays. num_sending: batches on their way to one slow consumer; that consumer loses further
-    ones. ZMQ counts these by number. So for a consumer that doesn't read, that many of the largest batches may be in
-    memory. num_snapshots: sent at the same time; further ones are refused.
+    ones. There is no limit in bytes, so a consumer that doesn't read may cost the memory of so many of the largest
+    batches. num_snapshots: sent at the same time; further ones are refused.
     """
 
     max_queued_batches: int = 10_000

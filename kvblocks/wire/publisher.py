@@ -44,11 +44,11 @@ class EventPublisher:
     """Publishes what `take_events` returns, from a thread of its own.
 
     endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
-    ask for replays and snapshots; None: nowhere. topic: comes before each batch. converter: the encoding; None: vLLM's,
-    one group. data_parallel_rank: written in batches. heartbeat: seconds without events after which an empty batch is
-    sent; None: never. allow_remote: whether it may bind an address that other machines can reach. Token ids are
-    private, and nothing here checks who listens. epoch: the first batch's number; None: made from the time and chance.
-    0 is vLLM's; then a consumer may take batches after a restart for the next ones of before.
+    ask for replays and snapshots; None: nowhere. topic: comes before each batch. converter: the encoding; None: vLLM's.
+    data_parallel_rank: written in batches. heartbeat: seconds without events after which an empty batch is sent; None:
+    never. allow_remote: whether it may bind an address that other machines can reach. Token ids are private, and
+    nothing here checks who listens. epoch: the first batch's number; None: made from the time and random bits. vLLM
+    begins with 0. With 0, a consumer may not notice a restart.
 
     Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
     also for an address that can't be bound. Thread-safe.
@@ -171,7 +171,7 @@ class EventPublisher:
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = context.socket(zmq.ROUTER)
-                # libzmq reports what was read in steps of half of this. So twice a whole replay always fits.
+                # libzmq frees room in steps of half of this limit. With room for two replays, one always fits.
                 num_replayed = 2 * (self._limits.num_kept_batches + 1)
                 self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
         except BaseException:
