@@ -116,9 +116,9 @@ class Traffic:
     def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
         """Return what to cache of a load when this transfer ends, for each waiting sequence. Call it outside a change.
 
-        The answer is [] before the load's last transfer. It is also [] behind a hit that was taken back meanwhile: that
-        hit may be bad, and must not be cached again. If a hash function raises, it does so here, and the transfer can
-        be answered again.
+        The answer is [] before the load's last transfer. Nothing is cached behind a hit that was taken back meanwhile:
+        that hit may be bad, and must not be cached again. If a hash function raises, it does so here, and the transfer
+        can be answered again.
         """
         if not isinstance(job, LoadJob) or job.num_open > 1:
             return []
@@ -223,7 +223,7 @@ class Traffic:
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence went back. If that was into its load, it keeps whole blocks of the load.
+        """Take note that a sequence was cut (`truncate`, `rewind`). Inside its load, it keeps whole blocks only.
 
         A transfer may still write to a partly kept block, so no token may be added to it.
         """

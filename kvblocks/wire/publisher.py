@@ -34,7 +34,7 @@ except ImportError as _error:
 
 _log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE: Final = 64  # batches to send before requests are read, and the reverse
+_NUM_AT_ONCE: Final = 64  # at most so many batches are sent, then at most so many requests answered, in turn
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
@@ -159,8 +159,8 @@ class EventPublisher:
         self.close()
 
     def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
-        # A context of its own ends with the publisher; only then are the endpoints free again. Endpoints inside
-        # this process need the common context, or nobody would find them.
+        # Endpoints are free again only when their context has ended, so the publisher has one of its own. Endpoints
+        # inside this process need the common context, or nobody would find them.
         is_inside = endpoint.startswith("inproc:") or (replay_endpoint or "").startswith("inproc:")
         self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None if is_inside else zmq.Context()
         context = self._own_context or zmq.Context.instance()
@@ -283,7 +283,7 @@ class EventPublisher:
         self._snapshots.append((client, asked.request, snapshot, 0))
 
     def _send_chunks(self) -> None:
-        """Send the next chunk of each snapshot: live batches wait no longer than for these."""
+        """Send one chunk of each snapshot. Live batches come next, so they don't wait for whole snapshots."""
         assert self._router is not None or not self._snapshots
         running, self._snapshots = self._snapshots, []
         for client, request, snapshot, index in running:

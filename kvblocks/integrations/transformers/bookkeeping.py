@@ -89,7 +89,7 @@ class Bookkeeping:
         elif record.state is not state:
             raise refuse(f"two requests with the id {state.request_id!r} at once", "blocks belong to one of them")
         if not request_len:
-            return True  # the last token of its prompt waits for a fork
+            return True  # nothing is computed: the prompt's last token waits until the request is forked
         return self._grow(record, state, total, request_len)
 
     def count_needed_blocks(self, request_id: str, total: int) -> int:
@@ -135,7 +135,7 @@ class Bookkeeping:
         return not tokens or self.manager.append_slots(sequence, tokens, self._is_delayed(len(tokens))) is not None
 
     def _num_computed(self, state: Any, num_new: int, request_len: int) -> int:
-        """Return how many of the new tokens the step computes; a prompt's last token is left out while a fork waits."""
+        """Return how many of the new tokens the step computes. A prompt's last token waits until its forks are made."""
         waits = state.num_children > 0 and request_len == len(state.remaining_prefill_tokens)
         return num_new - waits
 

@@ -73,7 +73,7 @@ class FullRows(Rows):
         query_length: int,  # noqa: ARG002
         block_table: torch.Tensor,
     ) -> None:
-        """Fill a row of the table that kernels read. Only if all layers attend alike, since ids are the same then."""
+        """Fill a row of the table that kernels read. Used only if all layers attend alike: only then ids are equal."""
         ids = self.kv_records[request_id].sequence.group_block_ids(self.kv_geometry.group)
         pages_stride = self.block_physical_stride // self.tokens_per_page
         entries = torch.tensor(ids, dtype=block_table.dtype) * pages_stride

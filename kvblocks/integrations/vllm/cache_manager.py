@@ -109,7 +109,7 @@ class KVBlocksCacheManager:
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int]:
-        """Return the blocks that hold a request's longest cached prefix, its number of tokens, and 0.
+        """Return the blocks of a request's longest cached prefix, its number of tokens, and 0: no boundary to keep.
 
         The prefix has at most max_cache_hit_length tokens, and never the last one, whose logits are needed. With EAGLE
         it is one block shorter, since the draft model needs the hidden state before the first computed token.
@@ -131,7 +131,7 @@ class KVBlocksCacheManager:
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int, bool]:
-        """As `get_computed_blocks`, and whether all groups agree on the hit."""
+        """As `get_computed_blocks`, and False: no group's own hit is shorter than this one."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:

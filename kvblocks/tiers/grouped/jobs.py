@@ -34,8 +34,8 @@ class GroupLoadJob(LoadJob):
     """A `LoadJob` of several groups. The primary group's blocks come before the others.
 
     If one block is bad, all count as bad. The load also relies on blocks of the tables that were cached on the device;
-    if one of these is taken back, all count as bad. end_token: where the load ends. A sequence that goes back to
-    before end_token no longer waits.
+    if one of these is taken back, all count as bad. end_token: where the load ends. A sequence that is cut before
+    end_token no longer waits.
     """
 
     def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int, epoch: Epoch) -> None:

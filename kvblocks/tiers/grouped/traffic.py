@@ -68,7 +68,7 @@ class GroupTraffic(Traffic):
     # What the manager tells.
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence went back. If that was into its load, it keeps none of it, and waits no more."""
+        """Take note that a sequence was cut. If inside its load, it keeps nothing of the load, and waits no more."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
             start = job.start_for(sequence, self.index.epoch)

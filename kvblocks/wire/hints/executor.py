@@ -184,7 +184,7 @@ class HintExecutor:
             return self._refuse(action, _short(error))
         kept = book.recall(asked.message_id, action.action_id)
         if kept is not None and kept[0] != own_print:
-            return self._refuse(action, "expected another action_id: an action of another content had this one")
+            return self._refuse(action, "expected another action_id: an action with other content has this one")
         if kept is not None:
             self._num_repeated += 1
             return kept[1]

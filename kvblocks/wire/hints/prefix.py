@@ -144,7 +144,7 @@ class PrefixNames:
         found = prefix_of(run, position + 1)
         chain = {block.block_hash for block in found.blocks}
         if not chain.issuperset([digest for digest in digests if digest is not None]):
-            raise InvalidArgumentError("block_hashes: expected blocks of one prefix, the last one at the end")
+            raise InvalidArgumentError("block_hashes: expected blocks of one prefix, the deepest one last")
         size, keys, lora = self._manager.block_size, set[PositionKey](), None
         for block, encoded in (found.extra_keys or {}).items():
             for kind, span, payload in decode_extra_keys(encoded):
