@@ -63,8 +63,8 @@ class KVBlocksHandle(base.BaseCacheHandle):
 class KVBlocksPrefixCache(base.BasePrefixCache):
     """mini-sglang's prefix cache on `PrefixCache`, with the page size of mini-sglang's context.
 
-    cache: the PrefixCache underneath, whose ids are page numbers: for pins, rates and attached answers. Not
-    thread-safe, as mini-sglang's isn't. Slots are mini-sglang's indices: page * page_size and the next ones.
+    cache: the PrefixCache underneath, whose ids are page numbers: for pins, hit rates and payloads. Not thread-safe, as
+    mini-sglang's isn't. Slots are mini-sglang's indices: page * page_size and the next ones.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -177,7 +177,7 @@ class _Restoring:
         for number in self._attached:
             if self._pool.is_used_with_prefix(identities[number].column):
                 newest[number] = newest[self._above[number]]
-        return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # a stable sort
+        return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # equals keep this order
 
 
 def has_keys(identity: BlockIdentity) -> bool:

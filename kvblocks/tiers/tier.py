@@ -37,8 +37,8 @@ class Tier:
     - store: when blocks are stored, see `StoreWhen`. "freed" writes a block once, "reused" writes least to a disk.
     - min_store_tokens: prefixes of at least so many tokens are stored when they are freed, whatever `store` says; None:
       no such length.
-    - window_store_tokens: of a window, the blocks are stored that a hit at the end of the stored prefix needs. With a
-      number, so are those that a hit at each multiple of it needs. None: no others.
+    - window_store_tokens: which blocks of windows are stored. None: those that a hit at the end of the stored prefix
+      needs. A number: also those that a hit at each multiple of it needs.
     - bytes_per_second: the expected speed of loads, until it is measured; None: not known.
     - max_transfer_blocks: the most blocks of one transfer. A transfer that fails loses all of its blocks.
     - is_persistent: whether the tier outlives the manager. `tiers.take_changes` then says what to remember, and

@@ -25,7 +25,7 @@ MAX_CHUNKS: Final = 1 << 16
 """The most chunks in a snapshot. So many hold 67 million blocks."""
 
 _NUM_RECENT: Final = 1024  # numbers that are remembered, to tell doubles of another publisher
-_NUM_TRIES: Final = 3  # a publisher that leaves so many asks unanswered has no snapshots
+_NUM_TRIES: Final = 3  # after so many unanswered asks a publisher counts as one without snapshots
 _MAX_COUNTER: Final = 1 << 32  # other publishers number from 0; ours from their epoch, which is higher
 _NUM_SUSPICIOUS: Final = 3  # so many batches in a row from before the epoch: the publisher's clock went back
 
@@ -305,7 +305,7 @@ class EventMirror:
         elif number in state.recent and state.recent[number] == hash(payload):
             pass
         elif state.has_snapshots is None and state.can_ask and number > 0:
-            self._ask(state, wants_snapshot=True)  # late, or a restart: the publisher's kind decides
+            self._ask(state, wants_snapshot=True)  # late or a restart: which, depends on the publisher's kind
         elif changes is not None:
             self.stats.num_restarts += 1
             self._forget(state)

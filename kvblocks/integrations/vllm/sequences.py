@@ -19,7 +19,7 @@ class LoraVersions:
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
-        self._ids: dict[str, int] = {}  # the last number of each adapter that was announced or asked for
+        self._ids: dict[str, int] = {}  # the last number of each adapter that a call loaded or a request had
         self._announced: set[str] = set()  # adapters loaded in place by a call: their requests ask for no new load
 
     def note_loaded(self, lora_request: Any) -> None:

@@ -9,7 +9,7 @@ tenant. It names prefixes of its own salt only, within its own budget. Any other
 that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
 
 Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants:
-- The pins of a tenant name at most as many blocks as its budget.
+- A tenant's pins are for at most as many blocks as its budget allows.
 - A tenant has at most max_pins pins, max_deferred prefetches (waiting or loading) and max_remembered kept answers.
 - A deferred action is answered again, once, unless the executor is closed first.
 

@@ -18,7 +18,7 @@ class HintLimits:
     - max_pins: of a tenant.
     - max_deferred: a tenant's prefetches that wait or load.
     - max_remembered: a tenant's actions whose answers are kept.
-    - max_ttl_s: how long a pin stays, or a prefetch waits, in seconds of the caller's clock.
+    - max_ttl_s: the longest time that a pin stays, or a prefetch waits, in seconds of the caller's clock.
     - max_priority: of pins. It is below 100, since pins from 100 on never give up blocks.
     - max_prefetch_share: the share of the pool that all prefetches together hold.
     - reserved_share: the share of the pool that a prefetch leaves free.
