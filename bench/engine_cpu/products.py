@@ -5,9 +5,10 @@
 
 A decoded token reads all weights once. So each contestant multiplies all matrices of SmolLM2-135M (538 MB in float32,
 random numbers), in the order of its layers, which leaves the caches as a step does. "reading" sums the same matrices.
-"a step" is the engine's own, all of it, with as many clients as rows. It takes turns with the products in one process,
-on one thread. Times are milliseconds of the processor; GB/s count the weights once. "of the best" says what share of
-the fastest product's speed the step reaches, by medians. --quick: 2 layers and no engine, to see that it runs.
+"a step" is the engine's own, all of it, with as many clients as rows. All take turns in one process, on one thread: a
+turn is a run that isn't counted, and three that are. Times are milliseconds of the processor; GB/s count the weights
+once. "of the best" says what share of the fastest product's speed the step reaches, by medians. --quick: 2 layers and
+no engine, to see that it runs.
 
 `kvblocks` commands ask torch for huge pages as the first variable does. numpy is left out where its OpenBLAS isn't held
 to one thread by the second.
@@ -20,10 +21,12 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import process_time_ns
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,40 +38,53 @@ from kvblocks.engine.model.products import pack, product
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 HEAD = (49152, 576)
 NUM_LAYERS = 30
-PROMPT, STEPS_A_ROUND = 32, 4
+PROMPT, RUNS_A_TURN = 32, 3
 STEP = "a step of the engine"
 READING = "reading alone (a sum)"
 
 Run = Callable[[], object]
+Make = Callable[[], Run]
+"""Lays out a contestant's weights, so that a process holds one contestant's at a time."""
 
 
-def make_products(matrices: list[Tensor], num_rows: int) -> dict[str, Run]:
+def make_products(matrices: list[Tensor], num_rows: int) -> dict[str, Make]:
     """Return the contestants: each multiplies all matrices [out, in] by `num_rows` rows."""
     rows = {width: torch.randn(num_rows, width) for width in {matrix.shape[1] for matrix in matrices}}
-    columns = {width: some.numpy().T if num_rows > 1 else some[0].numpy() for width, some in rows.items()}
-    turned = [matrix.t().contiguous() for matrix in matrices]
-    packed = [pack(matrix) for matrix in matrices]
-    runs: dict[str, Run] = {
-        READING: lambda: [matrix.sum() for matrix in matrices],
-        "F.linear": lambda: [F.linear(rows[matrix.shape[1]], matrix) for matrix in matrices],
-        "weights as [in, out]": lambda: [rows[matrix.shape[0]] @ matrix for matrix in turned],
+    inputs = [rows[matrix.shape[1]] for matrix in matrices]
+    makes: dict[str, Make] = {
+        READING: lambda: partial(_each, Tensor.sum, matrices),
+        "F.linear": lambda: partial(_each, F.linear, inputs, matrices),
+        "weights as [in, out]": lambda: partial(
+            _each, torch.mm, inputs, [matrix.t().contiguous() for matrix in matrices]
+        ),
     }
     if os.environ.get("OPENBLAS_NUM_THREADS") == "1":
-        runs["numpy"] = lambda: [matrix.numpy() @ columns[matrix.shape[1]] for matrix in matrices]
+        columns = [some.numpy().T if num_rows > 1 else some[0].numpy() for some in inputs]
+        makes["numpy"] = lambda: partial(_each, np.matmul, [matrix.numpy() for matrix in matrices], columns)
     else:
         print("# numpy is left out: expected OPENBLAS_NUM_THREADS=1 in the environment", flush=True)
     if torch.backends.mkl.is_available():
-        own = [torch.ops.mkl._mkl_reorder_linear_weight(matrix, num_rows) for matrix in matrices]  # noqa: SLF001
-        runs["MKL, packed weights"] = lambda: [
-            torch.ops.mkl._mkl_linear(rows[matrix.shape[1]], weight, matrix, None, num_rows)  # noqa: SLF001
-            for matrix, weight in zip(matrices, own, strict=True)
-        ]
-    if all(weight.is_mkldnn for weight in packed):
-        widths = [matrix.shape[1] for matrix in matrices]
-        runs["oneDNN, blocked weights"] = lambda: [
-            product(rows[width], weight, None) for width, weight in zip(widths, packed, strict=True)
-        ]
-    return runs
+        makes["MKL, packed weights"] = lambda: partial(
+            _each,
+            lambda some, packed, matrix: torch.ops.mkl._mkl_linear(some, packed, matrix, None, num_rows),  # noqa: SLF001
+            inputs,
+            [torch.ops.mkl._mkl_reorder_linear_weight(matrix, num_rows) for matrix in matrices],  # noqa: SLF001
+            matrices,
+        )
+    if pack(matrices[0]).is_mkldnn:
+        makes["oneDNN, blocked weights"] = lambda: partial(
+            _each, lambda some, packed: product(some, packed, None), inputs, [pack(matrix) for matrix in matrices]
+        )
+    return makes
+
+
+def _same(run: Run) -> Run:
+    return run
+
+
+def _each(multiply: Callable[..., object], *columns: Sequence[object]) -> None:
+    for arguments in zip(*columns, strict=True):
+        multiply(*arguments)
 
 
 def make_step(engine: Engine, num_clients: int, num_steps: int) -> Run:
@@ -82,17 +98,19 @@ def make_step(engine: Engine, num_clients: int, num_steps: int) -> Run:
     return engine.step
 
 
-def take_turns(runs: dict[str, Run], num_rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds of the processor of every round, by contestant, after a round that isn't counted."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(1 + num_rounds):
-        for name, run in runs.items():
-            repeats = STEPS_A_ROUND if name == STEP else 1
+def take_turns(makes: dict[str, Make], num_rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds of the processor of every round, by contestant. A turn's first run isn't counted."""
+    found: dict[str, list[float]] = {name: [] for name in makes}
+    for _ in range(num_rounds):
+        for name, make in makes.items():
+            run = make()
+            run()  # brings the contestant's code back, which the others drove out of the caches
             start = process_time_ns()
-            for _ in range(repeats):
+            for _ in range(RUNS_A_TURN):
                 run()
-            found[name].append((process_time_ns() - start) / repeats / 1e6)
-    return {name: times[1:] for name, times in found.items()}
+            found[name].append((process_time_ns() - start) / RUNS_A_TURN / 1e6)
+            del run
+    return found
 
 
 def make_rows(found: dict[str, list[float]], num_rows: int, num_bytes: int) -> list[dict[str, Any]]:
@@ -132,11 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'product':<28}{'rows':>5}{'least ms':>10}{'median':>8}{'most':>8}{'GB/s':>7}{'of the best':>13}")
     kept: list[dict[str, Any]] = []
     for num_rows in asked.rows:
-        runs = make_products(matrices, num_rows)
+        makes = make_products(matrices, num_rows)
         if not asked.quick:
             engine = Engine("smollm2", num_blocks=num_rows * 32)
-            runs[STEP] = make_step(engine, num_rows, (1 + asked.rounds) * STEPS_A_ROUND)
-        kept += (rows := make_rows(take_turns(runs, asked.rounds), num_rows, num_bytes))
+            step = make_step(engine, num_rows, asked.rounds * (1 + RUNS_A_TURN))
+            makes[STEP] = partial(_same, step)
+        kept += (rows := make_rows(take_turns(makes, asked.rounds), num_rows, num_bytes))
         for row in rows:
             times = f"{row['least_ms']:>10.1f}{row['median_ms']:>8.1f}{row['most_ms']:>8.1f}"
             print(

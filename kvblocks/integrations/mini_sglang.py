@@ -63,8 +63,8 @@ class KVBlocksHandle(base.BaseCacheHandle):
 class KVBlocksPrefixCache(base.BasePrefixCache):
     """mini-sglang's prefix cache on `PrefixCache`, with the page size of mini-sglang's context.
 
-    cache: the PrefixCache underneath, whose ids are page numbers: for pins, rates and attached answers. Not
-    thread-safe, as mini-sglang's isn't. Slots are mini-sglang's indices: page * page_size and the next ones.
+    cache: the PrefixCache underneath, whose ids are page numbers: for pins, hit rates and payloads. Not thread-safe, as
+    mini-sglang's isn't. Slots are mini-sglang's indices: page * page_size and the next ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,10 +113,10 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
     def insert_prefix(self, input_ids: torch.Tensor, indices: torch.Tensor) -> Any:
         """Cache the full pages of a prefix, and own all of them from now on.
 
-        So the caller has nothing to free: the answer's `cached_len`, which says how much, is 0.
+        So the caller frees none of them, and the answer's `cached_len` (what the caller is to free) is 0.
 
-        Raises BlockStateError for a page that is cached with other tokens. Then two requests have the same page, and no
-        third one has got it. On a GPU the ids are copied to the host once.
+        Raises BlockStateError for a page that is cached with other tokens: two requests were given the same page. On a
+        GPU the ids are copied to the host once.
         """
         num_tokens = len(input_ids) // self.page_size * self.page_size
         if not num_tokens:

@@ -108,7 +108,7 @@ class KVBlocksBlockManager:
         return own, hit
 
     def _has_room(self, num_blocks: int, *, num_others: int) -> bool:
-        """Whether num_blocks blocks are available. Pins give up blocks if nobody else has any that could come back."""
+        """Whether num_blocks blocks are available. Pins give up blocks if no other sequence could give any back."""
         return num_blocks <= self.manager.num_free_blocks or (num_others == 0 and bool(self.manager.pins))
 
 

@@ -28,7 +28,7 @@ def warn_untested(integration: str, tested: Iterable[str], got: str, found: str)
 def differing_calls(owner: Any, calls: Mapping[str, str | tuple[str, ...]]) -> list[str]:
     """Return the differences in a class's calls: missing calls, and calls with other parameters.
 
-    calls: by the call's name, the names of its parameters with spaces between them; several if each of them is right.
+    calls: by the call's name, its parameters' names with spaces between them; a tuple if there are several right lists.
     """
     problems = []
     for name, wanted in calls.items():

@@ -27,7 +27,8 @@ class MissAccounts:
         num_unique = trace.num_unique_blocks
         self._content = np.full(num_blocks, -1, np.int64)  # by block of the pool: the block of the trace that it holds
         self._first_id = first_block_id
-        # By block of the trace: where it was cached last; -1: nowhere. The extra last entry is for no block: always -1.
+        # By block of the trace: the block of the pool where it was cached last; -1: none. One more entry, always -1,
+        # stands for no block.
         self._place = np.full(num_unique + 1, -1, np.int64)
         self._fate = np.zeros(num_unique, np.int8)
         self._was_hit = np.zeros(num_unique, bool)  # since it was cached last
@@ -142,7 +143,7 @@ class State:
 
 
 class Timeline:
-    """The run over time, in at most MAX_MOMENTS buckets. When there would be more, two become one."""
+    """The run over time, in at most MAX_MOMENTS buckets. When there would be more, pairs of buckets are joined."""
 
     def __init__(self, begin_s: float, end_s: float) -> None:
         """begin_s, end_s: when the run begins, and roughly when it ends."""

@@ -121,8 +121,8 @@ def attainable_hits(
 ) -> int:
     """Return how many references the schedule hits. never_waits: as in `Setup`.
 
-    thinks: from `think_times`, for a closed loop. What is needed next is then judged by the times that would result if
-    nobody waited. O(references), by NumPy, and O(log) for each stretch.
+    thinks: from `think_times`, for a closed loop. What is needed next is then judged by the times at which requests
+    would come if nobody waited. O(references), by NumPy, and O(log) for each stretch.
     """
     from kvblocks.replay.run import followers
 

@@ -1,6 +1,7 @@
 """A bound that no policy exceeds: MIN with bypass on single blocks, for a given order of requests.
 
-docs/replay.md has the proof. It ignores prefixes, holds and waits, and may leave a block out of the cache altogether.
+docs/replay.md has the proof. The bound ignores prefixes, holds and waits, and may leave a block out of the cache
+altogether.
 """
 
 import numpy as np

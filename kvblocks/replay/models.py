@@ -18,9 +18,8 @@ MODELS: dict[str, tuple[int, list[KVLayer]]] = {
 def model_groups(name: str, block_size: int) -> tuple[Group, ...]:
     """Return a model's groups of layers, in which one token stands for a block of `block_size` tokens.
 
-    A hit ends at the end of a block, and the next token sees the window - 1 tokens before it: so many blocks, rounded
-    up.
-    Raises InvalidArgumentError.
+    A hit ends at the end of a block, and the next token sees the window - 1 tokens before it. The window in blocks is
+    the number of blocks that these tokens are in. Raises InvalidArgumentError.
     """
     if name not in MODELS:
         raise InvalidArgumentError(f"groups: expected one of {', '.join(MODELS)}, got {shown(name)}")

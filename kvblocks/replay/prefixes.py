@@ -10,11 +10,10 @@ MAX_LEVELS = 64
 
 
 def prefix_tree(trace: Trace, max_nodes: int = MAX_NODES) -> PrefixNode:
-    """Return the root of the tree. It has the runs with the most references, where those below a run count too.
+    """Return the root of the tree. It has the runs with the most references, counting those of all runs below.
 
     A run here is a stretch of blocks that the same requests have. Runs deeper than MAX_LEVELS are hidden.
-    O(references),
-    by NumPy, and O(runs).
+    O(references), by NumPy, and O(runs).
     """
     runs = _Runs(trace)
     shown = runs.largest(max_nodes - 1)

@@ -173,7 +173,8 @@ class _Tree:
         before = path[start - 1] if start else -1
         for block in path[start:]:
             if parents.setdefault(block, before) != before:
-                raise line.wrong(field, f"ids that stand for one prefix each; {block} comes after two", before)
+                expected = f"ids that stand for one prefix each; {block} had another id before it than now"
+                raise line.wrong(field, expected, before)
             before = block
 
 
@@ -364,7 +365,8 @@ def _path(line: Line, numbers: dict[str, int], parents: list[int]) -> list[int]:
         if block == len(parents):
             parents.append(before)
         elif parents[block] != before:
-            raise line.wrong("ids", "ids that stand for one prefix each; one that comes after two is", name)
+            expected = "ids that stand for one prefix each; this one had another id before it than now"
+            raise line.wrong("ids", expected, name)
         path.append(block)
     return path
 

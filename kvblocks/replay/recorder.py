@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 class TraceRecorder:
     """Appends a line for each request to a file, from one process at a time.
 
-    path: made readable for its owner only. A trace with equal blocks in it is continued; the rest of a last line that a
-    killed recorder left is cut off. block_size: of the blocks that are named. key: 16 to 64 bytes. Recorders with equal
-    keys give equal names, which several processes need if their traces belong together. None: a random key.
+    path: made readable for its owner only. A trace with the same block size is continued; a torn last line, which a
+    killed recorder leaves, is cut off. block_size: of the blocks that are named. key: 16 to 64 bytes. Recorders with
+    equal keys give equal names, which several processes need if their traces belong together. None: a random key.
     InvalidArgumentError is raised for a file that can't be opened, that another recorder has open, or that holds
     anything else; such a file stays as it is.
 
@@ -174,7 +174,7 @@ class TraceRecorder:
 
     def _append(self, row: dict[str, Any]) -> None:
         """Write a whole line. If that fails, write nothing and raise OSError."""
-        assert self._file is not None, "the caller has looked"
+        assert self._file is not None, "the caller has checked that it is open"
         line = _packed(row)
         size = os.fstat(self._file).st_size
         written = 0
@@ -209,7 +209,7 @@ def _seconds(name: str, value: float) -> float:
 
 
 def _cut_torn_line(file: int) -> None:
-    """Cut off a torn last line, which a process leaves that dies in the middle of a write."""
+    """Cut off a torn last line. A process that dies in the middle of a write leaves one."""
     end = os.fstat(file).st_size
     while end:
         start = max(0, end - 2**16)

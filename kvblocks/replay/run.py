@@ -4,10 +4,10 @@ A request comes, waits until the manager has room for its prompt, and is admitte
 as the trace says that it ran, and frees them. Requests are admitted in the order in which they come: one that doesn't
 fit holds up those after it. In a closed loop a session's next request comes its think time after the last one ended.
 
-The manager is the production one, with blocks of one token: that token is the number of a block of the trace. The
-number stands for all of the block's tokens and all before them. So the manager finds equal prefixes exactly where the
-trace has them. Hits are counted in blocks. When a whole prompt is cached, a manager computes its last token again; that
-is one token of the trace's block, of 512 or so, and the block counts as hit.
+The manager is the production one. It gets each block of the trace as one token, whose id is the block's number, and its
+own blocks have one token each. Equal numbers mean equal prefixes, so the manager finds exactly the hits that the trace
+has. Hits are counted in blocks. When a whole prompt is cached, its last block counts as hit too: an engine computes
+only the prompt's last token again, one of the 512 or so in that block.
 """
 
 import heapq
@@ -34,8 +34,8 @@ POLICIES: dict[str, str | None] = {
 }
 """Values of `Setup.policy`. lru: the manager's own queue, which equals its policy of that name block for block.
 
-lru-drop: lru; also, blocks that a session's next request no longer has are dropped at once, unless the last request of
-another live session has them.
+lru-drop: as lru. In addition, blocks that a session's next request no longer has are dropped at once, unless the last
+request of another live session has them.
 """
 
 END, ARRIVAL = 0, 1
@@ -51,11 +51,14 @@ _EVERY = 64  # requests between two calls of `progress`
 class Setup:
     """The settings of a run.
 
-    groups: of the model's layers, with blocks of the trace as tokens; None: one group with full attention. host_blocks:
-    of a tier below the device; None: no tier. never_waits: all requests are admitted when they come, so in one order
-    for all policies and sizes. A request that doesn't fit is served outside the pool: it reads what is cached when it
-    comes, leaves as many of its first blocks in the pool as fit, and holds none. tells_ends: whether the manager is
-    told when a session's last request has ended. The trace knows that; a server may not.
+    - groups: of the model's layers, in which a token stands for a block of the trace; None: one with full attention.
+    - host_blocks: of a tier below the device; None: no tier.
+    - is_closed: whether a session's next request comes its think time after the last one ended.
+    - never_waits: all requests are admitted when they come. So their order is the same for all policies and sizes. A
+      request that doesn't fit is served outside the pool: it reads what is cached when it comes, leaves as many of its
+      first blocks in the pool as fit, and holds none.
+    - tells_ends: whether the manager is told when a session's last request has ended. The trace knows that; a server
+      may not.
     """
 
     policy: str
@@ -162,7 +165,7 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a run needs to be one of several. agenda: shared by all. manager: of this run, instead of the setup's.
+    """What one of several runs on one clock needs. agenda: shared by all. manager: of this run, not made by the setup.
 
     store: shared by all; the manager then has one tier, named STORE, which is shared.
     """

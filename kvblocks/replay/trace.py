@@ -26,12 +26,17 @@ class TraceError(KVBlocksError, ValueError):
 class Trace:
     """Requests in the order of their file. A session's requests are in the order of their times.
 
-    blocks: all prompts' blocks, one prompt after another, uint32. ends: int64; request i has blocks[ends[i]:ends[i +
-    1]], so ends[0] is 0. sessions: the number of each request's session. times: seconds from the trace's beginning, or
-    from the session's if `times_are_relative`. durations: seconds that each request ran; NaN if not known. thinks:
-    seconds from the end of the session's request before; NaN if not known. stops: why each ended. tokens, outputs:
-    numbers of tokens of prompts and answers. session_names: None: a request without a session, which counts as one.
-    tenants: by session; None: no tenant, the same for all such sessions.
+    - blocks: all prompts' blocks, one prompt after another, uint32.
+    - ends: int64; request i has blocks[ends[i]:ends[i + 1]], so ends[0] is 0.
+    - sessions: by request, the number of its session.
+    - times: by request, when it came: seconds from the trace's beginning, or from the session's if
+      `times_are_relative`.
+    - durations: by request, the seconds that it ran; NaN if not known.
+    - thinks: by request, the seconds since the session's last request ended; NaN if not known.
+    - tokens, outputs: by request, the numbers of tokens of prompt and answer.
+    - stops: by request, why it ended.
+    - session_names: by session; None for a request without a session, which counts as a session.
+    - tenants: by session; None for no tenant. All sessions with None count as one tenant's.
     """
 
     name: str
@@ -112,7 +117,7 @@ class Trace:
 
 
 def ends_of(lengths: Numbers) -> Numbers:
-    """Return the ends of consecutive pieces of these lengths, with a 0 in front."""
+    """Return the sums of the first lengths: of none of them (0), of one, of two, and so on."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -133,8 +138,9 @@ def number_densely(blocks: Numbers) -> Numbers:
 def arrival_times(trace: Trace, mean_s: float | None, seed: int) -> Numbers:
     """Return when each request comes, in seconds. In a closed loop only sessions' first requests come at these times.
 
-    mean_s: None: as recorded; if the trace has only times inside sessions, all sessions begin at 0. Otherwise sessions
-    begin in their order, at the sums of `random.Random(seed).expovariate(1 / mean_s)`, and keep the times inside them.
+    mean_s: the mean time between the beginnings of two sessions. Sessions begin in their order; the times between are
+    drawn by `random.Random(seed).expovariate(1 / mean_s)`. Times inside a session stay. None: as recorded; then all
+    sessions begin at 0 if the trace has only times inside sessions.
     """
     if mean_s is None:
         return trace.times.copy()

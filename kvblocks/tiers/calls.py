@@ -10,8 +10,9 @@ from kvblocks.core.slots import Commit
 class ManagerCalls:
     """What `Tiers` needs of its manager.
 
-    check_owned: as the manager's. commit: caches what `prepare_commit` returned. rewind: gives slots back; called
-    inside a change of the manager. end: ends a change, and runs `check` where the manager checks after each change.
+    check_owned: the manager's check of a sequence. commit: caches what `prepare_commit` returned. rewind: gives back a
+    sequence's slots behind a token; called inside a change of the manager. end: ends a change, and runs `check` if the
+    manager checks after each change.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class BlockIdentity:
     groups' blocks count from 1: the column of the row that they are attached in (`groups.index`), plus 1. Their
     `parent` is the digest of the primary block that they are attached to. That digest covers everything, so their keys
     and tokens are b"". Read-only, compared by value.
-    Raises InvalidArgumentError for what isn't bytes, or a count.
+    Raises InvalidArgumentError for parts that aren't bytes, or a bad column.
     """
 
     __slots__ = ("column", "extra_keys", "parent", "tokens")
@@ -38,7 +38,7 @@ class BlockIdentity:
     def __init__(
         self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes], column: SupportsIndex = 0
     ) -> None:
-        # Mostly they are bytes. No call for those, since a disk may have millions.
+        # They are nearly always bytes. The check is inline, since a disk may have millions of identities.
         self.parent = parent if type(parent) is bytes else _bytes_of("parent", parent)
         self.extra_keys = extra_keys if type(extra_keys) is bytes else _bytes_of("extra_keys", extra_keys)
         self.tokens = tokens if type(tokens) is bytes else _bytes_of("tokens", tokens)

@@ -114,7 +114,10 @@ class LoadJob(Job):
             self._starts[twin] = self._starts[sequence]
 
     def note_forgotten(self) -> None:
-        """Take note of what was taken back of the sequences' hits, before a reset hides it. O(sequences)."""
+        """Take note of the parts of the sequences' hits that were taken back. Called before a reset, which hides them.
+
+        O(sequences).
+        """
         for sequence in self.sequences:
             if sequence.epoch is not None:
                 self._starts[sequence] = self.start_for(sequence, sequence.epoch)
@@ -175,8 +178,8 @@ class LoadJob(Job):
 class StoreJob(Job):
     """The store of a prefix's blocks, behind those that the tier has.
 
-    run: the run that was wished for. above: slots of the prefix that the tier has; the first list has the primary
-    blocks before the store. slots: new ones. The job owns all of these slots.
+    run: the run that was wished for. above: lists of slots that the tier already has for the prefix. The first list has
+    the primary blocks before those of the store. slots: new ones. The job owns all of these slots.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class StoreJob(Job):
         return [] if run is None else [prefix_of(run, index + 1).blocks]
 
     def note_forgotten(self) -> None:
-        """Take note of blocks that are no longer cached at their node: perhaps nobody wrote what they hold.
+        """Take note of blocks that are no longer cached at their node, since their KV may never have been written.
 
         Called whenever something is taken back. Later would be too late: a block may be cached at the same node again.
         O(blocks).
@@ -216,7 +219,7 @@ class StoreJob(Job):
         return None if self._names is None else self._names[: number * self.pool.index.epoch.num_digest_bytes]
 
     def finish(self) -> int:
-        """Cache in the tier what is right, give all slots back, and return how many blocks were stored."""
+        """Cache in the tier what arrived and is good, give all slots back, and return how many blocks were stored."""
         self.note_forgotten()
         number, parents = self.num_arrived(), self.above[0]
         if parents and not parents[-1].is_cached:

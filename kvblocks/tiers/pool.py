@@ -59,9 +59,9 @@ class TierPool:
     def take(self, num_blocks: int, salt: str | None) -> list[KVCacheBlock]:
         """Take free slots to store blocks of a salt: num_blocks, or fewer if a quota says so. O(num_blocks) on average.
 
-        A tenant whose quota is used up, by blocks that are stored or being stored, gets two kinds of slots: those that
-        hold nothing, and those of tenants beyond their quotas. It then is such a tenant itself. With quotas, also
-        O(blocks that are being stored).
+        Blocks that are being stored count for the quota. A tenant whose quota is used up gets only slots that hold
+        nothing, and slots of tenants beyond their quotas, which include itself. With quotas, also O(blocks that are
+        being stored).
         """
         tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
         if tenant is None:
@@ -94,7 +94,7 @@ class TierPool:
         self.pool.uncache(blocks)
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
-        """Forget a prefix of so many blocks, in each slot that ends it. A lookup for each of those slots."""
+        """Forget block `num_blocks` of a prefix and all that is behind it. One lookup for it and each duplicate."""
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
             self.drop(found[-1:])
 
@@ -112,9 +112,9 @@ class TierPool:
         return None if tenant is None else tenant.max_cached_blocks
 
     def num_ahead(self, blocks: list[KVCacheBlock]) -> int:
-        """Return how many slots are reused before the first of these, which hold one prefix, as of now. O(slots).
+        """Return how many slots would now be reused before the first of `blocks`, which hold one prefix. O(slots).
 
-        If their tenant is beyond its quota, only empty slots and that tenant's slots are reused before them.
+        If their tenant is beyond its quota, only empty slots and that tenant's slots are counted.
         """
         account = blocks[0].run.account if blocks[0].run is not None else None
         is_over = isinstance(account, Tenant) and account.num_excess_blocks > 0
@@ -141,7 +141,7 @@ class TierPool:
     def clear(self) -> None:
         """Forget everything that is stored. Jobs keep the slots that their transfers read and write.
 
-        O(1) as in the core.
+        O(1), plus the time to free memory; O(slots) if the tier is persistent.
         """
         self.index.clear()
         self.note_unstored(self.pool.blocks)
@@ -156,21 +156,21 @@ class TierPool:
         if self.changes is not None:
             self.changes.note_unstored(slots)
 
-    def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:  # noqa: ARG002  # several groups do
+    def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:  # noqa: ARG002  # for subclasses
         """Attach a slot to a cached primary slot, in a column of `BlockIdentity`. Returns whether it is cached. O(1).
 
         With one group there are no columns.
         """
         return False
 
-    def is_attached(self, primary: KVCacheBlock, column: int) -> bool:  # noqa: ARG002  # several groups know
+    def is_attached(self, primary: KVCacheBlock, column: int) -> bool:  # noqa: ARG002  # for subclasses
         """Whether anything is attached to a cached slot in a column. O(1)."""
         return False
 
     def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
-        """Record in events that a slot was attached behind a chain of slots. tokens: at least the chain's."""
+        """Record that a slot was attached to the last primary slot of a chain. tokens: at least the chain's."""
 
-    def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # several groups do
+    def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # for subclasses
         """Whether a hit of a longer prefix also uses what is attached in a column. O(groups)."""
         return False
 

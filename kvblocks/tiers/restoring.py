@@ -65,19 +65,22 @@ def restore_slots(pool: TierPool, remembered: Remembered) -> int:
 
 
 class _Restoring:
-    """Slots on their way back into a tier's map, by their number in what was remembered."""
+    """Caches remembered slots in a tier's map, parents first.
+
+    A *number* here is the position of a slot in what was remembered, so a smaller number was stored earlier. Slots with
+    the same parent form a linked list: `_behind` or `_beside` has the first number, `_next` each further one.
+    """
 
     def __init__(self, pool: TierPool, identities: list[BlockIdentity], blocks: list[KVCacheBlock]) -> None:
         self._pool = pool
         self._identities = identities
         self._blocks = blocks
-        self._found: list[int] = []  # of the primary group, parents first
-        self._attached: list[int] = []
-        self._above = [-1] * len(blocks)  # by number: that of the block before it, or that it is attached to; -1: none
-        # By digest: the number of the first block behind it, and of the first attached to it. By number: the next such.
-        self._behind: dict[bytes, int] = {}
-        self._beside: dict[bytes, int] = {}
-        self._next = [-1] * len(blocks)
+        self._found: list[int] = []  # cached blocks of the primary group, parents first
+        self._attached: list[int] = []  # cached blocks of side groups
+        self._above = [-1] * len(blocks)  # by number: the block before it, or that it is attached to; -1: none
+        self._behind: dict[bytes, int] = {}  # by digest: the oldest block whose parent it is
+        self._beside: dict[bytes, int] = {}  # by digest: the oldest block that is attached to it
+        self._next = [-1] * len(blocks)  # by number: the next block with the same parent; -1: none
 
     def cache(self) -> None:
         """Cache all blocks whose prefix is there. O(slots)."""
@@ -90,7 +93,7 @@ class _Restoring:
                 begins += others
 
     def _sort(self) -> None:
-        """Find the blocks behind each digest, and those attached to it. Backwards, so that the oldest comes first."""
+        """Link the blocks behind each digest, and those attached to it. The oldest comes first in each list."""
         size, next_number = 4 * self._pool.index.block_size, self._next
         behind, beside = self._behind, self._beside
         number = len(next_number)
@@ -104,7 +107,7 @@ class _Restoring:
                 behind[identity.parent] = number
 
     def _hang(self, number: int, top: int) -> list[int]:
-        """Return a number and all that are linked after it, and set the block above each to `top`."""
+        """Return the linked list that begins with `number`, and set `_above` of its numbers to `top`."""
         chain: list[int] = []
         while number >= 0:
             self._above[number] = top
@@ -113,9 +116,9 @@ class _Restoring:
         return chain
 
     def _cache_run(self, top: int, number: int) -> list[int]:
-        """Cache consecutive blocks below the block `top`, from `number` on.
+        """Cache a run that begins with block `number` behind block `top` (-1: at the root).
 
-        Returns the numbers of other blocks behind them.
+        Where several blocks have the same parent, the run goes on with the oldest. Returns the numbers of the others.
         """
         identities, blocks, above = self._identities, self._blocks, self._above
         stretch: list[KVCacheBlock] = []
@@ -147,7 +150,7 @@ class _Restoring:
         return others
 
     def _attach(self, numbers: list[int]) -> None:
-        """Attach slots to their primary blocks. If two belong in one column, the newer one stays, as always."""
+        """Attach slots to their primary blocks. Of two in one column the newer one stays."""
         for number in sorted(numbers, reverse=True):
             primary = self._blocks[self._above[number]]
             if self._pool.attach(primary, self._identities[number].column, self._blocks[number]):
@@ -156,9 +159,10 @@ class _Restoring:
     def in_order(self) -> list[int]:
         """Return the numbers of the cached blocks in the order in which to give them back: the last used first.
 
-        It is the order of blocks that never left: attached blocks were given back behind their prefix, and attached
-        blocks that one store wrote, at the same time. O(n log n).
+        The tier had this order before. A block is as new as the newest block behind it or attached to it. The attached
+        blocks that one store wrote are equally new. O(n log n).
         """
+        # By number: the number of the store that makes the block that new.
         identities, blocks, newest = self._identities, self._blocks, list(range(len(self._blocks)))
         for number in range(len(newest) - 2, -1, -1):
             is_attached = identities[number].column and identities[number + 1].column
@@ -173,7 +177,7 @@ class _Restoring:
         for number in self._attached:
             if self._pool.is_used_with_prefix(identities[number].column):
                 newest[number] = newest[self._above[number]]
-        return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # a stable sort
+        return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # equals keep this order
 
 
 def has_keys(identity: BlockIdentity) -> bool:

@@ -7,8 +7,8 @@ The record of a block, format 1; integers are little-endian and unsigned:
     checksum = 32 bytes over head | preimage | payload: xxh3_128 and zeros, or HMAC-SHA-256 where there is a secret
     preimage = of the block's identity: its parent's digest, its keys and its tokens, literally
 
-So a record and a payload are enough to tell what they are. Nothing else needs to be trusted: not the index that leads
-to them, and not the place where they are kept.
+So a record and a payload show by themselves which block they are. Nothing else needs to be trusted: not the index that
+leads to them, and not the place where they are kept.
 """
 
 import hmac

@@ -1,4 +1,4 @@
-"""What events say of tiers: the same as of the device, with the same names of blocks, and the tier's medium.
+"""Events about tiers. They are like the device's events, with the same names of blocks, but name the tier's medium.
 
 A tier's blocks come from the device's cache, where they have names already. So a store hashes nothing. If nobody asked
 for events (`EventOptions`), nothing here costs anything.
@@ -36,7 +36,7 @@ def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
 
 
 def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
-    """Name what may be restored, so that a hash function that raises does so before any change. O(tokens)."""
+    """Compute the names of what may be restored. If the hash function raises, nothing has changed yet. O(tokens)."""
     index = pool.index
     if index.events is None:
         return

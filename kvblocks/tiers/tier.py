@@ -29,19 +29,24 @@ StoreWhen = Literal["computed", "freed", "reused"]
 class Tier:
     """A place that holds copies of cached blocks, in slots 0 to num_blocks - 1.
 
-    name: of your choice. num_blocks: slots, each for one block's keys and values in all layers of its group.
-    num_block_bytes: bytes of a slot; the cost of a load is counted in them. store: when blocks are stored, see
-    `StoreWhen`; "freed" writes each once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens
-    are stored when they are freed, whatever `store` says; None: no such length. window_store_tokens: which blocks of
-    windows are stored: those that a hit at the end of the stored prefix needs, and those that a hit at every so many
-    tokens needs; None: only the first. bytes_per_second: the expected speed of loads, until it is learned; None: not
-    known. max_transfer_blocks: blocks of one transfer; a failure loses as many. is_persistent: whether the tier
-    outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back. is_shared:
-    whether others also store in it, and may take from it; `tiers.note_found` then says what it has. A shared tier isn't
-    persistent: its slots are what this manager knows of it. medium: its name in events; None: "EXTERNAL" if shared, as
-    in SGLang; "STORAGE" if persistent, else "CPU", as in vLLM. Raises InvalidArgumentError.
+    List a manager's tiers in the order of preference, the quickest first. Raises InvalidArgumentError.
 
-    List a manager's tiers in the order of preference, the quickest first.
+    - name: of your choice.
+    - num_blocks: slots, each for one block's keys and values in all layers of its group.
+    - num_block_bytes: bytes of a slot; the cost of a load is counted in them.
+    - store: when blocks are stored, see `StoreWhen`. "freed" writes a block once, "reused" writes least to a disk.
+    - min_store_tokens: prefixes of at least so many tokens are stored when they are freed, whatever `store` says; None:
+      no such length.
+    - window_store_tokens: which blocks of windows are stored. None: those that a hit at the end of the stored prefix
+      needs. A number: also those that a hit at each multiple of it needs.
+    - bytes_per_second: the expected speed of loads, until it is measured; None: not known.
+    - max_transfer_blocks: the most blocks of one transfer. A transfer that fails loses all of its blocks.
+    - is_persistent: whether the tier outlives the manager. `tiers.take_changes` then says what to remember, and
+      `tiers.restore` takes it back.
+    - is_shared: whether others also store in the tier and delete from it. `tiers.note_found` then says what it has. A
+      shared tier isn't persistent: its slots are only what this manager knows of it.
+    - medium: its name in events. None: "EXTERNAL" if shared, as in SGLang; "STORAGE" if persistent, else "CPU", as in
+      vLLM.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Tier:
 
 
 def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:
-    """Return a manager's tiers. groups: of its layers; none: one of full attention. Raises InvalidArgumentError."""
+    """Return a manager's tiers. groups: its groups; none: one with full attention. Raises InvalidArgumentError."""
     given = tuple(listed("tiers", "an iterable of Tier", tiers))
     for tier in given:
         if not is_a(tier, Tier):

@@ -72,7 +72,7 @@ class Tiers:
 
     @property
     def num_resets(self) -> int:
-        """How often all contents of the tiers were forgotten (`reset_prefix_cache`). What others share stays."""
+        """How often everything in the tiers was forgotten (`reset_prefix_cache`). A shared store keeps its blocks."""
         return self._traffic.num_clears
 
     # Lookups.
@@ -125,7 +125,7 @@ class Tiers:
         return transfers
 
     def complete(self, transfer: Given[Transfer], ok: Flag, *, seconds: SupportsFloat | None = None) -> list[Loaded]:
-        """Say that a transfer is over, and whether all of its bytes arrived, are right, and stay where they are.
+        """Say that a transfer is over. ok: whether all of its bytes arrived, are right, and are where they belong.
 
         With the last transfer of a load, its sequences are returned. What arrived is cached, the slots behind that are
         given back, and the sequences go on from `Loaded.num_tokens`. Blocks that a load didn't bring are forgotten by
@@ -184,8 +184,8 @@ class Tiers:
         tier: its name. attached: the side groups' blocks that it has, as (index of the primary block that they are
         attached to, column as in `BlockIdentity`). From now on `find` counts on the answer, and a load checks it. Slots
         are taken as for a store, within quotas. So the result may be less than `num_blocks`: it is the number of first
-        blocks known to be there. Call it after somebody has looked, and before `find`. Delete what `evict_blocks` took
-        back from the tier first. Raises InvalidArgumentError. O(tokens).
+        blocks known to be there. Call it when the tier has answered, before `find`. Blocks that `evict_blocks` took
+        back must be deleted from the tier before it is asked. Raises InvalidArgumentError. O(tokens).
         """
         self._manager.check_whole()
         pool = self._check_tier("note_found", tier)
@@ -210,8 +210,8 @@ class Tiers:
         """Return what became of the slots of persistent tiers since the last call, by tier.
 
         By slot: the block that it holds from now on, or None if it holds nothing that lookups can find. What was stored
-        last comes last. Whoever remembers these changes, all of them or none, can give them to `restore`. At most one
-        record per slot is kept for the next call. O(tiers).
+        last comes last. Remember all changes of a call, or none of them; `restore` takes what was remembered. At most
+        one change per slot is kept for the next call. O(tiers).
         """
         self._manager.begin_change()
         noted = {pool.name: pool.changes for pool in self._traffic.pools}

@@ -1,11 +1,11 @@
-"""`Traffic`: what moves between the device and the tiers, and what the manager reports of its sequences meanwhile.
+"""`Traffic`: what moves between the device and the tiers. The manager reports here what its sequences do.
 
-Filling. A wish names a prefix (`wishes`). When few enough stores are in flight, it becomes a store of those blocks that
-the tier lacks, parents first. Storing never makes a call wait. Blocks that are taken before their store began are not
-stored. A hit on the device counts as a use in the tiers: its wish touches the slots that a tier has.
+Filling. A wish names a prefix (`wishes`). When there is room for another store, the wish becomes a store of those
+blocks that the tier lacks, parents first. Storing never makes a call wait. Blocks that are taken before their store
+began are not stored. A hit on the device counts as a use in the tiers: its wish touches the slots that a tier has.
 
-Sources: the shape, pools of ids below each other that one policy fills and somebody else moves bytes for, is that of a
-memory hierarchy. Holding a block while it moves, and finding loading blocks as pending, are from vLLM's KV connectors.
+Sources: pools of ids, one below the other, are a memory hierarchy. Holding a block while it moves, and finding loading
+blocks as pending, are from vLLM's KV connectors.
 """
 
 from collections.abc import Hashable, Mapping
@@ -114,11 +114,11 @@ class Traffic:
         return self._begun.get(transfer)
 
     def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
-        """Return what is to be cached of a load once this transfer is over, for all who wait. Call it outside a change.
+        """Return what to cache of a load when this transfer ends, for each waiting sequence. Call it outside a change.
 
-        Nothing is cached before the load's last transfer. Nor is it behind a hit that was taken back meanwhile: that
-        hit may be bad, and must not be cached again. A hash function that raises does so here; then the transfer can be
-        answered again.
+        The answer is [] before the load's last transfer. Nothing is cached behind a hit that was taken back meanwhile:
+        that hit may be bad, and must not be cached again. If a hash function raises, it does so here, and the transfer
+        can be answered again.
         """
         if not isinstance(job, LoadJob) or job.num_open > 1:
             return []
@@ -178,7 +178,7 @@ class Traffic:
             raise StaleHitError(f"allocate_slots: expected loads of fewer tokens than {sequence} has, got {given}")
         return given, sum([load.num_tokens for load in given])
 
-    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002  # several groups need them
+    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002  # for subclasses
         """Return the hit that a sequence with these loads starts with. Changes nothing."""
         return hit
 
@@ -223,7 +223,7 @@ class Traffic:
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence went back. If that was into its load, it keeps whole blocks of the load.
+        """Take note that a sequence was cut (`truncate`, `rewind`). Inside its load, it keeps whole blocks only.
 
         A transfer may still write to a partly kept block, so no token may be added to it.
         """
@@ -290,7 +290,7 @@ class Traffic:
         note_restored(pool)
 
     def leave(self, sequence: Sequence) -> None:
-        """Have a sequence wait for its loads no more. Cancels transfers for it alone that haven't begun. O(blocks)."""
+        """Have a sequence wait for its loads no more. If no other waits, cancel what has not begun. O(blocks)."""
         job = self._loading.pop(sequence)
         del job.sequences[sequence]
         if job.sequences:
@@ -328,7 +328,7 @@ class Traffic:
             assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
             assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
 
-    # Steps of the above that several groups do otherwise.
+    # Steps of the above that `GroupTraffic` overrides.
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
         """Return a tier's slots."""
@@ -356,9 +356,9 @@ class Traffic:
         """Take note that some of a sequence's loads arrived, and that it goes on behind them."""
 
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
-        """Return what is to be stored with a prefix that ends in `run`, and what the tier has of it.
+        """Return the prefix of the first `num_blocks` blocks of `run`, and lists of the slots that the tier has of it.
 
-        The second is lists of slots. The first of these has the slots before the store.
+        The first list has the primary blocks before those that are to be stored.
         """
         prefix = prefix_of(run, num_blocks)
         return prefix, [pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))]

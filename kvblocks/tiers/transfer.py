@@ -39,7 +39,7 @@ class TierHit:
         return self.num_bytes * self.pool.rate.seconds_a_unit
 
     def part(self) -> TierPart:
-        """Return the same as a record for people, with how many slots are reused before it. O(slots of the tier)."""
+        """Return this part as a record for people, with how many slots would be reused before it. O(slots)."""
         end = self.first_token + self.num_tokens
         return TierPart(self.tier, self.first_token, end, self.pool.num_ahead(self.prefix))
 

@@ -9,7 +9,7 @@ from kvblocks.retention.salts import salt_in
 from kvblocks.tiers.identity import BlockIdentity
 
 MOST_WISHES = 4096
-"""Beyond this the oldest wish is dropped.
+"""The most wishes of a tier. Beyond that, the oldest is dropped.
 
 So an engine that never asks for transfers loses hits, but uses no more memory.
 """

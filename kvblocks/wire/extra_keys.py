@@ -11,7 +11,7 @@ from kvblocks.core.hashing import decode_extra_keys
 from kvblocks.events import BlockStored
 
 NO_EMBEDDINGS: Final = sha256().digest()
-"""The digest of blocks that come after a prompt of embeddings."""
+"""The digest of a block without embeddings, in a prompt that has some."""
 NUM_EMBEDDING_BYTES: Final = 32
 
 

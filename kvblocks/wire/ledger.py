@@ -22,7 +22,7 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.frames import VERSION, SnapshotHead
 
 PIECE_BLOCKS: Final = 32
-"""An event stays in memory while any of its blocks is cached. So longer events are followed in pieces of this size."""
+"""An event stays in memory while any of its blocks is cached. So longer events are split into pieces of this size."""
 
 CHUNK_BLOCKS: Final = 1024
 """Blocks in a chunk of a snapshot."""
@@ -40,8 +40,8 @@ class Limits:
 
     max_queued_batches, max_queued_bytes: waiting to be sent; further batches are dropped. num_kept_batches,
     max_kept_bytes: for replays. num_sending: batches on their way to one slow consumer; that consumer loses further
-    ones. ZMQ counts these by number. So for a consumer that doesn't read, that many of the largest batches may be in
-    memory. num_snapshots: sent at the same time; further ones are refused.
+    ones. There is no limit in bytes, so a consumer that doesn't read may cost the memory of so many of the largest
+    batches. num_snapshots: sent at the same time; further ones are refused.
     """
 
     max_queued_batches: int = 10_000

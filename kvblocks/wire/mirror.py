@@ -25,7 +25,7 @@ MAX_CHUNKS: Final = 1 << 16
 """The most chunks in a snapshot. So many hold 67 million blocks."""
 
 _NUM_RECENT: Final = 1024  # numbers that are remembered, to tell doubles of another publisher
-_NUM_TRIES: Final = 3  # a publisher that leaves so many asks unanswered has no snapshots
+_NUM_TRIES: Final = 3  # after so many unanswered asks a publisher counts as one without snapshots
 _MAX_COUNTER: Final = 1 << 32  # other publishers number from 0; ours from their epoch, which is higher
 _NUM_SUSPICIOUS: Final = 3  # so many batches in a row from before the epoch: the publisher's clock went back
 
@@ -47,7 +47,10 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class MirrorStats:
-    """Counters. num_late: late batches and doubles, dropped. num_unheld: too early to be held, or held without use."""
+    """Counters. num_late: dropped as late, as doubles, or as chunks that were not asked for.
+
+    num_unheld: early batches for which there was no room, and held ones that were dropped without being applied.
+    """
 
     num_applied: int = 0
     num_late: int = 0
@@ -61,7 +64,7 @@ class MirrorStats:
 class _Held(NamedTuple):
     """A batch that came early.
 
-    mark: tells its doubles. size: how much of `max_held` it takes. request: the last request made before it came.
+    mark: equal for doubles. size: how much of `max_held` it takes. request: the last request made before it came.
     """
 
     changes: list[Change]
@@ -95,7 +98,7 @@ class _Worker:
 
 
 class EventMirror:
-    """Holds the cached blocks of workers, each under a name of its publisher's. Not thread-safe.
+    """Knows which blocks each worker has cached, by the hashes in its events. Not thread-safe.
 
     max_held: how many batches and blocks, added up, are held for a worker while others are missing. Memory: a few dozen
     bytes for each block that a worker caches, and what is held.
@@ -237,7 +240,7 @@ class EventMirror:
                 self._start(state, number, held.changes, held.mark, is_complete=False)
                 return
             self._drop_disowned(state, ask.request)
-        # Batches before one that came before the ask can't be replayed, or that batch doesn't exist.
+        # A batch that was held before the ask is still not due: what is before it can't be replayed, or it is damaged.
         is_in_vain = not made_progress or any(held.request < ask.request for held in state.held.values())
         self._go_on(state, wants_snapshot=is_in_vain)
 
@@ -261,13 +264,16 @@ class EventMirror:
             self._take_snapshot(state, head)
 
     def give_up(self, worker: str) -> None:
-        """Take note that an ask was not answered: ask again, or for something else. Without an ask: nothing."""
+        """Take note that an ask was not answered, and ask again. After a few tries, ask for the other kind.
+
+        The kinds are replays and snapshots. Without an open ask, nothing happens.
+        """
         state = self._get(worker)
         if state.ask is None:
             return
         state.num_tries += 1
         wanted_snapshot, state.ask = state.ask.number is None, None
-        # The highest of all numbers may be a damaged one.
+        # Of the held numbers the lowest counts, since the highest may be a damaged one.
         number = state.next if state.next is not None else min(state.held, default=0)
         if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and number < _MAX_COUNTER:
             state.has_snapshots, state.num_tries = False, 0
@@ -299,7 +305,7 @@ class EventMirror:
         elif number in state.recent and state.recent[number] == hash(payload):
             pass
         elif state.has_snapshots is None and state.can_ask and number > 0:
-            self._ask(state, wants_snapshot=True)  # late, or a restart: the publisher's kind decides
+            self._ask(state, wants_snapshot=True)  # late or a restart: which, depends on the publisher's kind
         elif changes is not None:
             self.stats.num_restarts += 1
             self._forget(state)
@@ -403,7 +409,7 @@ class EventMirror:
 
     def _take_snapshot(self, state: _Worker, head: SnapshotHead) -> None:
         chunks, state.chunks, state.head, state.ask = state.chunks, {}, None, None
-        # If batches have come since then, the snapshot is of an old epoch, or of an earlier time in this one.
+        # A snapshot from before batches that were applied since the ask is out of date, and isn't used.
         if state.next is None or head.number + 1 >= state.next or not state.has_applied:
             self.stats.num_snapshots += 1
             state.holdings.clear()

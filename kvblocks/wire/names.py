@@ -1,4 +1,4 @@
-r"""What others call our blocks: vLLM's hashes as a manager's digests, and Dynamo's and llm-d's as functions.
+r"""The hashes of blocks in vLLM, Dynamo and llm-d. A manager can use vLLM's as digests; the others are functions.
 
 As everywhere, no name decides a hit: names are for the outside. Our identity of a prefix can be finer than a name. Then
 several prefixes share one name, and `kvblocks.observe.shared_names` has events report each name once.
@@ -9,15 +9,15 @@ tuple of ints; a tuple of keys or None. H is SHA-256 or XXH3 (128 bits) over pic
     ("lora", name, path)          in every block of a prompt with an adapter
     ("mm", identifier, start)     of each image that the block touches; start: relative to the block's first token
     ("cache_salt", salt)          in the first block only
-    ("prompt_embeds", digest)     in every block of a prompt of embeddings: SHA-256 of its embeddings, else of b""
+    ("prompt_embeds", digest)     in every block of a prompt of embeddings: SHA-256 of its embeddings; of b"" if none
 
 `kvblocks.wire.extra_keys` makes these keys from ours. A prefix whose first block has a bytes key is taken for a prompt
 of embeddings.
 
 The hashes equal vLLM's for images that don't overlap, which vLLM takes for granted. (If they overlap, vLLM's keys of a
-block depend on images that come later.) Pickle writes a str that comes twice as a reference if both are one object. In
-vLLM's requests a decoder made the strings, so none comes twice as one object; the same holds for ours. So with pickle
-the names are equal unless one object was given twice, as an adapter's name and path.
+block depend on images that come later.) Pickle writes a str object that comes twice as a reference the second time.
+vLLM's strings come from a decoder, so no object comes twice there. So with pickle the names are equal unless one object
+was given to us twice, as an adapter's name and path.
 
 Sources: chaining, and keys beside the tokens, are vLLM's. Dynamo's and llm-d's functions follow their sources.
 """

@@ -34,7 +34,7 @@ except ImportError as _error:
 
 _log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE: Final = 64  # batches to send before requests are read, and the reverse
+_NUM_AT_ONCE: Final = 64  # at most so many batches are sent, then at most so many requests answered, in turn
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
@@ -44,11 +44,11 @@ class EventPublisher:
     """Publishes what `take_events` returns, from a thread of its own.
 
     endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
-    ask for replays and snapshots; None: nowhere. topic: comes before each batch. converter: the encoding; None: vLLM's,
-    one group. data_parallel_rank: written in batches. heartbeat: seconds without events after which an empty batch is
-    sent; None: never. allow_remote: whether it may bind an address that other machines can reach. Token ids are
-    private, and nothing here checks who listens. epoch: the first batch's number; None: made from the time and chance.
-    0 is vLLM's; then a consumer may take batches after a restart for the next ones of before.
+    ask for replays and snapshots; None: nowhere. topic: comes before each batch. converter: the encoding; None: vLLM's.
+    data_parallel_rank: written in batches. heartbeat: seconds without events after which an empty batch is sent; None:
+    never. allow_remote: whether it may bind an address that other machines can reach. Token ids are private, and
+    nothing here checks who listens. epoch: the first batch's number; None: made from the time and random bits. vLLM
+    begins with 0. With 0, a consumer may not notice a restart.
 
     Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
     also for an address that can't be bound. Thread-safe.
@@ -159,8 +159,8 @@ class EventPublisher:
         self.close()
 
     def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
-        # A context of its own ends with the publisher; only then are the endpoints free again. Endpoints inside
-        # this process need the common context, or nobody would find them.
+        # Endpoints are free again only when their context has ended, so the publisher has one of its own. Endpoints
+        # inside this process need the common context, or nobody would find them.
         is_inside = endpoint.startswith("inproc:") or (replay_endpoint or "").startswith("inproc:")
         self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None if is_inside else zmq.Context()
         context = self._own_context or zmq.Context.instance()
@@ -171,7 +171,7 @@ class EventPublisher:
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = context.socket(zmq.ROUTER)
-                # libzmq reports what was read in steps of half of this. So twice a whole replay always fits.
+                # libzmq frees room in steps of half of this limit. With room for two replays, one always fits.
                 num_replayed = 2 * (self._limits.num_kept_batches + 1)
                 self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
         except BaseException:
@@ -283,7 +283,7 @@ class EventPublisher:
         self._snapshots.append((client, asked.request, snapshot, 0))
 
     def _send_chunks(self) -> None:
-        """Send the next chunk of each snapshot: live batches wait no longer than for these."""
+        """Send one chunk of each snapshot. Live batches come next, so they don't wait for whole snapshots."""
         assert self._router is not None or not self._snapshots
         running, self._snapshots = self._snapshots, []
         for client, request, snapshot, index in running:

@@ -37,7 +37,7 @@ def plan_groups(cache: Any) -> tuple[list[Group], list[Geometry], int]:
 
 
 class OnKVBlocks(Rows):
-    """What both kinds of allocator ask kvblocks' tables, instead of lists of their own."""
+    """What both kinds of allocator have in common: they read kvblocks' tables, and keep no lists of their own."""
 
     __slots__ = ()
 

@@ -7,9 +7,11 @@ What transformers does in a step, and what that means for the cache:
    So everything that is cached early is written, unless the step dies.
 2. The step writes K and V of all its tokens, layer by layer. Full attention writes before it reads anything (`update`).
    So a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was just written.
-   There are three exceptions. A layer with a window reads first. A decoding kernel writes and reads for each request by
-   itself (tables of at most `max_blocks_per_request`), so tokens that are computed alone are cached *late* with it.
-   With asynchronous batching, the next step is prepared before this one's tokens are known.
+   In three cases tokens are cached after the step (*late*):
+   - A layer has a window: such a layer reads before it writes.
+   - A request computes one token with a decoding kernel (tables of at most `max_blocks_per_request`): this kernel
+     writes and reads request by request.
+   - Batching is asynchronous: the next step is prepared before this one's tokens are known.
 3. When the step has ended, transformers says so for each of its requests (`mark_complete_blocks`). Late blocks are
    cached then, and early ones are known to be written. If a request ends otherwise (the step died), `abort` takes what
    was never written out of the cache.
@@ -87,7 +89,7 @@ class Bookkeeping:
         elif record.state is not state:
             raise refuse(f"two requests with the id {state.request_id!r} at once", "blocks belong to one of them")
         if not request_len:
-            return True  # the last token of its prompt waits for a fork
+            return True  # nothing is computed: the prompt's last token waits until the request is forked
         return self._grow(record, state, total, request_len)
 
     def count_needed_blocks(self, request_id: str, total: int) -> int:
@@ -133,7 +135,7 @@ class Bookkeeping:
         return not tokens or self.manager.append_slots(sequence, tokens, self._is_delayed(len(tokens))) is not None
 
     def _num_computed(self, state: Any, num_new: int, request_len: int) -> int:
-        """Return how many of the new tokens the step computes; a prompt's last token is left out while a fork waits."""
+        """Return how many of the new tokens the step computes. A prompt's last token waits until its forks are made."""
         waits = state.num_children > 0 and request_len == len(state.remaining_prefill_tokens)
         return num_new - waits
 
@@ -185,7 +187,7 @@ class Bookkeeping:
         if record is None or record.state is not state or not complete_blocks:
             return  # given back while the step ran
         sequence, end = record.sequence, complete_blocks[END]
-        if end > sequence.num_tokens:  # the step before sampled them, and had not ended when this one was scheduled
+        if end > sequence.num_tokens:  # tokens that weren't known when this step was scheduled
             tokens = known_tokens(state, sequence.num_tokens, end)
             room = self.manager.append_slots(sequence, tokens, self.is_late)
             assert room is not None, f"{state.request_id}: slots for {end} tokens were reserved"

@@ -81,5 +81,5 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
 
 
 def schedulers() -> dict[str, Any]:
-    """Return the replacements of schedulers in `continuous_api`: none, since they ask the cache as needed."""
+    """Return the replacements of schedulers in `continuous_api`: none is needed from 5.18 on."""
     return {}

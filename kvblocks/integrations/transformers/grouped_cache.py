@@ -125,7 +125,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
 
 
 class _Scheduler(scheduler.Scheduler):
-    """Asks the cache for slots as newer schedulers of transformers do. Comes before one of theirs."""
+    """Asks the cache for slots as newer schedulers do. Comes before one of transformers' in the class order."""
 
     cache: KVBlocksPagedCache
 

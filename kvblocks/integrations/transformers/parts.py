@@ -9,22 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Calls = Mapping[str, str | tuple[str, ...]]
-"""By a call's name, the names of its parameters with spaces between them; several if each of them is right."""
+"""By a call's name, its parameters' names with spaces between them; a tuple if there are several right lists."""
 
 
 @dataclass(frozen=True)
 class Parts:
     """What an architecture must have, and may have.
 
-    calls: by module and class, the calls that kvblocks replaces, or keeps and relies on. ignored_calls: calls of the
-    cache that nobody uses, or that only return tensors. cache_uses, allocator_uses: what a module's code may use of the
-    cache and its allocators; anything else is unknown to kvblocks. pool: the cache's attribute that blocks came from.
-    pool_uses: what may be used of it. replaced: names of `continuous_api` that `install` replaces, beside its cache and
-    configuration.
-
-    steps: the order in which a request is scheduled. num_ways_out: how many branches between the first two steps give
-    up a request that got no slots. A request that has slots must be scheduled. mark: the call that says a step has
-    ended.
+    - calls: by module and class, the calls that kvblocks replaces, or keeps and relies on.
+    - ignored_calls: calls of the cache that nobody uses, or that only return tensors.
+    - cache_uses, allocator_uses: by module, the names of the cache and its allocators that its code may use. Any other
+      name is unknown to kvblocks.
+    - pool: the cache's attribute that blocks came from. pool_uses: the names of it that may be used.
+    - replaced: names of `continuous_api` that `install` replaces, beside its cache and configuration.
+    - steps: the calls that schedule a request, in their order.
+    - num_ways_out: how many branches between the first two steps give up a request that got no slots. There must be no
+      others, since a request that has slots must be scheduled.
+    - mark: the call that says that a step has ended.
     """
 
     calls: Mapping[str, Calls]

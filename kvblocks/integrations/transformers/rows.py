@@ -18,7 +18,7 @@ class Geometry:
     """Where kvblocks' blocks are in transformers' tensor, for one kind of attention or one group of layers.
 
     group: its number in kvblocks. num_pages: how many of transformers' blocks a kvblocks block has. num_used_pages: how
-    many of those hold tokens; there may be unused ones, since of two groups' block sizes one must divide the other.
+    many of those hold tokens. Some may be unused, since one group's block size must divide the other's.
     """
 
     group: int
@@ -29,7 +29,7 @@ class Geometry:
 class Rows:
     """What both kinds of attention read from kvblocks' tables."""
 
-    __slots__ = ()  # with no slots, and as the second base, it lets an existing allocator take our class
+    __slots__ = ()  # so that `__class__` of an existing allocator can be set to a class with this second base
 
     kv_manager: KVCacheManager
     kv_records: Records
@@ -73,7 +73,7 @@ class FullRows(Rows):
         query_length: int,  # noqa: ARG002
         block_table: torch.Tensor,
     ) -> None:
-        """Fill a row of the table that kernels read. Only if all layers attend alike, since ids are the same then."""
+        """Fill a row of the table that kernels read. Used only if all layers attend alike: only then ids are equal."""
         ids = self.kv_records[request_id].sequence.group_block_ids(self.kv_geometry.group)
         pages_stride = self.block_physical_stride // self.tokens_per_page
         entries = torch.tensor(ids, dtype=block_table.dtype) * pages_stride

@@ -1,8 +1,8 @@
 """`KVBlocksCacheManager`: kvblocks behind the calls that vLLM's schedulers make on their KVCacheManager.
 
-A `Sequence` mirrors a request's tokens. A token joins it in the step that gives it a slot, or when its output arrives.
-So it never has more computed tokens than vLLM knows of. Blocks are cached when they are allocated, as in vLLM, except
-those that a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
+A `Sequence` has a request's tokens. A token is added when a step gives it a slot, or when it arrives as output. So a
+sequence never has more computed tokens than vLLM knows of. Blocks are cached when they are allocated, as in vLLM,
+except those that a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
 """
 
 from collections.abc import Iterable
@@ -109,7 +109,7 @@ class KVBlocksCacheManager:
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int]:
-        """Return the blocks that hold a request's longest cached prefix, its number of tokens, and 0.
+        """Return the blocks of a request's longest cached prefix, its number of tokens, and 0: no boundary to keep.
 
         The prefix has at most max_cache_hit_length tokens, and never the last one, whose logits are needed. With EAGLE
         it is one block shorter, since the draft model needs the hidden state before the first computed token.
@@ -131,7 +131,7 @@ class KVBlocksCacheManager:
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int, bool]:
-        """As `get_computed_blocks`, and whether all groups agree on the hit."""
+        """As `get_computed_blocks`, and False: no group's own hit is shorter than this one."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:
@@ -278,9 +278,9 @@ class KVBlocksCacheManager:
             sequence.append_tokens(tokens, extra_keys=image_keys(features))
 
     def _settle(self, request: Any, sequence: Sequence) -> int:
-        """Count the tokens of settled steps as computed. Returns how many computed tokens are still in flight.
+        """Count the tokens of ended steps as computed. Returns how many computed tokens belong to running steps.
 
-        Windows slide by the settled tokens. So what a step in flight sees, or rejected drafts go back to, stays.
+        Windows slide by the tokens of ended steps only. So they keep what running steps, or rejected drafts, need.
         """
         settled: int = max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, sequence.num_tokens))
         if settled > sequence.num_computed_tokens:  # accepted drafts, which have slots
@@ -310,7 +310,7 @@ class KVBlocksCacheManager:
     def _given(
         self, request: Any, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]
     ) -> GivenBlocks:
-        """Return new blocks by group. Notes them for zeroing, except those of `skipped` groups."""
+        """Return new blocks by group, and note those that are to be zeroed: none of the `skipped` groups."""
         self._tell(request)
         if not blocks:
             return self.empty_kv_cache_blocks

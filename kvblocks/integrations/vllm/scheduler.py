@@ -1,9 +1,10 @@
 """vLLM's schedulers with kvblocks' manager in place of their own: `--scheduler-cls`.
 
-vLLM's Scheduler chooses its manager's class itself, so the manager is replaced after that constructor has run. Two
-other things are replaced in memory, for as long as needed. First, the maker of vLLM's request hasher, which is no
-longer needed (once, by the engine core that has just made its scheduler). Second, `EngineCore.add_lora` and
-`remove_lora`, so that an adapter that is loaded again gets a new key. `uninstall` restores all.
+vLLM's Scheduler makes its own manager. These classes replace that manager at the end of the constructor. They may also
+replace two names in memory, which `uninstall` restores:
+
+- The function that makes vLLM's request hasher, until the engine core has called it: kvblocks needs no hashes.
+- `EngineCore.add_lora` and `remove_lora`, so that an adapter that is loaded again gets a new key.
 """
 
 import sys
@@ -110,8 +111,8 @@ def _put_back(owner: Any, name: str) -> None:
 def _skip_hashing() -> None:
     """Have the engine core that is being made hash no request.
 
-    It asks for its hasher once, after its scheduler is made. Another engine core that asks first gets its hasher. That
-    happens if ours failed before, or there was none.
+    An engine core asks for its hasher once, after its scheduler is made. If ours fails before that, or there is none,
+    another engine core asks first. That one gets its hasher.
     """
     core = _engine_core()
 
@@ -130,7 +131,7 @@ def _skip_hashing() -> None:
 
 
 def _watch_loras() -> None:
-    """Have loads of adapters in place of older ones, and removals of adapters, reported."""
+    """Have `LORA_VERSIONS` learn of the adapters that the engine core loads and removes."""
     core = _engine_core()
     if core is not None:
         _replace(core.EngineCore, "add_lora", _telling(LORA_VERSIONS.note_loaded))

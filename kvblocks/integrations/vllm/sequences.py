@@ -12,15 +12,15 @@ _SEPARATOR = "\0"
 class LoraVersions:
     """How often each adapter was loaded again, by name, so that KV of its former weights isn't hit.
 
-    `EngineCore` reports what its callers load and remove. A request may also bring an adapter that nobody announced,
-    and ask that it be loaded in place. vLLM's workers then load it in every step that has such a request. So each
-    lookup of such a request counts as a load, and it shares nothing with other requests.
+    `EngineCore` reports what its callers load and remove. A request may also bring an adapter that no caller has
+    loaded, with `load_inplace`. vLLM's workers then load it again in every step that has such a request. So each lookup
+    of such a request counts as a load, and the request shares nothing with others.
     """
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
-        self._ids: dict[str, int] = {}  # the last number of each adapter that was announced or asked for
-        self._announced: set[str] = set()  # requests of these, such as the server's, repeat the announcement's flag
+        self._ids: dict[str, int] = {}  # the last number of each adapter that a call loaded or a request had
+        self._announced: set[str] = set()  # adapters loaded in place by a call: their requests ask for no new load
 
     def note_loaded(self, lora_request: Any) -> None:
         """Take note of an adapter that is being loaded in place, or whose name had another number before."""

@@ -97,7 +97,7 @@ class HitBlocks(GivenBlocks):
 
 
 def given_hit(blocks: GivenBlocks | None, num_tokens: int) -> CacheHit | None:
-    """Return the hit of blocks that a lookup returned; None for other blocks, which have no computed tokens."""
+    """Return the hit if `blocks` are a lookup's, else None. num_tokens: of the hit. Raises InvalidArgumentError."""
     hit = blocks.hit if isinstance(blocks, HitBlocks) else None
     num_hit = 0 if hit is None else hit.num_tokens
     if num_hit != num_tokens:

@@ -65,8 +65,8 @@ def hit_rates(result: Result) -> Element:
             element(
                 "dd",
                 {},
-                "MIN with bypass on single blocks, for the order of requests that a run realised: no policy can hit "
-                "more in that order. Each run has its own; the line is the highest.",
+                "MIN with bypass on single blocks, for the order in which a run admitted its requests: no policy can "
+                "hit more in that order. Each run has a bound of its own; the line shows the highest.",
             ),
             element("dt", {}, "attainable"),
             element(
@@ -144,10 +144,10 @@ def misses(result: Result) -> Element:
     return section(
         "Where misses come from",
         paragraph(
-            "References that were not found. first time: no request had the block before, so that no cache could have "
-            "it. The others were there once, and were evicted to make room for the same session, another session or "
-            "another tenant; or were dropped, by their session's end or by the policy; or were asked for by requests "
-            "that are larger than the pool."
+            "References that were not found. First time: no request had the block before, so no cache could have it. "
+            "Evicted: the block was cached, and made room for the same session, another session or another tenant. "
+            "Dropped: it was given up at its session's end, or by the policy. Refused: the request is larger than the "
+            "pool. Out of windows: the block was cached, but windows had lost what the next token sees."
         ),
         row_bars("Missed references", result, MISS_KINDS, _miss_parts, lambda row: short(sum(_miss_parts(row)))),
         row_table(
@@ -158,7 +158,7 @@ def misses(result: Result) -> Element:
         ),
         element("h3", {}, "How long after the eviction"),
         paragraph(
-            "Of the evicted references that were asked for again, how many had been evicted for no longer than so long."
+            "References to blocks that had been evicted: the share for which the eviction was at most so long ago."
         ),
         policy_legend(result.rows, styles),
         grid([age_chart(rows, styles) for rows in by_size(result.rows)]),
@@ -234,7 +234,7 @@ def _failures(result: Result) -> list[Element]:
     """Return a warning of policies that failed, if any did."""
     failed = policies(row for row in result.rows if row.num_policy_failures)
     names = ", ".join(label(name) for name in failed)
-    words = "raised, or named no block of use, and was replaced by the least recently used one then. See the numbers."
+    words = "raised, or named no usable block. The least recently used block was evicted instead. See the numbers."
     return [element("p", {"class": "warning"}, f"Warning: {names} {words}")] if failed else []
 
 
@@ -259,7 +259,7 @@ def _fixed_order(result: Result) -> Element:
         {},
         element("h3", {}, "One order for all"),
         paragraph(
-            "The same runs, but that no request waits: all are admitted when they come. One that does not fit is "
+            "The same runs, except that no request waits: all are admitted when they come. One that does not fit is "
             "served outside the pool. The order is the same for all policies and sizes, so these rates compare "
             "policies and nothing else."
         ),

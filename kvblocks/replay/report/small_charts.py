@@ -25,7 +25,7 @@ _BLOCKS: _Series = (
 
 
 def age_chart(rows: list[Row], styles: dict[str, int]) -> Element:
-    """Return, for one size, a chart of the ages of evicted references: the share evicted for at most so long."""
+    """Return, for one size, a chart of the times from eviction to miss: the share of them up to each time."""
     name, buckets = size_name(rows[0]), max([row.misses.ages for row in rows], key=len)
     lines = [
         Line(label(row.policy), [(float(i), share) for i, share in enumerate(_shares(row))], styles[row.policy])
@@ -44,7 +44,7 @@ def age_chart(rows: list[Row], styles: dict[str, int]) -> Element:
 
 
 def age_table(groups: list[list[Row]]) -> Element:
-    """Return a table of how long references had been evicted, a line for each run."""
+    """Return a table of the times from eviction to miss, a line for each run."""
     longest = max([row.misses.ages for rows in groups for row in rows], key=len, default=[])
     heads = [_upto(bucket) for bucket in longest]
     cells = [

@@ -1,6 +1,6 @@
 """`Arena`: the file of a store's slots. A slot holds a block's record, zeros up to a page's end, and its payload.
 
-A slot is written in place. So its record alone shows a torn write, a write that is half on the disk, or another block.
+A slot is written in place, so a crash can leave it half written. Its record shows that, and whose bytes the slot holds.
 """
 
 import os
@@ -29,7 +29,7 @@ class Arena:
         record = self._sealer.seal(identity, payload).ljust(self._layout.num_room_bytes, b"\0")
         offset = self._layout.offset(slot)
         done = os.pwritev(self.descriptor, [record, payload], offset)
-        if done < len(record) + len(payload):  # a full disk, or a signal: go on, or learn which
+        if done < len(record) + len(payload):  # after a signal, the next write goes on; on a full disk, it raises
             self._write_all(memoryview(record + bytes(payload))[done:], offset + done)
 
     def _write_all(self, data: memoryview, offset: int) -> None:

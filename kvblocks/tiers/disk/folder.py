@@ -1,7 +1,7 @@
 """`Folder`: the folder of a store: its user, the process that has it open, and its files.
 
 Invariants:
-- A folder that holds files of anybody else is refused, and nothing in it is changed. The error names those files.
+- A folder with files that no DiskStore made is refused, and nothing in it is changed. The error names those files.
 - One process has the folder open at a time, from opening to `close`. The lock ends with the process and its forks.
 - The marker is written last. So a folder with a marker is complete, and a folder without one is emptied.
 - Files have mode 0600, in a folder of mode 0700, of the same user. No file is reached through a link.

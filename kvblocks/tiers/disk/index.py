@@ -28,7 +28,7 @@ _MOST_NUMBER = 2**62  # of a row: more than any store reaches
 _INSERT = "INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?, ?)"
 
 
-# Errors that don't mean damage of the file: of the disk, of the memory, or because somebody else has the file open.
+# Errors that don't mean a damaged file: the disk or the memory failed, or somebody else has the file open.
 _ELSEWHERE = frozenset(
     {
         *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_IOERR),
@@ -59,8 +59,8 @@ def _as_it_is(row: Row) -> Row:
 class Index:
     """The rows of a folder's index. Its calls raise sqlite3.Error, and OSError.
 
-    EXCLUSIVE: nobody else may open it, and SQLite needs no shared memory. WAL with FULL: a commit is one fsync, and is
-    on the disk when it returns. secure_delete: deleted rows are overwritten.
+    The settings of SQLite: EXCLUSIVE, so that nobody else can open the file, and no shared memory is needed. WAL with
+    FULL, so that a commit is one fsync, and is on the disk when it returns. secure_delete overwrites deleted rows.
     """
 
     def __init__(self, folder: Folder, layout: Layout) -> None:

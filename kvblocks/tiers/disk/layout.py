@@ -22,8 +22,9 @@ def _pages_up(number: int) -> int:
 class DiskStats:
     """What a store did since it was opened.
 
-    num_damaged_blocks: blocks that were read or remembered, and were not what the index said. num_failed_writes,
-    num_failed_syncs: calls of `write` and `erase`, and of `sync`, that raised. Bytes are those of payloads.
+    num_damaged_blocks: slots that didn't hold the expected block when they were read, and rows of the index that
+    couldn't be used. num_failed_writes: calls of `write` and `erase` that raised. num_failed_syncs: calls of `sync`
+    that raised. Bytes are those of payloads.
     """
 
     num_written_blocks: int = 0
@@ -39,8 +40,8 @@ class DiskStats:
 class Layout:
     """Sizes in bytes. A slot is the room of a record, then that of a payload; each begins at a page.
 
-    num_slots: how many fit, so that all files together never exceed max_bytes. most_index_pages: of the index; its log
-    may grow by as many. most_preimage_bytes: the longest preimage in a record.
+    num_slots: how many fit, so that all files together never exceed max_bytes. most_index_pages: the most pages of the
+    index, and of its log. most_preimage_bytes: the longest preimage in a record.
 
     The index is sized for its worst case: the longest identities, in pages of a B-tree that are a third full.
     """

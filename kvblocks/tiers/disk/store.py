@@ -41,8 +41,8 @@ class DiskStore:
     folder: used by nothing else. It is created if it doesn't exist, and refused if it holds other files. fingerprint:
     32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV. num_block_bytes: of
     a block. block_size: tokens of a block of the primary group. max_bytes: all files in the folder together never
-    exceed this. secret: at least 16 bytes; then a block that somebody planted without it is a miss. None: only damage
-    is found. A folder that was made with other values (except max_bytes), or by another format, is emptied with a
+    exceed this. secret: at least 16 bytes; a block that was written without it is then a miss. None: records only show
+    damage. A folder that was made with other values (except max_bytes), or by another format, is emptied with a
     warning.
 
     num_slots: how many blocks fit. stats: see `DiskStats`.
@@ -302,7 +302,7 @@ class DiskStore:
         try:
             self._arena.flush()
         except OSError:
-            changes.update(dict.fromkeys(changes))  # the system may drop bytes it couldn't write, and reports that once
+            changes.update(dict.fromkeys(changes))  # the bytes may be lost, and the next flush wouldn't report it
             raise
 
     # Checks of arguments.

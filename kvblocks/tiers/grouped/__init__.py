@@ -1,1 +1,1 @@
-"""Tiers of managers with several groups. Windows' blocks are looked up, stored and loaded beside whole prefixes."""
+"""Tiers of managers with several groups. Blocks of windows are looked up, stored and loaded with their prefix."""

@@ -1,4 +1,4 @@
-"""`GroupTierHit`: what a load moves for all groups, and what the device has of it already."""
+"""`GroupTierHit`: the blocks that a load moves for all groups, and those that the device has already."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
@@ -9,16 +9,16 @@ from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import TierHit
 
 Piece = tuple[int, int, TierPool, KVCacheBlock]
-"""A block to load: the number of its table (`layout.table_numbers`), its index in the table, its tier and its slot."""
+"""A block to load: its table's number (the primary table's is the last), its index there, its tier and its slot."""
 
 
 class GroupTierHit(TierHit):
     """A `TierHit` of several groups.
 
-    num_bytes: the bytes of a load of this part and the parts before it, less those of a load without this part. So the
-    sum over the parts is what is moved. pieces: all that such a load moves, the primary group's blocks first. prefix:
-    the slots of `pieces` in this part's tier. places: the device's blocks of the primary group that a load relies on,
-    and those of the tiers.
+    A load of this part also moves the parts before it. num_bytes: how many bytes this part adds to the load; the sum
+    over all parts is what is moved. pieces: all blocks that the load moves, the primary group's first. prefix: the
+    slots of `pieces` in this part's tier. places: what the device and each tier have of the primary group's blocks up
+    to the end of this part.
     """
 
     __slots__ = ("before", "hit", "layout", "num_all_bytes", "pieces", "places", "tables", "versions")
@@ -32,9 +32,9 @@ class GroupTierHit(TierHit):
         tables: list[tuple[int, Found]],
         before: "GroupTierHit | None",
     ) -> None:
-        """hit: what the lookup started from. end: token at which a load ends. pools: the tiers; the device is the first
-        of the places, and the tiers follow. tables: what a sequence that starts at `end` needs of side groups. before:
-        the part before this one.
+        """hit: what the lookup started from. end: the token at which the load ends. pools: the tiers. places: the
+        device, then the tiers. tables: by side group, the blocks that a sequence needs to start at `end`. before: the
+        part before this one.
         """
         layout = places[0].index.layout
         num_blocks = end // layout.block_size
@@ -61,7 +61,7 @@ class GroupTierHit(TierHit):
         self.before = before
 
     def seconds(self) -> float:
-        """Return how much longer the load is expected to take with this part than without it. O(blocks)."""
+        """Return how many seconds this part is expected to add to the load. O(blocks)."""
         return self.all_seconds() - (0.0 if self.before is None else self.before.all_seconds())
 
     def all_seconds(self) -> float:

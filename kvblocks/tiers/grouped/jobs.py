@@ -14,7 +14,7 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
-    """Return the blocks that a sequence has for a load, behind all primary blocks up to its end. O(blocks)."""
+    """Return a sequence's primary blocks up to a load's end, then its side groups' blocks for the load. O(blocks)."""
     size, tables = load.layout.block_size, tables_of(sequence).tables
     num_blocks = (load.first_token + load.num_tokens) // size
     side_blocks: list[KVCacheBlock] = []
@@ -33,9 +33,9 @@ def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
 class GroupLoadJob(LoadJob):
     """A `LoadJob` of several groups. The primary group's blocks come before the others.
 
-    If one block is bad, all count as bad. The same holds if a cached block of the device that stands in the tables, and
-    isn't moved, is taken back. end_token: where the load ends. A sequence that goes back before end_token no longer
-    waits.
+    If one block is bad, all count as bad. The load also relies on blocks of the tables that were cached on the device;
+    if one of these is taken back, all count as bad. end_token: where the load ends. A sequence that is cut before
+    end_token no longer waits.
     """
 
     def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int, epoch: Epoch) -> None:
@@ -69,10 +69,7 @@ class GroupLoadJob(LoadJob):
         self._relied_on: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in held]
 
     def note_forgotten(self) -> None:
-        """Take note of blocks that the tables rely on and that were taken back; not of those that a reset took.
-
-        O(blocks).
-        """
+        """Take note of blocks that the tables rely on and that were taken back. A reset doesn't count. O(blocks)."""
         for block, (run, index) in self._relied_on:
             if _is_lost(block, run, index):
                 self.num_good = 0
@@ -81,7 +78,7 @@ class GroupLoadJob(LoadJob):
                 self._has_hit = False
 
     def note_lost(self, epoch: Epoch) -> None:
-        """Take note of sequences that were renewed: they go back, since what they relied on is no longer cached."""
+        """If a sequence was renewed, the load counts as bad: what the sequence relied on is no longer cached."""
         for sequence in self.sequences:
             if sequence.epoch is epoch is not self._epoch:
                 self.num_good = 0
@@ -120,12 +117,12 @@ class GroupLoadJob(LoadJob):
 
 
 def _is_lost(block: KVCacheBlock, run: Run | None, index: int) -> bool:
-    """Whether a block was taken back where it was cached. After a reset this isn't known, and the answer is False."""
+    """Whether a block is no longer cached at a node. After a reset this isn't known, and the answer is False."""
     return run is not None and run.epoch.is_current and (block.run is not run or block.index != index)
 
 
 class GroupStoreJob(StoreJob):
-    """A `StoreJob` of several groups. above: the primary group's slots before it, then others that its hits need."""
+    """A `StoreJob` of several groups. above: the primary slots before the store, then slots of side groups to keep."""
 
     def __init__(
         self, pool: TierPool, run: Run, prefix: GroupPrefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
@@ -143,7 +140,7 @@ class GroupStoreJob(StoreJob):
         return [] if run is None else [prefix_of(run, index + 1).blocks, side]
 
     def finish(self) -> int:
-        """Cache in the tier what is right, give all slots back, and return how many blocks were stored."""
+        """Cache in the tier what arrived and is good, give all slots back, and return how many blocks were stored."""
         self.note_forgotten()
         prefix, parents, index = self._group_prefix, self.above[0], self.pool.index
         assert isinstance(index, GroupIndex), f"{self.pool.name}: not a tier of several groups"

@@ -1,7 +1,7 @@
-"""Where a prefix's blocks are, on the device or in a tier, and which of them a hit that ends at a token needs.
+"""Lookups over the device and the tiers together: which blocks a hit needs, and where each of them is.
 
-A tier keeps side groups' blocks as the device does, attached to the primary group's (`groups.index`). So one walk
-serves device and tiers together: a block that one place lacks may be in another.
+A *place* here is the device or a tier. Each place keeps side groups' blocks attached to the primary group's blocks
+(`groups.index`). A block that one place lacks may be in another.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -10,18 +10,18 @@ from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout, SideGroup
 
 Found = list[tuple[int, KVCacheBlock]]
-"""Consecutive blocks, each with the number of the place that has it."""
+"""Consecutive blocks of a group, each as (number of the place that has it, block)."""
 
 
 class Place:
-    """A map and the blocks in it that hold a prefix of the primary group, from its beginning on."""
+    """The device or a tier: its index, and the primary blocks of one prefix that it has, from the beginning on."""
 
     def __init__(self, index: GroupIndex, blocks: list[KVCacheBlock]) -> None:
         self.index = index
         self.blocks = blocks
 
     def attached(self, side_group: SideGroup, number: int) -> KVCacheBlock | None:
-        """Return a side group's block of the prefix, None if it isn't here. O(1)."""
+        """Return block `number` of a side group's part of the prefix; None if this place lacks it. O(1)."""
         position, column = side_group.home(number)
         return self.index.attached(self.blocks[position], column) if position < len(self.blocks) else None
 
@@ -29,10 +29,10 @@ class Place:
 def find_needed(
     places: list[Place], side_group: SideGroup, end: int, num_tokens: int | None
 ) -> tuple[int, Found | None]:
-    """Return the first block that a hit of `end` tokens needs of a group, and all blocks from there on.
+    """Return the blocks that a hit of `end` tokens needs of a side group: the number of the first, and all of them.
 
-    If several places have a block, the first place counts. num_tokens: known of the sequence; None: any number, `end`
-    included. If blocks are missing: the number of the last missing one, and None. O(blocks).
+    If blocks are missing, return the number of the last missing one, and None. If several places have a block, the
+    first place counts. num_tokens: how many tokens the sequence has; None: not known, it may end at `end`. O(blocks).
     """
     first, last = needed_blocks(side_group, end, end if num_tokens is None else num_tokens)
     found: Found = []
@@ -50,7 +50,7 @@ def find_needed(
 def find_all_needed(
     layout: GroupLayout, places: list[Place], end: int, num_tokens: int | None
 ) -> list[tuple[int, Found]] | None:
-    """Return what a hit of `end` tokens needs, by `layout.side_groups`; None unless all blocks are there. O(blocks)."""
+    """Return the answers of `find_needed` for all side groups; None if a block is missing. O(blocks)."""
     tables: list[tuple[int, Found]] = []
     for side_group in layout.side_groups:
         first, found = find_needed(places, side_group, end, num_tokens)
@@ -63,9 +63,10 @@ def find_all_needed(
 def find_longest(
     layout: GroupLayout, places: list[Place], num_blocks: int, num_tokens: int | None
 ) -> tuple[int, list[tuple[int, Found]]]:
-    """Return how many tokens a hit over all places can have in `num_blocks` primary blocks, and what it needs.
+    """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
-    The second is as `find_all_needed` returns it. 0 and [] where there is no such hit. O(blocks seen x groups).
+    The blocks may be in different places. What it needs is as `find_all_needed` returns it. Without a hit, the answer
+    is 0 and []. O(blocks seen x groups).
     """
     end = num_blocks * layout.block_size // layout.alignment * layout.alignment
     groups = [*layout.side_groups]
@@ -74,7 +75,7 @@ def find_longest(
             missing, found = find_needed(places, side_group, end, num_tokens)
             if found is None:
                 end = missing * side_group.block_size // layout.alignment * layout.alignment
-                groups.insert(0, groups.pop(number))  # next time it is asked first: a long gap costs O(1) per block
+                groups.insert(0, groups.pop(number))  # the next round begins with it, so a long gap costs O(1) a block
                 break
         else:
             return end, find_all_needed(layout, places, end, num_tokens) or []

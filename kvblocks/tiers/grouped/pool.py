@@ -52,7 +52,7 @@ class GroupTierPool(TierPool):
             note_attached(self.group_index, chain, tokens, column - 1)
 
     def is_used_with_prefix(self, column: int) -> bool:
-        """As `TierPool`: True for full attention, and for windows that are stored at every n-th token."""
+        """As `TierPool`: True for full attention, and for windows with `window_store_tokens`."""
         if self.window_store_tokens is not None:
             return True
         for side_group in self.group_index.layout.side_groups:

@@ -1,4 +1,4 @@
-"""`GroupPrefix`: a cached prefix of several groups as one list of blocks, which jobs treat as that of one group."""
+"""`GroupPrefix`: the blocks of all groups of a cached prefix in one list, so that jobs handle them as one group's."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.tiers.identity import BlockIdentity
@@ -21,7 +21,7 @@ class GroupPrefix(Prefix):
         self.homes = homes
 
     def identities(self, first: int, end: int, block_size: int) -> list[BlockIdentity]:
-        """Return who blocks first to end - 1 are. As `Prefix.identities`."""
+        """Return the identities of blocks first to end - 1. As `Prefix.identities`."""
         number = self.num_primary
         found = super().identities(first, min(end, number), block_size) if first < number else []
         for position, column in self.homes[max(0, first - number) : max(0, end - number)]:

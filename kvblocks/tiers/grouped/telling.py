@@ -6,7 +6,7 @@ from kvblocks.tiers.wishes import prefix_of
 
 
 def note_attached(index: GroupIndex, chain: list[KVCacheBlock], tokens: bytes | bytearray, column: int) -> None:
-    """Record that the slots attached in a column behind a chain of primary slots are stored. tokens: the chain's."""
+    """Record that the slot attached to the last primary slot of a chain is stored. tokens: at least the chain's."""
     for side_group in index.layout.side_groups:
         if side_group.first_column <= column < side_group.first_column + side_group.num_columns:
             number, size = side_group.number_at(len(chain) - 1, column), 4 * side_group.block_size

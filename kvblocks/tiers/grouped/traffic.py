@@ -1,7 +1,7 @@
 """`GroupTraffic`: `Traffic` of a manager with several groups.
 
-For each group, what a hit at the end of a stored prefix needs is stored with the prefix. Lookups ask the device and the
-tiers together. So a load moves only what the device lacks.
+A prefix is stored with the blocks of each group that a hit at its end needs. Lookups ask the device and the tiers
+together. So a load moves only what the device lacks.
 """
 
 from kvblocks.core.block import KVCacheBlock, Run
@@ -31,7 +31,7 @@ class GroupTraffic(Traffic):
     # What `Tiers` asks.
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers have behind a hit, together with the device. Changes nothing. A lookup in each of them.
+        """Return what the tiers and the device have together behind a hit. Changes nothing. A lookup in each of them.
 
         Each part ends where all groups have what the next token sees. A part is left out if it moves more than a longer
         one.
@@ -68,7 +68,7 @@ class GroupTraffic(Traffic):
     # What the manager tells.
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence went back. If that was into its load, it keeps none of it, and waits no more."""
+        """Take note that a sequence was cut. If inside its load, it keeps nothing of the load, and waits no more."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
             start = job.start_for(sequence, self.index.epoch)
@@ -131,8 +131,8 @@ class GroupTraffic(Traffic):
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
         """Return what is to be stored with a prefix, and what the tier has of it.
 
-        Two kinds of hits decide what is stored: the longest one that device and tier can serve together, and one at
-        every n-th token.
+        Blocks of windows are stored that one of these hits needs: the longest hit that device and tier can serve
+        together, and a hit at each multiple of `window_store_tokens`.
         """
         prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
@@ -174,7 +174,7 @@ def _index_of(pool: TierPool) -> GroupIndex:
 
 
 def _last_of(loads: list[TierHit]) -> GroupTierHit:
-    """Return the last of a sequence's loads. It says what is moved for all of them."""
+    """Return the last of a sequence's loads. Its `pieces` are those of all of them."""
     load = loads[-1]
     assert isinstance(load, GroupTierHit), f"{load}: not of several groups"
     return load

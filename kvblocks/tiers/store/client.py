@@ -2,8 +2,8 @@
 
 The only module that imports `valkey`. Each command has one key, so any node of a cluster may have it. A batch is split
 by node, and over several connections. Each part is one pipeline on a thread of a pool, and the caller waits for all
-parts until a deadline. Unanswered parts count as lost, and their connections are closed. So no thread stays with a
-server that hangs or sends slowly, and no late answer is taken for that of another command.
+parts until a deadline. Unanswered parts count as lost, and their connections are closed. So a server that hangs or
+sends slowly keeps no thread, and no late answer is taken for that of another command.
 
 valkey's own cluster pipeline isn't used: when a node is gone, it asks for the cluster's layout for each command again,
 and it waits for one node after another.
@@ -26,7 +26,7 @@ Command = tuple[Any, ...]
 
 CONNECT_S = 0.5
 LEAST_PART = 8
-"""So many commands are worth a connection of their own."""
+"""A connection gets at least so many commands before another one gets any."""
 
 LAYOUT_PAUSE_S = 1.0
 """The cluster is asked for its layout at most once in so many seconds."""

@@ -2,7 +2,7 @@
 
     kvblocks:1:SPACE:TENANT:DIGEST      a block: its record, and its bytes behind it
     kvblocks:1:SPACE:TENANT:DIGEST:w    somebody is about to write it
-    kvblocks:1:SPACE:TENANT:q        a tenant's blocks by the time they were stored, if it has a quota
+    kvblocks:1:SPACE:TENANT:q           a tenant's blocks by the time they were stored, if it has a quota
 
 SPACE stands for the format, the fingerprint and the secret: servers that differ in one of them share no key. TENANT
 stands for the salt, so that all blocks of a tenant can be found. Keys decide nothing: a block's record says what it is.

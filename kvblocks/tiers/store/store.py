@@ -28,7 +28,7 @@ from kvblocks.tiers.store.names import StoreNames
 from kvblocks.tiers.store.stats import StoreStats
 
 LEAST_BYTES_PER_SECOND = 50e6
-"""Bytes per second that a transfer is given, beside `timeout_s`: a slower store is seldom faster than computing."""
+"""A transfer's time limit is `timeout_s`, plus its bytes at this rate. Slower loads seldom beat computing."""
 
 MOST_LOOKUPS = 1024
 """How many blocks one batch asks for; a batch may take `lookup_timeout_s`."""
@@ -36,7 +36,7 @@ MOST_LOOKUPS = 1024
 CLAIM_MS = 10_000
 """How long a claim to write a block keeps others from writing it."""
 
-_SCORE = 2**18  # so many blocks of a prefix are told apart in a tenant's order
+_SCORE = 2**18  # in a tenant's order by age, blocks of one moment are ordered by position, up to this position
 
 _LOG = logging.getLogger("kvblocks.tiers.store")
 
@@ -154,8 +154,8 @@ class SharedStore:
     ) -> bool:
         """Store the blocks that the store lacks and nobody else is storing. Returns whether all are there, or will be.
 
-        first: the position of the first of them in its prefix. before: the digests of the blocks before it; a quota
-        keeps those longer. Raises StoreError if the store doesn't answer in time. O(bytes).
+        first: the position of the first of them in its prefix. before: the digests of the blocks before it; under a
+        quota, these count as used now. Raises StoreError if the store doesn't answer in time. O(bytes).
         """
         tenant = self._names.tenant(owner.salt)
         if self._is_forbidden(tenant):
@@ -251,9 +251,9 @@ class SharedStore:
     # Helpers.
 
     def _claim(self, keys: Sequence[str]) -> tuple[list[int], int]:
-        """Return the blocks that the store lacks and that this client now writes, and how many claims it refused.
+        """Claim blocks that the store lacks. Return the numbers of those to write, and how many the store refused.
 
-        The claim comes before the look that decides. So a client sees what another one has just written.
+        A block is looked up again after it was claimed: another client may have written it just before.
         """
         touched = self._stores.run([("TOUCH", key) for key in keys], self.address.timeout_s)
         absent = [number for number, answer in enumerate(touched) if answer == 0]

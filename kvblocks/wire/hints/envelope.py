@@ -121,7 +121,7 @@ def parse_envelope(value: object, max_actions: int) -> HintsEnvelope:
         raise wrong("envelope: message_id", f"a text of 1 to {MAX_ID_CHARACTERS} characters", fields.get("message_id"))
     if not is_a(actions, list) and not is_a(actions, tuple):
         raise wrong("envelope: actions", "a list", actions)
-    given: list[Any] = [*actions]  # type: ignore[misc]  # asked above
+    given: list[Any] = [*actions]  # type: ignore[misc]  # checked above
     if len(given) > max_actions:
         raise InvalidArgumentError(f"envelope: actions: expected at most {max_actions}, got {len(given)}")
     return HintsEnvelope(message_id, tuple([_parse_action(action) for action in given]))

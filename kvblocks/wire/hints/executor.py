@@ -8,10 +8,12 @@ before a call is refused. Loads hold at most a share of the pool, and leave a sh
 tenant. It names prefixes of its own salt only, within its own budget. Any other name gets the same answer as a name
 that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
 
-Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants: a tenant's pins
-are for at most its budget. Of each tenant at most max_pins pins, max_deferred prefetches (waiting or loading) and
-max_remembered answers are kept. A deferred action is answered again, once, unless the executor is closed first. A call
-that an interrupt ends (KeyboardInterrupt) may leave a pin or a loading sequence that only the manager knows.
+Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants:
+- A tenant's pins are for at most as many blocks as its budget allows.
+- A tenant has at most max_pins pins, max_deferred prefetches (waiting or loading) and max_remembered kept answers.
+- A deferred action is answered again, once, unless the executor is closed first.
+
+A call that an interrupt ends (KeyboardInterrupt) may leave a pin or a loading sequence that only the manager knows.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -182,7 +184,7 @@ class HintExecutor:
             return self._refuse(action, _short(error))
         kept = book.recall(asked.message_id, action.action_id)
         if kept is not None and kept[0] != own_print:
-            return self._refuse(action, "expected another action_id: an action of another content had this one")
+            return self._refuse(action, "expected another action_id: an action with other content has this one")
         if kept is not None:
             self._num_repeated += 1
             return kept[1]
@@ -246,7 +248,7 @@ class HintExecutor:
             return "clipped", f"what there is room for: {', '.join(clipped)}", numbers
         standing.is_deferred = pin.num_held_blocks < pin.num_wanted_blocks
         if standing.is_deferred:
-            return "deferred", "what isn't cached yet is held from when it is", numbers
+            return "deferred", "what isn't cached yet is held once it is cached", numbers
         return "accepted", None, numbers
 
     def _make_pin(self, book: Book, prefix: NamedPrefix, level: int) -> Pin | None:
@@ -309,7 +311,7 @@ class HintExecutor:
             return self._go_on(book, standing, begun)
         standing.is_deferred = True
         book.prefetches[standing] = None
-        return "deferred", "it begins when there is room, and nobody else brings it", {"ttl_s": seconds}
+        return "deferred", "it begins when there is room and nobody else is loading it", {"ttl_s": seconds}
 
     def _go_on(self, book: Book, standing: StandingPrefetch, begun: Begun) -> Said:
         """Record the result of a prefetch, and return the answer."""

@@ -11,13 +11,19 @@ from kvblocks.arguments import check_count, check_flag, check_number, wrong
 class HintLimits:
     """Limits of a `HintExecutor`. Raises InvalidArgumentError.
 
-    max_actions: in an envelope. max_tokens: that an envelope names. A token id or a hash counts one. A span of
-    extra_keys counts the tokens of the blocks that it touches, once per begun 256 characters of its key. max_tenants:
-    that are remembered. max_pins, max_deferred, max_remembered: per tenant: pins; prefetches that wait or load; actions
-    whose answers are kept. max_ttl_s: how long a pin stays, or a prefetch waits, at most, on the caller's clock.
-    max_priority: of pins. It is below 100, since pins from 100 on never give up blocks. max_prefetch_share: of the
-    pool, what all prefetches hold at once. reserved_share: of the pool, what a prefetch leaves free. may_evict: whether
-    prefetches evict least recently used blocks of any tenant, as requests do, or take only blocks that hold nothing.
+    - max_actions: in an envelope.
+    - max_tokens: that an envelope names. A token id or a hash counts as one. A span of extra_keys counts as the tokens
+      of the blocks that it touches, and once more for each 256 characters of its key.
+    - max_tenants: how many tenants are remembered.
+    - max_pins: of a tenant.
+    - max_deferred: a tenant's prefetches that wait or load.
+    - max_remembered: a tenant's actions whose answers are kept.
+    - max_ttl_s: the longest time that a pin stays, or a prefetch waits, in seconds of the caller's clock.
+    - max_priority: of pins. It is below 100, since pins from 100 on never give up blocks.
+    - max_prefetch_share: the share of the pool that all prefetches together hold.
+    - reserved_share: the share of the pool that a prefetch leaves free.
+    - may_evict: whether prefetches evict least recently used blocks of any tenant, as requests do. Otherwise they take
+      only blocks that hold nothing.
     """
 
     max_actions: int = 64

@@ -28,7 +28,10 @@ class LoadId:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """A load under way. num_held_blocks: its part of the limit on all. num_expected_tokens: if all arrives."""
+    """A load under way.
+
+    num_held_blocks: what it counts for the limit on all loads. num_expected_tokens: of the prefix, if all arrives.
+    """
 
     sequence: Sequence
     num_held_blocks: int
@@ -38,9 +41,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What was found of a prefix, in blocks: num_cached on the device, and num_loading that come there.
+    """What was found of a prefix, in blocks.
 
-    num_found: also those for which there was no room. load: None if there is nothing to load.
+    num_cached: on the device. num_loading: that are now loaded. num_found: on the device and in tiers, even without
+    room for them. load: None if there is nothing to load.
     """
 
     num_cached: int
@@ -82,7 +86,7 @@ class Prefetches:
             return None
         if end < found:
             hit, loads = self._look(prefix, end // size)
-            if not start < _end(loads, start) <= end:  # a window is missing there, or more was found behind it
+            if not start < _end(loads, start) <= end:  # a window's blocks are missing there, or the end is too far
                 return None
             end = _end(loads, start)
         num_held = self._num_free(hit) + self._num_new_blocks(start, end)

@@ -83,9 +83,8 @@ class NamedPrefix:
 class PrefixNames:
     """Reads the names of prefixes in one envelope's payloads, of one tenant.
 
-    num_tokens_left: how many tokens and hashes the envelope may still name. A span of extra_keys counts the tokens of
-    the blocks that it touches, since its key is written to each of them, and as many again for each 256 characters or
-    bytes of the key.
+    num_tokens_left: how many tokens and hashes the envelope may still name. A span of extra_keys counts as the tokens
+    of the blocks that it touches, since its key is written to each of them. A long key counts more, see `HintLimits`.
     """
 
     def __init__(self, manager: KVCacheManager, tenant: str | None, max_tokens: int) -> None:
@@ -109,7 +108,7 @@ class PrefixNames:
         if by_hashes:
             others = [name for name in _BY_TOKENS if name in payload]
             if others:
-                raise InvalidArgumentError(f"expected block_hashes without {others}: hashes say those")
+                raise InvalidArgumentError(f"expected block_hashes without {others}: hashes cover those")
             return self._find_by_hashes(payload["block_hashes"])
         return self._find_by_tokens(payload)
 
@@ -145,7 +144,7 @@ class PrefixNames:
         found = prefix_of(run, position + 1)
         chain = {block.block_hash for block in found.blocks}
         if not chain.issuperset([digest for digest in digests if digest is not None]):
-            raise InvalidArgumentError("block_hashes: expected blocks of one prefix, the last one at the end")
+            raise InvalidArgumentError("block_hashes: expected blocks of one prefix, the deepest one last")
         size, keys, lora = self._manager.block_size, set[PositionKey](), None
         for block, encoded in (found.extra_keys or {}).items():
             for kind, span, payload in decode_extra_keys(encoded):
@@ -163,7 +162,7 @@ class PrefixNames:
         """Return a list of names, and count them."""
         if not is_a(value, list) and not is_a(value, tuple):
             raise wrong(name, expected, value)
-        given: list[Any] = [*value]  # type: ignore[misc]  # asked above
+        given: list[Any] = [*value]  # type: ignore[misc]  # checked above
         if len(given) > self.num_tokens_left:
             raise InvalidArgumentError(f"{name}: expected at most {self.num_tokens_left} more, got {len(given)}")
         self.num_tokens_left -= len(given)

@@ -198,7 +198,7 @@ def test_the_command_sends_a_file(server, capsys, tmp_path, monkeypatch):
     first, second = output.splitlines()
     assert code == 0
     assert first.startswith(
-        "a pin: deferred; what isn't cached yet is held from when it is; pin_id hint-1; num_blocks 18"
+        "a pin: deferred; what isn't cached yet is held once it is cached; pin_id hint-1; num_blocks 18"
     )
     assert second == "b retain: rejected; retain: expected a manager with sessions, whose prefixes are retained"
     code, output = run("--salt", "ann", "--json")

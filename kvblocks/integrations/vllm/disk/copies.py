@@ -35,7 +35,7 @@ class Copied:
 
 
 class Copies:
-    """Threads around a store; `stop` ends them. memory: the host's, num_block_bytes per block, as one row of bytes."""
+    """Threads that use a store; `stop` ends them. memory: the host's, as bytes; num_block_bytes for each block."""
 
     def __init__(
         self, store: DiskStore, memory: memoryview, num_block_bytes: int, num_threads: tuple[int, int]

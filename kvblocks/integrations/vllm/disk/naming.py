@@ -1,4 +1,4 @@
-"""The description of what a folder was made for. Anything that changes a key's bytes changes the fingerprint.
+"""The description of what a folder was made for: all that a block's bytes depend on. The fingerprint is its digest.
 
 vLLM gives a tier keys and bytes, but no tokens. A key is vLLM's hash of a block and of all before it. So it means
 nothing without the hash function and the seed of the first block. `Hashes` knows both before the first request, and

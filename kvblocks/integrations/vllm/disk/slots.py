@@ -13,7 +13,7 @@ Key = bytes
 
 
 class Entry:
-    """A key's slot. num_readers: loads in progress. is_gone: the key was forgotten; the last user frees the slot."""
+    """A key's slot. num_readers: loads in progress. is_gone: the key was forgotten; its last copy frees the slot."""
 
     __slots__ = ("is_gone", "is_stored", "key", "num_readers", "slot")
 
@@ -80,7 +80,10 @@ class Slots:
         return made, evicted
 
     def _victims(self, wanted: dict[Key, None], number: int) -> list[Entry]:
-        """Return up to `number` entries that are neither copied nor wanted, the first to be evicted last."""
+        """Return up to `number` entries to evict: the least recently used that are neither copied nor wanted.
+
+        The least recently used entry stands last.
+        """
         found: list[Entry] = []
         if number > 0:
             for key, entry in self._entries.items():

@@ -93,7 +93,7 @@ class DiskTier(SecondaryTierManager):
 
     def _open(self, options: Options) -> DiskStore:
         if not self._primary_kv_view.c_contiguous or self._primary_kv_view.nbytes % self.block_size_bytes:
-            raise InvalidArgumentError("DiskTier: expected host memory of whole chunks, one behind the other")
+            raise InvalidArgumentError("DiskTier: expected contiguous host memory of whole chunks")
         parallel = self._offloading_spec.config.parallel
         is_one_of_many = parallel.data_parallel_size > 1
         folder = options.root_dir / f"dp{parallel.data_parallel_index}" if is_one_of_many else options.root_dir
@@ -112,7 +112,7 @@ class DiskTier(SecondaryTierManager):
         remembered = [(slot, key_of(identity)) for slot, identity in self._store.remembered()]
         lost = self._slots.restore((slot, key) for slot, key in remembered if key is not None)
         self._store.remember(dict.fromkeys([*lost, *(slot for slot, key in remembered if key is None)]))
-        _LOG.info("%d of %d slots hold chunks of before", len(self._slots), self._slots.num_slots)
+        _LOG.info("%d of %d slots hold chunks from earlier runs", len(self._slots), self._slots.num_slots)
 
     # Called by vLLM.
 
