@@ -82,7 +82,7 @@ class Explanation:
                 "reset": "was removed by a reset of the cache",
                 "dropped": "was removed from the cache on request",
             }
-            return f"{missed}{how[self.cause]}, {self.num_blocks_since} blocks ago"
+            return f"{missed}{how[self.cause]} {self._since()}"
         if self.cause == "other keys":
             theirs, ours = list(self.their_keys) or "no keys", list(self.our_keys) or "no keys"
             return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"
@@ -95,8 +95,12 @@ class Explanation:
         lacks = f"{self.num_matched_blocks} are in the primary one, but group {self.group} ({kind}) lacks"
         how = "as far as is remembered they were never cached"
         if self.removal is not None:
-            how = f"they were {self.removal.cause} {self.num_blocks_since} blocks ago"
+            how = f"they were {self.removal.cause} {self._since()}"
         return f"{lacks} tokens {first} to {end - 1}; {how}"
+
+    def _since(self) -> str:
+        blocks = "1 block" if self.num_blocks_since == 1 else f"{self.num_blocks_since} blocks"
+        return f"({blocks} taken from the pool since)"
 
 
 def explain(

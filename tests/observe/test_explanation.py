@@ -39,7 +39,7 @@ def test_evicted_by_whom_and_when() -> None:
     assert explanation.removal is not None
     assert explanation.removal.sequence_id == "later"
     manager.explain(Sequence("again", range(12)))
-    assert "block 1 was evicted for sequence 'later', 0 blocks ago" in str(explanation)
+    assert "block 1 was evicted for sequence 'later' (0 blocks taken from the pool since)" in str(explanation)
 
 
 def test_aborted_and_reset() -> None:
@@ -115,7 +115,9 @@ def test_a_step_says_for_whom_it_took_each_block() -> None:
         manager.allocate_slots(sequence)
     compute(manager, "old", [1, 2, 3, 4])
     manager.append_step(sequences, [5, 6])
-    assert str(manager.explain(Sequence("x", [1, 2]))).endswith("was evicted for sequence 'b', 0 blocks ago")
+    assert str(manager.explain(Sequence("x", [1, 2]))).endswith(
+        "was evicted for sequence 'b' (0 blocks taken from the pool since)"
+    )
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:

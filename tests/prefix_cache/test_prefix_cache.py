@@ -684,7 +684,7 @@ def test_explanations_of_misses():
     explanation = cache.explain(ABC)
     assert (explanation.cause, explanation.num_cached_blocks, explanation.num_blocks_since) == ("evicted", 2, 2)
     cache.insert_prefix([9, 9], [7])
-    assert str(cache.explain(ABC)).endswith("block 1 was evicted, 1 blocks ago")
+    assert str(cache.explain(ABC)).endswith("block 1 was evicted (1 block taken from the pool since)")
     assert "block 2" not in str(cache.explain(ABC[:4]))
     cache.clear()
     assert cache.explain([9, 9]).cause == "reset"
