@@ -50,7 +50,7 @@ class Conditions:
     seed: int
     """Of the arrivals."""
     closed_loop: bool
-    """Whether a session's next request comes its think time after the last one *ended*, not when the trace says."""
+    """Whether a session sends its next request one think time after the last one *ended*, not when the trace says."""
     groups: str | None
     """The model's groups of layers, such as "gemma3-4b"; None: full attention only."""
     host_blocks: int | None

@@ -2,7 +2,8 @@
 
 A request comes, waits until the manager has room for its prompt, and is admitted. It then holds its blocks for as long
 as the trace says that it ran, and frees them. Requests are admitted in the order in which they come: one that doesn't
-fit holds up those after it. In a closed loop a session's next request comes its think time after the last one ended.
+fit holds up those after it. In a closed loop a session waits its think time after one request ends, and then sends the
+next.
 
 The manager is the production one. It gets each block of the trace as one token, whose id is the block's number, and its
 own blocks have one token each. Equal numbers mean equal prefixes, so the manager finds exactly the hits that the trace
@@ -53,7 +54,7 @@ class Setup:
 
     - groups: of the model's layers, in which a token stands for a block of the trace; None: one with full attention.
     - host_blocks: of a tier below the device; None: no tier.
-    - is_closed: whether a session's next request comes its think time after the last one ended.
+    - is_closed: whether a session waits its think time after one request ends before it sends the next.
     - never_waits: all requests are admitted when they come. So their order is the same for all policies and sizes. A
       request that doesn't fit is served outside the pool: it reads what is cached when it comes, leaves as many of its
       first blocks in the pool as fit, and holds none.

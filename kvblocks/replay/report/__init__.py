@@ -77,7 +77,7 @@ def _conditions(result: Result) -> str:
         arrivals = f"sessions begin at random, {span(used.mean_arrival_s)} apart in the mean (seed {used.seed})"
     loop = "a session's next request comes when the trace says"
     if used.closed_loop:
-        loop = "a session's next request comes its think time after the last one ended"
+        loop = "a session waits its think time after one request ends, and then sends the next"
     tier = "no host tier" if used.host_blocks is None else f"a host tier of {count(used.host_blocks)} blocks"
     groups = "full attention" if used.groups is None else f"the layers of {label(used.groups)}"
     build = "compiled" if used.compiled else "not compiled"
