@@ -11,14 +11,19 @@ from kvblocks.engine.schedule.request import FinishReason
 class Completion:
     """The answer to one prompt, or one of several, and what it cost.
 
-    text: without special tokens; "" if the model has no tokenizer. token_ids: all generated tokens, with the stop
-    token. num_cached_tokens: tokens of the prompt that weren't computed for it: the cache had them, or another sample
-    computed them for all. num_computed_tokens: tokens that went through the model, of the prompt and generated,
-    recomputed ones included; the last generated token never does. ttft_s: seconds from the call to the first token,
-    with waiting; if no token was asked for, until the prompt was computed. finish_reason: "stop" or "length".
-    num_loaded_tokens: of the cached tokens, those that were loaded from below the device, by tier ("host", "disk").
-    logprobs: for each of token_ids, if the request asked for them, else None. prompt_logprobs: likewise, for each token
-    of the prompt; the first one, which nothing comes before, has None.
+    - text: without special tokens; "" if the model has no tokenizer.
+    - token_ids: all generated tokens, the stop token included.
+    - num_cached_tokens: tokens of the prompt that weren't computed for it: the cache had them, or another sample
+      computed them for all.
+    - num_loaded_tokens: of these, those that were loaded from below the device, by tier ("host", "disk").
+    - num_computed_tokens: tokens that went through the model, of the prompt and generated, recomputed ones included.
+      The last generated token never does.
+    - ttft_s: seconds from the call to the first token, with waiting. If no token was asked for: until the prompt was
+      computed.
+    - finish_reason: "stop" or "length".
+    - logprobs: one for each of token_ids, if the request asked for them, else None.
+    - prompt_logprobs: one for each token of the prompt, if the request asked for them, else None. The first is None,
+      since nothing comes before that token.
     """
 
     text: str

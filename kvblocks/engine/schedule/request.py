@@ -27,20 +27,31 @@ PromptKey = tuple[bytes, str | None, str | None, tuple[PositionKey, ...]]
 class Request:
     """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
 
-    max_tokens 0: it ends when its prompt is computed, and has no samples.
-    num_cached_tokens: tokens of the prompt that weren't computed for it: those that the cache had when it was first
-    admitted, or the whole prompt if it was forked. num_loaded_tokens: of these, by tier, those that were loaded from
-    below the device. num_computed_tokens: tokens that went through the model for it, recomputed ones included.
-    num_preemptions: how often it lost its blocks to an older one. finish_reason: None while it is unfinished; "stop"
-    and "length" if it has all its tokens; otherwise why it ended early. deadline: when `Scheduler.expire` cancels it,
-    on the caller's clock, set before it is queued; None: never. siblings: the other samples of the prompt, until the
-    prompt is computed. was_admitted: whether it ever ran. num_overtakes: how many requests behind it in the queue were
-    admitted before it. was_sought: whether a store that servers share was asked for it. is_sought: whether that answer
-    is still awaited; until then it isn't admitted. sequence: another object after the request was forked.
-    max_hit_tokens: the most tokens that it may take from the cache when it is admitted, since it needs the logits of
-    the others; the caller may raise this later; None: any number. prompt_key: the key by which its first token is
-    remembered (`RememberedPrompts`), if the token depends only on the prompt; None: it isn't remembered. Raises
-    InvalidArgumentError.
+    What it is to do:
+    - sequence: another object after the request was forked.
+    - max_tokens: if 0, it ends when its prompt is computed, and has no samples.
+    - deadline: when `Scheduler.expire` cancels it, on the caller's clock; set it before the request is queued. None:
+      never.
+    - siblings: the other samples of the prompt, until the prompt is computed.
+    - max_hit_tokens: the most tokens that it may take from the cache when it is admitted, since it needs the logits of
+      the others. The caller may raise this later. None: any number.
+    - prompt_key: the key by which its first token is remembered (`RememberedPrompts`), if the token depends only on the
+      prompt. None: it isn't remembered.
+
+    What became of it:
+    - finish_reason: None while it is unfinished; "stop" or "length" if it has all its tokens; otherwise why it ended
+      early.
+    - num_cached_tokens: tokens of the prompt that weren't computed for it: those that the cache had when it was first
+      admitted, or the whole prompt if it was forked.
+    - num_loaded_tokens: of these, by tier, those that were loaded from below the device.
+    - num_computed_tokens: tokens that went through the model for it, recomputed ones included.
+    - num_preemptions: how often it lost its blocks to an older one.
+    - was_admitted: whether it ever ran.
+    - num_overtakes: how many requests behind it in the queue were admitted before it.
+    - was_sought: whether a store that servers share was asked for its prefix. is_sought: whether the answer is still
+      awaited; until it is there, the request isn't admitted.
+
+    Raises InvalidArgumentError.
     """
 
     sequence: Sequence
