@@ -40,10 +40,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One generated token. text: the text that it makes certain, or "". completion: with the last token.
+    """One generated token.
 
-    prompt_index, sample_index: its prompt and sample; samples of a prompt count from 0. logprobs: if they were asked
-    for. prompt_logprobs: with the first token, if they were asked for.
+    - prompt_index, sample_index: its prompt and sample; samples of a prompt count from 0.
+    - text: the text that can no longer change once this token is known, beyond that of earlier pieces; may be "".
+    - completion: with the last token.
+    - logprobs: if they were asked for.
+    - prompt_logprobs: with the first token, if they were asked for.
     """
 
     prompt_index: int

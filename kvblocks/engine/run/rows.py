@@ -8,8 +8,8 @@ Even SiLU may, since the last elements of a tensor take a scalar path. A strateg
   of 64, and where a row's bits mostly depend on a product's shape and not on the row's index (checked, too).
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
   those sizes, a row's bits depend neither on the size nor on its index. `determinism` checks exactly that.
-- `PACKED2`: the same with rows padded to a multiple of 2. For packed weights, whose products of 2 rows take no longer
-  than products of one row. (For a single row the library has other kernels, with other bits.)
+- `PACKED2`: the same with rows padded to a multiple of 2. For packed weights, whose products of 2 rows cost little more
+  than those of one row. (For a single row the library has other kernels, with other bits.)
 - `TILE16`: every chunk has 16 rows, the row of position p has index p % 16, and the head takes one row at a time. A row
   is always computed at the same index of the same shape. So it is bit-exact at any number of threads, as long as a
   row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk if their indexes differ.

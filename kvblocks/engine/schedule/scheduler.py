@@ -12,11 +12,11 @@ Invariants:
   blocks back at once, and lose them again in the next step.
 - The oldest running request advances in every step. Alone it fits, or `add` would have refused it. Pins may have grown
   since; if they leave too little for it, the step raises, before it has changed anything.
-- Waiting requests are admitted in the order of `order`, preempted ones first. If a running request is about to compute
-  a waiting request's prefix, in chunks, the waiting one waits for that, and others may pass. Nobody waits for a waiting
-  request, since a request that computes has blocks. A request that passes doesn't begin with the prefix that is waited
-  for, so it can't prolong the wait. When a request is refused, by the pool or the watermark, nobody behind it is
-  admitted in that step.
+- Waiting requests are admitted in the order of `order`, preempted ones first. If a running request computes, in chunks, a
+  prefix that a waiting request begins with, the waiting request waits for that, and others may be admitted before it.
+  These don't begin with the same prefix, so they don't prolong the wait. Only running requests are waited for, so
+  requests never wait for each other. When the pool or the watermark refuses a request, nobody behind it is admitted in
+  that step.
 - A request whose prefix comes from a tier (`manager.tiers`) has blocks and counts as running, but is in no step until
   its loads have ended (`note_loaded`). It may be preempted as any other. A block under a transfer is free only after
   the transfer. So a step may be empty while transfers are under way; that is no error.
