@@ -12,8 +12,8 @@ Invariants:
   blocks back at once, and lose them again in the next step.
 - The oldest running request advances in every step. Alone it fits, or `add` would have refused it. Pins may have grown
   since; if they leave too little for it, the step raises, before it has changed anything.
-- Waiting requests are admitted in the order of `order`, preempted ones first. If a running request computes, in chunks, a
-  prefix that a waiting request begins with, the waiting request waits for that, and others may be admitted before it.
+- Waiting requests are admitted in the order of `order`, preempted ones first. If a running request computes, in chunks,
+  a prefix that a waiting request begins with, the waiting request waits for that, and others may be admitted before it.
   These don't begin with the same prefix, so they don't prolong the wait. Only running requests are waited for, so
   requests never wait for each other. When the pool or the watermark refuses a request, nobody behind it is admitted in
   that step.
