@@ -122,9 +122,9 @@ def merge_parts_kernel(
     RUN_PARTS: tl.constexpr,
     OWN_PARTS: tl.constexpr,
 ):
-    """What `prefix_merge_kernel` does, by the programs in front, and what `stream_merge_kernel` does, by the others.
+    """The first programs do what `prefix_merge_kernel` does, the others what `stream_merge_kernel` does.
 
-    Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,). The rest is as there.
+    Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,). The arguments are theirs.
     """
     program = tl.program_id(0)
     num_in_front = (run_programs - 1) * (TILE_M // ROWS)
@@ -226,10 +226,10 @@ def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_si
 def share_cascade(
     query: Tensor, key_cache: Tensor, own: OwnParts, runs: SharedRuns, *, launch: Launch | None = None
 ) -> CascadeShares:
-    """What all layers of a step have the same in `cascade_decode`, for runs of at least one group; shapes as there.
+    """How `cascade_decode` shares out its work in all layers of a step, for runs of at least one group; shapes as there.
 
-    A call makes it itself where it isn't given. launch: for the runs, instead of the table's entry. Two launches of one
-    program, and one that fills. Changes nothing, and never waits for the device.
+    `cascade_decode` makes the shares itself where it gets none. launch: for the runs, instead of the table's entry.
+    Three launches: two of one program, and one that fills a tensor. Changes nothing, and never waits for the device.
     """
     of_runs = share_runs(query, key_cache, runs, launch=launch)
     return CascadeShares(of_runs, share_decodes(query, key_cache, own.seq_lens), new_lse(query, runs))
@@ -257,8 +257,8 @@ def cascade_decode(
     `SharedRuns`. There is no `window` parameter: with windows, pass only groups of rows that still see their whole
     shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
 
-    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
-    divided by, fp32 [num_rows, num_heads]. Four launches with `shares`: the runs, what each request has alone, a merge
+    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]: the
+    natural logarithm of the softmax's denominator. Four launches with `shares`: the runs, what each request has alone, a merge
     of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and never waits for the
     device.
     """

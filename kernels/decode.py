@@ -101,8 +101,8 @@ def decode(
     merged. launch: used instead of the table's entry. shares: what `share_decodes` made for these lengths and this
     window; its launch is then used.
 
-    Returns the output, [num_seqs, num_heads, head_dim], and the natural logarithm of what it was divided by, fp32
-    [num_seqs, num_heads]. Raises KernelArgumentError. Changes `output` only, and never waits for the device.
+    Returns the output, [num_seqs, num_heads, head_dim], and its lse, fp32 [num_seqs, num_heads]: the natural logarithm
+    of the softmax's denominator. Raises KernelArgumentError. Changes `output` only, and never waits for the device.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
     shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)

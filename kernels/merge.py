@@ -1,7 +1,7 @@
 """Merge attention over several sets of keys into attention over all of them.
 
-A part is an output and its lse, the natural logarithm of what it was divided by. The merged output is the parts' mean,
-weighted by exp(lse). It is exact for any sets of keys, as long as no key is in two of them.
+A part is an output and its lse, the natural logarithm of the softmax's denominator. The merged output is the parts'
+mean, weighted by exp(lse). It is exact for any sets of keys, as long as no key is in two of them.
 """
 
 from collections.abc import Sequence

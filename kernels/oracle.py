@@ -33,8 +33,8 @@ def attention(
 
     Row i of a sequence with n rows is at position `seq_len - n + i`. A row before position 0 sees nothing: its output
     is 0 and its lse -inf, or its sink. Rows that no sequence has are the same. Returns the output, float64 [num_rows,
-    num_heads, head_dim], and the natural logarithm of what it was divided by, float64 [num_rows, num_heads]. Changes
-    nothing.
+    num_heads, head_dim], and its lse, float64 [num_rows, num_heads]: the natural logarithm of the softmax's
+    denominator. Changes nothing.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
     output = torch.zeros(query.shape, dtype=torch.float64)

@@ -82,9 +82,10 @@ _Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def new_lse(query: Tensor, runs: SharedRuns) -> Tensor:
-    """-inf for every level, row and head: what the lse of rows is that are in no group of a level.
+    """An lse of -inf for every level, row and head. It stays so for rows that are in no group of a level.
 
-    Each call with the same runs writes the same elements, those of the groups' rows: all layers of a step may have one.
+    Each call with the same runs writes the same elements, those of the groups' rows. So all layers of a step can use
+    one tensor.
     """
     return torch.full((runs.num_levels, *query.shape[:2]), -torch.inf, dtype=torch.float32, device=query.device)
 

@@ -80,8 +80,8 @@ def narrow_rows(query, scale, NARROWED: tl.constexpr):
 
     NARROWED, for queries in bf16 and K in e4m3: one instruction converts two numbers from e4m3 to fp16. To get bf16,
     each number then needs another, slow instruction. So the rows become fp16 too. Each row is multiplied by a power of
-    2 that brings its largest number to between 2**14 and 2**15. No number overflows then, and no number above 2**-31 of
-    the largest loses a bit. The factor is fp32 [TILE_M] if NARROWED, else a number.
+    2 that brings its largest number to between 2**14 and 2**15. No number overflows then, and only numbers
+    below 2**-31 times the largest lose bits. The factor is fp32 [TILE_M] if NARROWED, else a number.
     """
     scale = tl.full([], 1.0, tl.float32) * scale
     if NARROWED:
@@ -253,11 +253,12 @@ def attend_pages(
 def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexpr):
     """The initial output, odd, row_max and row_sum of rows that have seen nothing yet.
 
-    output: fp32 [TILE_M, HEAD_DIM], and odd is the number 0. PAIRED, for V in e4m3 that is multiplied in fp16: output
-    and odd are fp32 [TILE_M, HEAD_DIM // 2], the elements at even places and those at odd places. V is then read as
-    pairs of numbers. The reason: for tensor cores that one warp uses, one load takes 16-bit elements from shared memory
-    and transposes them, but 8-bit elements are loaded byte by byte. (Tensor cores that a warpgroup uses take V from
-    shared memory, where it is written once more anyway.)
+    output: fp32 [TILE_M, HEAD_DIM]; odd: the number 0.
+
+    PAIRED, for V in e4m3 that is multiplied in fp16: output has the elements with even indexes, odd those with odd
+    ones, fp32 [TILE_M, HEAD_DIM // 2] each, and V is read as pairs of numbers. The reason is how a warp's product (mma)
+    gets V from shared memory: one instruction loads and transposes 16-bit elements, but 8-bit elements are loaded byte
+    by byte. (A warpgroup's product, wgmma, reads V from shared memory itself. V is written there once more anyway.)
     """
     row_max = tl.full([TILE_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -272,7 +273,7 @@ def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexp
 
 @triton.jit
 def finish_rows(output, odd, row_max, row_sum, v_scale):
-    """Return the rows' attention, fp32 [TILE_M, HEAD_DIM], and the natural logarithm of what it was divided by.
+    """Return the rows' attention, fp32 [TILE_M, HEAD_DIM], and the natural logarithm of the softmax's denominator.
 
     0 and -inf for rows that see nothing. output, odd, row_max and row_sum: as of `begin_rows`.
     """
