@@ -226,7 +226,7 @@ def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_si
 def share_cascade(
     query: Tensor, key_cache: Tensor, own: OwnParts, runs: SharedRuns, *, launch: Launch | None = None
 ) -> CascadeShares:
-    """How `cascade_decode` shares out its work in all layers of a step, for runs of at least one group; shapes as there.
+    """How `cascade_decode` shares out its work in all layers of a step, for runs of a group or more; shapes as there.
 
     `cascade_decode` makes the shares itself where it gets none. launch: for the runs, instead of the table's entry.
     Three launches: two of one program, and one that fills a tensor. Changes nothing, and never waits for the device.
@@ -257,10 +257,10 @@ def cascade_decode(
     `SharedRuns`. There is no `window` parameter: with windows, pass only groups of rows that still see their whole
     shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
 
-    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]: the
-    natural logarithm of the softmax's denominator. Four launches with `shares`: the runs, what each request has alone, a merge
-    of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and never waits for the
-    device.
+    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]:
+    the natural logarithm of the softmax's denominator. Four launches with `shares`: the runs, what each request has
+    alone, a merge of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and
+    never waits for the device.
     """
     options = AttentionOptions(scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     check_shape("own.seq_lens", own.seq_lens, (block_tables.shape[0],))

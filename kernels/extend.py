@@ -78,8 +78,9 @@ def extend(
     launch: used instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window
     and `batch_invariant`; its launch is then used.
 
-    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]: the
-    natural logarithm of the softmax's denominator. Raises KernelArgumentError. Changes nothing, and never waits for the device.
+    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]:
+    the natural logarithm of the softmax's denominator. Raises KernelArgumentError. Changes nothing, and never waits for
+    the device.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
     shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
