@@ -96,7 +96,7 @@ class BatchSampler:
 
 
 def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:
-    """How many of the most likely tokens a draw reads first: perhaps none (0), and all if it may need nearly all."""
+    """How many of the most likely tokens a draw reads first: 0 if it needs none, all if it may need nearly all."""
     vocab_size = logits.shape[1]
     is_limited = _is_limited(params, vocab_size)
     if not is_limited and not params.logprobs:
