@@ -39,7 +39,9 @@ def answer(arguments: argparse.Namespace, cache_type: str) -> dict[str, Any]:
             began = perf_counter()
             result = _original(*given, **named)
             spent += perf_counter() - began
-            found += getattr(getattr(result, "cuda_handle", None), "cached_len", 0)  # of a match
+            found += getattr(
+                getattr(result, "cuda_handle", None), "cached_len", 0
+            )  # a match has it, other results do not
             return result
 
         setattr(cache, name, timed)
