@@ -1,3 +1,5 @@
+"""The decode kernel compared with the oracle: dtypes, heads, windows, ragged batches and any split of the work."""
+
 import dataclasses
 
 import pytest

@@ -1,3 +1,5 @@
+"""The kernel for prefill and chunks compared with ragged attention: all shapes, dtypes and options, and fixed bits."""
+
 from functools import partial
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""Merging the attention over parts of the keys, compared with the oracle: the result is that over all keys."""
+
 import pytest
 import torch
 from hypothesis import given, settings

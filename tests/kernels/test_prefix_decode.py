@@ -1,3 +1,5 @@
+"""Cascade decoding: shared runs are read once, and results equal plain decoding and the oracle."""
+
 import pytest
 import torch
 from hypothesis import given, settings

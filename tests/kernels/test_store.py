@@ -1,3 +1,5 @@
+"""Storing K and V: every token goes to its slot and nowhere else, in every dtype and layout."""
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,3 +1,5 @@
+"""The table of launch settings: every shape has an entry, and each GPU finds the entries of its family."""
+
 from itertools import product
 
 import pytest

@@ -1,3 +1,9 @@
+"""The attention and the stores in plain torch, compared with dense attention in float64.
+
+The engine computes with them on a CPU, and other tests compare the kernels with them. So a fault here would hide
+others.
+"""
+
 import pytest
 import torch
 from hypothesis import given, settings

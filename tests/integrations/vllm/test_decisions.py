@@ -1,3 +1,8 @@
+"""vLLM's scheduler decides with kvblocks as it does with its own manager, step by step, over random requests.
+
+The comparison is checked too: faults that are put into a manager must be noticed.
+"""
+
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -1,3 +1,5 @@
+"""Models with sliding windows: vLLM's decisions while nothing is evicted, and its answers under pressure."""
+
 import pytest
 
 from bench.vllm.schedulers import our_scheduler

@@ -1,3 +1,5 @@
+"""vLLM's own tests of tiers, with `DiskTier` in the place of vLLM's tiers: all pass but those in REFUSED."""
+
 import pytest
 
 from integrations.vllm.disk.own import FOLDER, REFUSED, run
