@@ -1,4 +1,4 @@
-"""The pool on its own."""
+"""The pool on its own: in which order blocks are taken, what a release does, and what is refused."""
 
 from array import array
 from typing import Any

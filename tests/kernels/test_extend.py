@@ -278,7 +278,7 @@ def rows_of(batch, spans, **options):
 def dot_by_rows(monkeypatch):
     """A matrix product that gives a row the same bits at every index, as a GPU's does.
 
-    The interpreter's is numpy's, which doesn't: without this the test would be one of the processor's library.
+    The interpreter's product is numpy's, which doesn't. Without this the test would test the processor's library.
     """
     if not torch.cuda.is_available():
 

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
 def close(got, expected, *, rounded=1):
-    """rounded: how often a result was."""
+    """rounded: how often a result was rounded."""
     limit = TOLERANCE[got.dtype] * rounded
     torch.testing.assert_close(got.double().cpu(), expected, rtol=limit, atol=limit)
 

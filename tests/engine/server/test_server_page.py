@@ -29,7 +29,7 @@ def opened():
 
 @pytest.fixture
 def window(opened):
-    """A window without a page, of which nothing has been said."""
+    """A window. After the test it shows no page, and its messages and requests are read."""
     yield opened
     opened.open("about:blank")
     opened.said()
