@@ -43,7 +43,7 @@ help:
 	@echo 'make test    run the tests'
 	@echo 'make test-fast  the tests that find the most faults in the least time: under a minute'
 	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'
-	@echo 'make test-all  all tests, also those that take minutes, and test-compiled, -vllm, -wire and -clients: 45 minutes or more'
+	@echo 'make test-all  all tests, also the slowest; test-compiled, -vllm, -wire and -clients: 45 minutes or more'
 	@echo 'make test-compiled  the tests of the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make test-wire  our events, read by Dynamo'"'"'s own indexer (130 MB in .venv-wire, the first time)'

@@ -28,7 +28,7 @@ Rounding to bf16 causes about 0.003, and 0.005 in the interpreter. Leaving out o
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of step. `lengths`: (rows, tokens in context) of each sequence. They share `num_shared` tokens."""
+    """One kind of step. lengths: (rows, tokens in context) of each sequence. num_shared: tokens that all share."""
 
     name: str
     lengths: list[tuple[int, int]] = field(repr=False)

@@ -88,7 +88,7 @@ class _Driver:
 
 @contextmanager
 def record(target: str) -> Iterator[Recording]:
-    """Record the kernels that are launched, as if the device were `target`: kernels/table.py and `count_sms` answer so.
+    """Record the kernels that are launched, without a GPU. kernels/table.py sees the target and its number of SMs.
 
     Raises RuntimeError in the interpreter, which has taken the compiler's place for the whole process.
     """
@@ -131,7 +131,7 @@ def record(target: str) -> Iterator[Recording]:
 
 
 def _forget_bindings() -> None:
-    """Make every kernel bind its arguments anew. Else it keeps the binder of the target of its first launch."""
+    """Make every kernel bind its arguments anew. Otherwise it keeps the binder of its first target."""
     from triton.runtime.jit import JITFunction
 
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvblocks.kernels.")]

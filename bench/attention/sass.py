@@ -93,7 +93,7 @@ def count(specialisation: Specialisation, target: str) -> Counted:
 
 
 def _main_loop(instructions: list[tuple[int, str, str]]) -> dict[str, int]:
-    """Count the instructions of the shortest loop with two matrix products, by the first word of their names."""
+    """Count instructions of the shortest loop with two matrix products or more, by the first word of their names."""
     index_of = {at: index for index, (at, _, _) in enumerate(instructions)}
     best: list[str] | None = None
     for index, (at, name, rest) in enumerate(instructions):

@@ -41,7 +41,7 @@ def count_copies(cache_bytes: int, device: torch.device) -> int:
 
 
 def time_calls(calls: Sequence[Call]) -> Timing:
-    """Time calls that follow one another, again and again, as one CUDA graph; without a graph if capturing fails."""
+    """Time calls that are repeated in turn as one CUDA graph; without a graph if capturing fails."""
     for call in calls:
         call()
     torch.cuda.synchronize()

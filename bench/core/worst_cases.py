@@ -69,7 +69,7 @@ def _evict_copies(num_blocks: int) -> Work:
 
 
 def _prefill(num_chunks: int, *, has_keys: bool, enable_events: bool, in_groups: bool = False) -> Work:
-    """A prompt that is computed a block a call; with keys, each of its blocks has an extra key."""
+    """A prompt that is computed a block a call. With keys, each block has an extra key."""
     groups = [kvblocks.FullAttention(BLOCK_SIZE), kvblocks.SlidingWindow(BLOCK_SIZE, 64)] if in_groups else None
     options: dict[str, Any] = {"groups": groups, "enable_events": enable_events}
     manager = KVCacheManager(2 * num_chunks, BLOCK_SIZE, **options)

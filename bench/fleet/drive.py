@@ -72,9 +72,8 @@ class Drive:
 
     async def run(self, conversations: Sequence[Conversation]) -> Outcome:
         """Run all conversations. Raises RuntimeError for a request that isn't answered at all."""
-        limits = httpx2.Limits(
-            max_connections=None, max_keepalive_connections=0
-        )  # never reuses a connection to a server that died
+        # Every request has its own connection, so none is left to a server that died.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx2.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as self._http:
             await asyncio.gather(*(self._warm_up(server) for server in self._servers.values()))
             self._start_s = time.perf_counter()

@@ -2,8 +2,8 @@
 
     python -m bench.fleet.traces TRACE [TRACE ...] [--workers 8 16 32 64] [--json FILE] [--picture FILE.svg]
 
-Each trace is replayed on a modelled clock, as `kvblocks replay` does it (docs/replay.md), but each worker has a manager
-of its own, all of one size. There are three routers:
+Each trace is replayed on a modelled clock, as `kvblocks replay` does it (docs/replay.md). Each worker has a manager of
+its own, all of one size. There are three routers:
 
     round robin   the next worker in turn
     session       the worker that the hash of the request's session names
@@ -47,7 +47,7 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.mirror import EventMirror
 
 MEAN_S = 480.0
-"""Mean seconds between the beginnings of two sessions, for one worker. With more workers it is divided by them."""
+"""Mean seconds between the beginnings of two sessions with one worker. With n workers it is an n-th of that."""
 
 TOKEN_BYTES = 4
 """Average bytes of a token id in msgpack: 3 or 5 each, in a vocabulary of 128,000."""

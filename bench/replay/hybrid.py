@@ -18,10 +18,10 @@ Requests come in the trace's order and run 8 at a time. Prompts are computed in 
 the pool is full, the youngest request starts over.
 
 To be quick, one token here stands for 16 of the trace. The window, the chunks and the blocks of 128 tokens are divided
-by 16 too, so no rate changes. Of each prompt the tokens behind its last 512 whole ones are left out: their id doesn't
-say what a longer prompt shares with them. Outputs are tokens that never come again, since the trace doesn't say what
-they were. So a next turn hits its predecessor's prompt, and all behind that is new. What it doesn't show: time. Arrival
-times are not used.
+by 16 too, so no rate changes. The last tokens of a prompt that don't fill 512 are left out: their id doesn't say what a
+longer prompt shares with them. Outputs are tokens that never come again, since the trace doesn't say what they were. So
+a next turn hits its predecessor's prompt, and all behind that is new. What it doesn't show: time. Arrival times are not
+used.
 """
 
 import argparse

@@ -57,9 +57,8 @@ class KnownNext:
     def __init__(self, cache: CacheView, times: dict[Hashable, list[float]]) -> None:
         self.cache, self.times = cache, times
         self.unwanted: OrderedDict[int, None] = OrderedDict()
-        self.sessions: dict[
-            Hashable, OrderedDict[int, None]
-        ] = {}  # the free blocks of each, in the order in which they go
+        # The free blocks of each session, in the order in which they go.
+        self.sessions: dict[Hashable, OrderedDict[int, None]] = {}
         self.owner: dict[int, Hashable] = {}
         self.starting: Hashable = None
         self.chosen: tuple[float, Hashable] = (-inf, None)
@@ -146,7 +145,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row for each world and size, with the hit rates by policy.
 
-    sizes: each as it was asked for, and in blocks. sessions: which of the file's sessions the trace has; it is kept.
+    sizes: each as it was asked for, and in blocks. sessions: which of the file's sessions the trace has.
     """
     rows: list[dict[str, Any]] = []
     facts = conditions(

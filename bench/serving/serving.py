@@ -64,7 +64,7 @@ def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the numbers of one server's runs of a workload. The first request finds nothing cached, so it is apart.
+    """Return the numbers of one server's runs of a workload. The first request, which finds nothing, is apart.
 
     Tokens computed are, for each lookup, the tokens that weren't cached, and all but the last of those generated until
     the next lookup. A request that is preempted while its prompt is being computed counts with its whole prompt.
@@ -172,11 +172,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device", default="auto", help="cpu, cuda, cuda:1 or auto (the default: cuda if there is one)"
     )
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second, before --cpu-scale (default 8)")
-    parser.add_argument(
-        "--cpu-scale",
-        type=float,
-        help=f"requests arrive so many times more rarely ({CPU_SCALE:g} on a CPU; on a GPU 1)",
-    )
+    parser.add_argument("--cpu-scale", type=float, help=f"divides the rate of arrivals ({CPU_SCALE:g}; on a GPU 1)")
     parser.add_argument("--max-tokens", type=int, help="generated for each request (16; on a GPU 128)")
     parser.add_argument("--kv-cache-memory", help="of each server, such as 2GiB (512 MB; on a GPU 8GiB)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")

@@ -39,7 +39,7 @@ MAX_RESTS = 12
 """The most rests that the first life has."""
 MAX_LIVES = 8
 REST_S = 120.0
-"""Seconds that requests which run when a rest begins may go on."""
+"""How many seconds running requests may go on after a rest begins."""
 WATCHED = "The kettle holds 1.2 litres. It is sold in slate, sand and sea green. " * 20
 FLAGS = (
     *("--port", "0", "--threads", "1", "--deterministic", "--num-blocks", "256", "--max-requests", "24"),
@@ -189,7 +189,7 @@ class Soak:
         show(self.rests[-1])
 
     async def _settled(self, http: httpx2.AsyncClient) -> dict[str, Any]:
-        """Return the cache's numbers when all blocks are free, or after a while. Tiers store after the answers."""
+        """Wait a while until all blocks are free, since tiers store after the answers. Returns the cache's numbers."""
         end_s = time.monotonic() + REST_S
         while True:
             stats: dict[str, Any] = (await http.get("/v1/cache/stats")).json()

@@ -17,11 +17,7 @@ from typing import Any
 
 from kvblocks.integrations import nano_vllm
 
-MANAGERS = {
-    "nano-vllm's own": None,
-    "kvblocks": False,
-    "kvblocks, early": True,
-}  # `early` of `install`; None: it is not called
+MANAGERS = {"nano-vllm's own": None, "kvblocks": False, "kvblocks, early": True}  # `early` of `install`, if called
 NUM_SHARED, MOST_OWN, MAX_TOKENS = 1024, 200, 32
 MARK = "result: "
 

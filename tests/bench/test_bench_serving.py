@@ -94,7 +94,7 @@ def test_caching_computes_no_more_where_nothing_can_be_shared(overhead, roomy_fo
         assert row["with"]["num_preemptions"] == row["without"]["num_preemptions"] == 0
     assert min(pressed[name]["num_preemptions"] for name in ("without", "with")) > 0
     assert pressed["with"]["num_evicted_blocks"] > 0
-    # 100 tokens and more, at most 64 a step, for each of two requests and a round that all compute their whole prompt
+    # A prompt of 100 tokens or more takes two steps of at most 64. There are two rounds of two requests.
     assert chunked["with"]["num_steps"] > 2 * 2 * 2
     assert chunked["with"]["num_computed_tokens"] >= 2 * 2 * 100
     assert gc.isenabled()

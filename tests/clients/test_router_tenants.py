@@ -51,9 +51,8 @@ def test_behind_the_router_a_dropped_salt_joins_no_tenants(servers):
                 assert status == 200
                 found.setdefault((tenant, salt), []).append(cached)
         for tenant in KEYS:
-            assert (
-                found[tenant, "s"] == [0] * NUM_SERVERS
-            )  # though the other tenant has asked the same with the same salt
+            # No hits, though the other tenant has asked the same with the same salt.
+            assert found[tenant, "s"] == [0] * NUM_SERVERS
             # The router drops the salt. So a tenant hits its own blocks even if it asks with another salt.
             assert min(*found[tenant, None], *found[tenant, "other"]) > 64
         for server in servers:

@@ -179,7 +179,7 @@ class DumbGroups(DumbModel):
         return not 0 < len(sequence.tokens) % edge < edge - 1 or sequence in self.unsure
 
     def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
-        """(group, index, block) of blocks that no later query sees: of tokens from `start` on, or not written yet."""
+        """(group, index, block) of blocks that no query of a token from `start` on, or of an unwritten one, sees."""
         found = []
         seen = min(start - sequence.in_flight, start if sequence.delayed is None else sequence.delayed)
         for group in self.others:

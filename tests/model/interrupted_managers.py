@@ -262,7 +262,7 @@ class World:
         return {f"{call} of {name}": function for call, function in calls.items()}
 
     def salvage(self) -> None:
-        """Check that another manager serves the ids of a broken manager's sequences as if that one had never been."""
+        """Check that another manager refuses a broken one's running sequences, and serves all others and their ids."""
         other = _other_manager(self.kind)
         for name, sequence in self.sequences.items():
             if sequence.is_allocated:

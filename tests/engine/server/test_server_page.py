@@ -29,7 +29,7 @@ def opened():
 
 @pytest.fixture
 def window(opened):
-    """A window. After the test it shows no page, and its messages and requests are read."""
+    """A browser window. After the test its page is closed, and its messages and requests are dropped."""
     yield opened
     opened.open("about:blank")
     opened.said()

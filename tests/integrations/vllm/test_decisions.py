@@ -28,7 +28,7 @@ def test_all_decisions_are_vllms(configuration, seed):
     theirs = decide(settings, asks)
     ours = decide(settings, asks, our_scheduler(settings))
     assert first_difference(theirs, ours) is None
-    # What would make the comparison one of nothing.
+    # Otherwise the comparison would prove nothing.
     assert (theirs.num_cached > 0) == settings.has_caching
     assert (theirs.num_preempted > 0) == (settings.num_blocks < 200)
     assert settings.num_drafts == 0 or any(row["drafts"] for row in theirs.decided)

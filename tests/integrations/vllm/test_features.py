@@ -1,4 +1,4 @@
-"""Features of vLLM's scheduler one by one, each with vLLM's manager and with kvblocks.
+"""Features of vLLM's scheduler one by one, most of them with vLLM's manager and with kvblocks.
 
 Images, embeddings, statistics, resets, EAGLE, context parallelism, watermarks and evictions must mean the same in both.
 """
