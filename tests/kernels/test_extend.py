@@ -1,4 +1,7 @@
-"""The kernel for prefill and chunks compared with ragged attention: all shapes, dtypes and options, and fixed bits."""
+"""The kernel for prefill and chunks compared with ragged attention: all shapes, dtypes and options, and fixed bits.
+
+The keys lie in scattered blocks, and all else is NaN. The engine's deterministic mode relies on the fixed bits.
+"""
 
 from functools import partial
 from itertools import pairwise

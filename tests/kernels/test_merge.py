@@ -1,4 +1,7 @@
-"""Merging the attention over parts of the keys, compared with the oracle: the result is that over all keys."""
+"""Merging the attention over parts of the keys, compared with the oracle: the result is that over all keys.
+
+Split decoding and cascades rely on it.
+"""
 
 import pytest
 import torch

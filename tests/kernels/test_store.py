@@ -1,4 +1,7 @@
-"""Storing K and V: every token goes to its slot and nowhere else, in every dtype and layout."""
+"""Storing K and V: every token goes to its slot and nowhere else, in every dtype and layout.
+
+A store to a wrong slot would spoil another sequence's KV.
+"""
 
 import pytest
 import torch

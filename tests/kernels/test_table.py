@@ -1,4 +1,7 @@
-"""The table of launch settings: every shape has an entry, and each GPU finds the entries of its family."""
+"""The table of launch settings: every shape has an entry, and each GPU finds the entries of its family.
+
+A missing entry would show only on a GPU that no test runs on.
+"""
 
 from itertools import product
 

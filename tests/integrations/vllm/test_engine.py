@@ -1,4 +1,7 @@
-"""All of vLLM with a real model gives the same answers and cached tokens with kvblocks as with its own manager."""
+"""All of vLLM with a real model gives the same answers and cached tokens with kvblocks as with its own manager.
+
+The other tests mock the model. Only here a wrong block would change a real model's answer.
+"""
 
 import os
 import subprocess
