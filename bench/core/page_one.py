@@ -2,7 +2,7 @@
 
 Prompts have 800 tokens, and 64 prompts are cached. Ids are in random order, as an allocator's are after a while. Tokens
 and ids are buffers for both: arrays for kvblocks, tensors for the tree. For the tree, set MINISGL_SRC (see
-`bench.peers.mini_sglang`). They differ: the tree keeps a node for each stretch of tokens. kvblocks keeps a block for
+`bench.peers.mini_sglang`). The two differ: the tree keeps a node for each stretch of tokens. kvblocks keeps a block for
 each token, reports an id that is inserted again while it is in use, and can be shared by threads.
 """
 

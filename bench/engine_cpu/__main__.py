@@ -10,9 +10,9 @@ the bench prints so.
 
 Every engine is a process of its own, opened for one and for eight clients, and they take turns. Torch takes its memory
 in huge pages, as it does in our commands. Prefill is one token after a new prompt of 256. Decode is 33 tokens after a
-new prompt of 32, less what one token after such a prompt took. A token's time is the process's processor time, all
-threads: one thread computes. Tokens a CPU second are given for the least, the median and the greatest time of the
-rounds. The ratio is to our engine in float32, by medians.
+new prompt of 32, less what one token after such a prompt took. Times are processor time of all threads of the process;
+one thread computes. Tokens a CPU second are given for the least, the median and the greatest time of the rounds. The
+ratio is to our engine in float32, by medians.
 
 What it does not show: other processors, models and lengths; several threads; vLLM compiled, which is run eagerly here;
 what the engines' servers cost. llama.cpp keeps K and V in float16, the others in the weights' dtype.

@@ -6,9 +6,10 @@ The modest tenants hold conversations: each turn's prompt is all that was said b
 of it is a hit as long as it stays cached. The greedy one sends long prompts that never come again, as fast as it may;
 whatever it caches is of no use to anybody. Each tenant has its own salt. The same seed gives the same history.
 
-What it does not show: time. No model runs, so it says nothing of the greedy tenant's share of the computing, which is a
-scheduler's to bound, nor of latency. A quota counts the blocks that running sequences own, but doesn't limit them: with
-more prompts at once the greedy tenant owns more. And a tenant is a salt: whoever may use many salts has as many quotas.
+What it does not show: time. No model runs, so it says nothing about latency, nor about the greedy tenant's share of the
+computing, which only a scheduler can limit. A quota counts the blocks that running sequences own, but doesn't limit
+them: with more prompts at once the greedy tenant owns more. And a tenant is a salt: whoever may use many salts has as
+many quotas.
 """
 
 import argparse

@@ -10,7 +10,7 @@ end by kill -9 and by SIGTERM in turns. Each uses the disk folder of the one bef
 asked, and has to get the same answer.
 
 Nothing grows if, from the rest after a third of the first life to the last rest of that life, memory grows by at most
-MAX_MORE_MB, and descriptors and threads by at most MAX_MORE. In each rest all blocks are free. Linux only.
+MAX_MORE_MB, and descriptors and threads by at most MAX_MORE. In each rest all blocks have to be free. Linux only.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 Needs the environment that `make test-vllm` makes. All tiers get the same jobs by vLLM's own calls: submit a job, wait
 for it, ask which jobs have ended. They take turns, every other round in reverse. Every round stores new keys. kvblocks'
-tier checks every byte that it loads; vLLM's checks none. vLLM's tier is measured twice: as it is, which is with
-O_DIRECT where the file system supports it, and through the page cache, as kvblocks' tier works.
+tier checks every byte that it loads; vLLM's checks none. vLLM's tier is measured twice: once as it is, with O_DIRECT
+where the file system supports it, and once through the page cache, as kvblocks' tier works.
 
 What it does not show. A disk's speed, except with O_DIRECT: what was just stored is in the page cache. What a sync
 costs other work: kvblocks' tier syncs once a second in a thread of its own, vLLM's never. A GPU.
