@@ -17,8 +17,8 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 # One process per core; all tests of a file run in one process. PYTEST_ARGS="-n 0" uses a single process.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-# All tests but those of the engine, the kernels, the command line, the benches and the house; of replay, which is plain
-# Python, the runs of a manager.
+# The tests of what is compiled: all but those of the engine, the kernels, the command line, the benches and the house.
+# Replay itself is plain Python; its runs of a manager are here.
 CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
 # The tests that find the most faults in the least time: core, groups, floors, bad input, and some of each wing. They take
@@ -41,27 +41,27 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || e
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
-	@echo 'make test-fast  the tests that find most in the least time: under a minute'
+	@echo 'make test-fast  the tests that find the most faults in the least time: under a minute'
 	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'
-	@echo 'make test-all  those too that take minutes and have a short form, and all that are named below: 45 minutes or more'
-	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
+	@echo 'make test-all  all tests, also the slowest; test-compiled, -vllm, -wire and -clients: 45 minutes or more'
+	@echo 'make test-compiled  the tests of the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
-	@echo 'make test-wire  Dynamo'"'"'s own indexer, which reads our events (130 MB in .venv-wire, the first time)'
-	@echo 'make gpu-test  the kernels and the engine on a GPU, and what they reach there'
+	@echo 'make test-wire  our events, read by Dynamo'"'"'s own indexer (130 MB in .venv-wire, the first time)'
+	@echo 'make gpu-test  test and time the kernels and the engine on a GPU'
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients and .venv-guidellm, the first time)'
-	@echo 'make soak MINUTES=60  a server among clients of all kinds, killed and started again: what does it need ever more of?'
-	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
+	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
+	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI checks beside the tests'
 	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
 	@echo 'make dist    a release: source distribution, plain and compiled wheel, checked and tried in clean environments'
 	@echo 'make format  rewrite the sources as `make check` wants them'
-	@echo 'make clean   remove caches and build outputs; make distclean: .venv, .venv-vllm and .venv-wire too'
+	@echo 'make clean   remove caches and build outputs; make distclean: all .venv folders too'
 	@echo
 	@echo 'Each makes .venv first (python3 >= 3.11; the first time takes a minute or more). Variables:'
 	@echo '  PYTHON=python3.12          another interpreter for .venv'
 	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
 	@echo '  BENCH_ARGS=--quick         a `make bench` of a few seconds'
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
-	@echo '  HYPOTHESIS_PROFILE=thorough  twenty times the generated cases, and random ones'
+	@echo '  HYPOTHESIS_PROFILE=thorough  twenty times as many generated cases, new ones in every run'
 	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
 	@echo '                             for the CPU build (about 200 MB):'
 	@echo '                             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
@@ -114,8 +114,8 @@ WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 test-wire: $(WIRE_STAMP)
 	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
 
-# The clients that tests/clients/versions.txt names, in environments of their own: guidellm brings torch. The newest Node there
-# is runs the npm one. vLLM's bench is that of test-vllm.
+# The clients that tests/clients/versions.txt names. guidellm has an environment of its own, since it brings torch. The npm
+# client runs on the newest Node that is installed. vLLM's bench is the one that test-vllm installs.
 CLIENTS_VENV := .venv-clients
 GUIDELLM_VENV := .venv-guidellm
 CLIENTS := tests/clients/versions.txt
@@ -125,16 +125,17 @@ CLIENTS_PIP = -m pip install --disable-pip-version-check $$(test -t 1 || echo --
 test-clients: $(DEV_STAMP) $(CLIENTS_STAMP)
 	KVBLOCKS_CLIENTS=required $(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
 
-# Without torch's caching of memory, so that every tensor has bounds that the sanitizer knows.
+# Run under the sanitizer without torch's caching allocator: only then it knows the bounds of every tensor.
 SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)
 
-# On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see docs/engine.md.
+# On a machine with a GPU: the tests of kernels and engine, then their benches. docs/engine.md says how to use the
+# torch and triton that the machine has.
 gpu-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/kernels tests/engine/run/test_engine_gpu.py tests/engine/run/test_decode_step.py
 	@if command -v compute-sanitizer >/dev/null; then \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 9 \
 			$(BIN)/python -m pytest -q -k 'not graph and not 128k and not random' $(SANITIZED); \
-	else echo 'compute-sanitizer was not found: what the kernels touch out of bounds is not looked for'; fi
+	else echo 'compute-sanitizer was not found: accesses out of bounds are not looked for'; fi
 	$(BIN)/python -m bench.attention --json bench/results/attention.json
 	$(BIN)/python -m bench.attention.engine_gpu --json bench/results/engine-gpu.json
 
@@ -240,7 +241,7 @@ $(CLIENTS_STAMP): Makefile $(CLIENTS)
 	@echo '[1/3] installing clients from PyPI'
 	@grep -E '^[a-z-]+==' $(CLIENTS) | grep -v -E '^(guidellm|torch)==' > $(CLIENTS_VENV)/requirements.txt
 	@$(CLIENTS_VENV)/bin/python $(CLIENTS_PIP) -r $(CLIENTS_VENV)/requirements.txt
-	@echo '[2/3] installing guidellm and torch, of which no CUDA is needed (the largest download)'
+	@echo '[2/3] installing guidellm and torch, whose CPU build is enough (the largest download)'
 	@$(GUIDELLM_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^torch==' $(CLIENTS))
 	@$(GUIDELLM_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^guidellm==' $(CLIENTS))
 	@echo '[3/3] installing the client from npm'

@@ -1,8 +1,8 @@
 """The compiled build: `KVBLOCKS_COMPILE=1 pip install .` runs mypyc over the core, whose sources stay as they are.
 
-Without the variable, or where the C compiler fails, the plain build is made; `kvblocks.__compiled__` tells which one is
-installed. The package's long description is made here, too: README.md, whose links lead to files of the repository.
-Everything else about the package is in pyproject.toml.
+Without the variable, or if the C compiler fails, the plain build is made. `kvblocks.__compiled__` tells which one is
+installed. The package's long description is made here too: it is README.md, with links that lead to files of the
+repository. Everything else about the package is in pyproject.toml.
 """
 
 import os
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent
 # What is compiled, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
 FOLDERS = ("core", "retention", "retention/policies", "groups", "prefix_cache", "observe", "tiers", "tiers/grouped")
 SINGLE = ("arguments.py", "manager.py", "wire/names.py")
-# These stay plain: records gain nothing, and people pickle and subclass them. So do the errors, events and stats.
-# A sealer hashes in C anyway.
+# These modules stay plain. Records gain nothing from being compiled, and people pickle and subclass them. For the same
+# reason errors, events and stats stay plain. A sealer hashes in C anyway.
 PLAIN = (
     "groups/kinds.py",
     "groups/plan.py",
@@ -32,7 +32,7 @@ PLAIN = (
 
 
 def compiled_files() -> list[str]:
-    """Return the sources that are compiled, by their paths from here. A test holds them against the tree."""
+    """Return the paths of the sources that are compiled, relative to this file. A test compares them with the tree."""
     package = ROOT / "kvblocks"
     files = [
         *SINGLE,
@@ -81,7 +81,7 @@ def main() -> None:
     if os.environ.get("KVBLOCKS_COMPILE") != "1":
         setup(**readme)
     elif find_spec("mypyc") is None:
-        setup(**readme, setup_requires=["mypy>=1.18"])  # pip asks for this first, and then installs it where it builds
+        setup(**readme, setup_requires=["mypy>=1.18"])  # pip reads this first, and installs mypy where it builds
     else:
         built = {"ext_modules": extensions(), "cmdclass": {"build_ext": BuildOrGoWithout}}
         setup(**readme, **built, setup_requires=["mypy>=1.18"])

@@ -5,9 +5,9 @@
 #     DIR/bin/python -m bench.core.compare                                  # the checkout's kvblocks, plain
 #     KVBLOCKS_COMPILE=1 DIR/bin/pip install --no-deps . && DIR/bin/python -m bench.core.compare      # the compiled build
 #
-# vLLM and SGLang want different versions of the same packages, and a GPU's; their block managers need neither, so all
-# is installed without dependencies, from a list. On Linux, PyPI's torch brings CUDA (several GB more); for the CPU build
-# add: --extra-index-url https://download.pytorch.org/whl/cpu
+# vLLM and SGLang ask for different versions of the same packages, and for packages that need a GPU. Their block managers
+# need none of these. So everything is installed from a list, without dependencies. On Linux, PyPI's torch brings CUDA
+# (several GB more); for the CPU build add: --extra-index-url https://download.pytorch.org/whl/cpu
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -* ]]; then

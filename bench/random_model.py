@@ -1,4 +1,4 @@
-"""Models of random weights in the shape of well-known ones, as Hugging Face folders: for speed, not for answers.
+"""Models of random weights in the shape of well-known ones, as Hugging Face folders: to measure speed, not answers.
 
 A bench takes their names where it takes a folder (`open_model`). A folder has the real configuration, weights that are
 normally distributed, and a tokenizer of whole words made here, so that nothing has to be fetched.
@@ -37,7 +37,7 @@ _QWEN3 = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
-# By the names that `--model` takes: what the models' own config.json says.
+# By the name that `--model` takes: the fields of the real model's config.json.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
         "architectures": ["LlamaForCausalLM"],
@@ -99,7 +99,7 @@ def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
 def write_weights(folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, *, num_words: int | None = None) -> None:
     """Write config.json and model.safetensors, always the same for the same fields.
 
-    num_words: only tokens below it are ever the likeliest, since the output's weights of all others are zero.
+    num_words: the likeliest token is always below it, since the output weights of all others are zero.
     """
     config = ModelConfig.from_fields(fields)
     generator = torch.Generator().manual_seed(0)

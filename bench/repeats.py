@@ -6,7 +6,7 @@ Two engines of one process share a model and take turns, a prompt at a time, wit
 fills its blocks of 16, one that doesn't, and a long one. Times are milliseconds from a call that asks for one token to
 its end.
 
-What it does not show: other requests beside it, whose step a repeat would wait for without the option; a GPU.
+What it does not show: a GPU; and other requests, for whose step a repeat would wait without the option.
 """
 
 import argparse

@@ -2,9 +2,8 @@
 
     python -m bench.report
 
-Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, serving.json, sampling.json
-engine-cpu.json and hybrid.json.
-"n/a": the contestant has no such thing, or isn't timed on it.
+Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json; and serving.json, sampling.json,
+engine-cpu.json and hybrid.json. "n/a": the contestant has no such thing, or isn't timed on it.
 """
 
 import json
@@ -198,7 +197,7 @@ def engine_cpu(results: Results) -> list[str]:
 
 
 def conditions(compared: dict[str, Results]) -> list[str]:
-    """Return the conditions of both runs, those that are the same once."""
+    """Return the conditions of both runs. Those that are the same stand once."""
     both = [compared[build]["conditions"] for build in BUILDS]
     lines = []
     for name, value in both[0].items():

@@ -2,13 +2,12 @@
 
     python -m bench.sampling [--rounds N] [--threads N] [--scale X] [--json FILE]
 
-A row's logits fall with the logarithm of their rank, as a model's do by and large, with noise, and stand anywhere. The
-cases take turns. Times are milliseconds of the processor for a step, all of its rows; with one thread, which is what it
-uses unless you say otherwise, a step takes that long where nothing else runs. "sorted" is the share of draws that put
-the whole vocabulary in order, since the most likely tokens weren't enough for them. --scale X: a share of each
-vocabulary.
+A row's logits fall with the logarithm of their rank, roughly as a model's do. Noise is added, and their order is
+random. The cases take turns. Times are milliseconds of processor time for a step with all its rows. The default is one
+thread; then a step takes that long on a machine where nothing else runs. "sorted" is the share of draws that had to
+sort the whole vocabulary, since the most likely tokens weren't enough. --scale X: use this share of each vocabulary.
 
-What it does not show: a GPU; a model's own logits, which decide that share; caches that a model has just emptied.
+What it does not show: a GPU; a model's own logits, on which "sorted" depends; caches that a model has just emptied.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from kvblocks.engine.sampling.sampler import Draw, Sampler
 
 SHAPES = ((64, 131072), (8, 49152), (1, 49152))
 STEEPNESS, NOISE = 1.2, 0.3
-NUM_SEEN = 1000  # tokens before, where there are penalties
+NUM_SEEN = 1000  # tokens that a sequence has before the first draw: penalties read them
 
 NUCLEUS = {"temperature": 0.8, "top_p": 0.9}
 ITEMS: dict[str, list[dict[str, Any]]] = {
@@ -55,7 +54,7 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
 
 
 def make_steps(asked: list[dict[str, Any]], num_rows: int, vocab_size: int) -> list[list[list[Draw]]]:
-    """Return the draws of some steps: a sampler a row, which has had NUM_SEEN tokens before the first."""
+    """Return the draws of some steps, with a sampler for each row. Each row begins with NUM_SEEN tokens."""
     samplers = [Sampler(SamplingParams(**asked[row % len(asked)]), row) for row in range(num_rows)]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (num_rows, NUM_SEEN), generator=generator).tolist()

@@ -1,7 +1,7 @@
 """Timing: what one measurement is, and how those of several contestants are interleaved.
 
-The machines that benches run on are noisy, so contestants take turns in short rounds, all meet the same noise, and the
-minimum of the rounds is what counts. The median and the maximum are printed beside it to show how noisy it was.
+The machines that benches run on are noisy. So contestants take turns in short rounds, which gives all of them the same
+noise, and the minimum of the rounds is what counts. The median and the maximum show how noisy it was.
 """
 
 import gc

@@ -2,10 +2,10 @@
 
     python -m bench.wire [--rounds 5] [--samples 20] [--json FILE] [--quick]
 
-Microseconds a block of 16 tokens; a batch has 4 events of 32 blocks. Beside our codecs stand msgspec's own classes in
-the shape of vLLM's ("classes"), which check only types and drop unknown fields. `publish` is all
-that the engine's thread does. The stream is over TCP on one machine, publisher and consumer in one process, which share
-Python's lock: a consumer elsewhere makes it faster.
+Times are microseconds a block of 16 tokens; a batch has 4 events of 32 blocks. Our codecs are compared with plain
+msgspec classes in the shape of vLLM's ("classes"), which check only types and drop unknown fields. `publish` is all
+that the engine's thread does. The stream is over TCP on one machine. Publisher and consumer share one process and
+Python's lock; with a consumer in another process it is faster.
 
 What it does not show: a network; consumers that decode in another language.
 """
@@ -91,7 +91,7 @@ def _encoding(function: Callable[[Any], Any], argument: Any) -> Callable[[Any], 
 
 
 def ledger_cases(events: list[BlockStored]) -> dict[str, dict[str, Case]]:
-    """Return what to time of the publisher's books: what the engine waits for."""
+    """Return what to time of the publisher's ledger: what the engine waits for."""
     removals = [BlockRemoved(event.block_hashes) for event in events]
     ledger = Ledger(Converter(), Limits(), 0, 0, 1.0)
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a round of two: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
     given = parser.parse_args(arguments)
     num_rounds, num_samples = (1, 2) if given.quick else (given.rounds, given.samples)
     facts = conditions(num_rounds=num_rounds, num_samples=num_samples, event_blocks=EVENT_BLOCKS, batch=NUM_BLOCKS)

@@ -65,11 +65,11 @@ class Browser:
         path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
 
     def said(self):
-        """What the console has got since the last time."""
+        """Return the console's messages since the last call."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def requested(self):
-        """The addresses that were asked for since the last time."""
+        """Return the addresses that were requested since the last call."""
         events = [
             json.loads(entry["message"])["message"] for entry in self._ask("POST", "/se/log", {"type": "performance"})
         ]

@@ -522,7 +522,7 @@ def outcome_of(target: Callable[..., Any], arguments: dict[str, Any]) -> str | N
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_table_s_own_arguments_succeed(name: str) -> None:
-    """Else an odd value beside them would be refused for nothing."""
+    """Otherwise a call with an odd value would be refused because of another argument."""
     for kind in worlds_of(name):
         if (name, kind) == ("KVCacheManager.append_step", "groups"):
             continue  # a manager of several groups has append_group_step

@@ -1,4 +1,4 @@
-"""Histories that are bad for a call: its cost grows as its docstring says. `bench.worst_cases` times the same."""
+"""Histories that are bad for a call: its cost grows as its docstring says. `bench.core.worst_cases` times them too."""
 
 import importlib
 from array import array

@@ -39,7 +39,7 @@ class Picture:
         self.parts = [HEAD.format(width=width, height=height, title=escape(title))]
 
     def box(self, x: int, y: int, width: int, text: str, fill: str, height: int = 30) -> None:
-        """A rectangle with a text in its middle, which is small in a low one."""
+        """A rectangle with a text in its middle. In a low rectangle the text is small."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{FILLS[fill]}" stroke="#444"/>\n'
         )
@@ -266,7 +266,7 @@ def windows() -> Picture:
 
 
 def block_way() -> Picture:
-    """What becomes of a block, again and again."""
+    """The states that a block goes through, again and again."""
     picture = Picture("A block is free, owned, cached, free and cached, and evicted", 230)
     picture.text(20, 28, "A block goes round", "bold")
     for x, name, fill in (
@@ -303,7 +303,7 @@ def block_way() -> Picture:
 
 
 TOP_FLOOR = 7
-"""Of the manager. Above it only folders are drawn."""
+"""The highest floor of the manager. Above it, single modules are left out of the picture."""
 
 NOTES = (
     "what can go wrong, records, checks",
@@ -315,7 +315,7 @@ NOTES = (
     "hit rates, and how long blocks live",
     "what `from kvblocks import ...` finds",
 )
-"""What is on the manager's floors, from floor 0 on."""
+"""What is on each floor of the manager, from floor 0 on."""
 
 
 def rooms() -> Picture:
@@ -346,7 +346,7 @@ def rooms() -> Picture:
     picture.text(
         20,
         bottom + 18,
-        "Paths below kvblocks/; of the blue rooms, but for engine and cli, below kvblocks/engine/. kernels/ stands beside kvblocks/.",
+        "Paths are below kvblocks/, those of blue rooms but engine and cli below kvblocks/engine/. kernels/ stands beside kvblocks/.",
         "small",
     )
     return picture
@@ -358,13 +358,13 @@ def is_folder(module: str) -> bool:
 
 
 def wing_of(module: str) -> str:
-    """Where a room above the manager's floors stands."""
+    """Return the column of a room above the manager's floors."""
     room = module.split(".")[1]
     return {"engine": "engine", "cli": "engine", "kernels": "kernels"}.get(room, "around")
 
 
 def label_of(module: str) -> str:
-    """A room's path below kvblocks/; in the engine's wing below kvblocks/engine/, but for the engine itself."""
+    """Return a room's path below kvblocks/, or below kvblocks/engine/ for rooms of the engine."""
     if module == "kvblocks":
         return "__init__.py"
     path = module.removeprefix("kvblocks.").replace(".", "/")

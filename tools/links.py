@@ -1,10 +1,10 @@
-"""Links of Markdown pages, which the site rewrites."""
+"""Finds and rewrites the links of Markdown pages, for the site."""
 
 import re
 from collections.abc import Callable
 
 LINK = re.compile(r"(!?\[(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()]*\))?)*\]\()([^()\s]+)(\))")
-"""A link or an image, whose text may hold an image that is a link no further."""
+"""A link or an image. Its text may contain an image, but no image in that one's text."""
 
 INLINE_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
 

@@ -1,4 +1,4 @@
-"""What mkdocs.yml leaves to this hook: pages from outside of docs/, the API reference, and links among them all.
+"""What mkdocs.yml leaves to this hook: pages from outside of docs/, the API reference, and links between all pages.
 
 `make docs` runs it. A new guide is one line in the `nav` of mkdocs.yml. There `DIR/*` stands for all pages of a folder,
 and `api/*` for the pages that are made here from the sources.
@@ -38,7 +38,7 @@ SOURCES = ROOT / "build" / "docs-sources"
 """The package as it ships, with kernels/ inside: the API reference is read from here."""
 
 UNRENDERED = re.compile(r"<p>[^<]*\n *(?:[-*] |\d+\. |\|)|```")
-"""What Python-Markdown leaves as it is and GitHub does not: a list or table without a blank line before it, a fence."""
+"""Markdown that GitHub renders and Python-Markdown doesn't: a list or table without a blank line before it, a fence."""
 
 
 def on_startup(**_: Any) -> None:
@@ -97,7 +97,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def site_link(target: str, source: str, page: str, address: str) -> str:
-    """Return where the link `target` of the file `source` leads from the page `page`, which is made from it."""
+    """Return what replaces the link `target` of the file `source` in `page`, the page that is made from that file."""
     parts = urlsplit(target)
     if parts.scheme or not parts.path:
         return target
@@ -114,7 +114,7 @@ def site_link(target: str, source: str, page: str, address: str) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Warn of what was not rendered. Wide tables scroll in boxes of their own, by the theme."""
+    """Warn of Markdown that was not rendered."""
     text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", html, flags=re.DOTALL)
     for match in UNRENDERED.finditer(text):
         log.warning("%s: not rendered: %r", page.file.src_uri, match[0][-80:])

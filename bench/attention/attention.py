@@ -1,9 +1,10 @@
 """Attention kernels on a GPU, beside peers on identical pages: `python -m bench.attention [--json FILE]`.
 
 Each workload is checked against an exact result before it is timed, and a contestant that fails the check is not timed.
-Timing: CUDA graphs of many calls, which rotate over pools of at least 4 times the L2 cache, replayed; the median, the
-least and the most of 9 replays. Bandwidth is the bytes that the workload must move, over the time. It is also
-given as a share of a copy's in the same run. `cascade_decode` must move shared pages once, the others once per request.
+What is timed is the replay of a CUDA graph of many calls. The calls rotate over pools that together have at least 4
+times the size of the L2 cache. Times are the median, the least and the most of 9 replays. Bandwidth is the bytes that
+the workload must move, divided by the time. It is also given as a share of the bandwidth that a copy reaches in the
+same run. `cascade_decode` must move shared pages once, the others once per request.
 
 `--rehearse` needs no GPU: every workload, shrunk, runs once in Triton's interpreter and is checked; nothing is timed.
 
@@ -72,7 +73,7 @@ def contestants(batches: "Sequence[Batch]") -> Iterator[Attempt]:
         try:
             calls = [plan(batch) for batch in batches]
             calls[0]()
-        except Exception as error:  # noqa: BLE001 - whatever fails in a peer, it is left out and ours is not
+        except Exception as error:  # noqa: BLE001 - a peer may raise anything, and is left out then
             reason = (str(error).splitlines() or [""])[0]
             print(f"# peer {name}: left out ({type(error).__name__}: {reason[:120]})", file=sys.stderr, flush=True)
             continue

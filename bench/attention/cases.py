@@ -22,13 +22,13 @@ from kvblocks.kernels.runs import SharedRuns
 SPLIT_KEYS = 512
 NUM_CHECKED_ROWS = 8
 LARGEST_ERROR = 0.01
-"""Of a result, as a root mean square relative to the exact one's. Rounding to bf16 makes about 0.003, and 0.005 in the
-interpreter; one key too few of 4,096 makes 0.016."""
+"""The largest error of a result that counts as right: a root mean square, relative to the exact result's.
+Rounding to bf16 causes about 0.003, and 0.005 in the interpreter. Leaving out one key of 4,096 causes 0.016."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of step; `lengths` gives (rows, tokens in context) of each sequence, all share `num_shared` tokens."""
+    """One kind of step. lengths: (rows, tokens in context) of each sequence. num_shared: tokens that all share."""
 
     name: str
     lengths: list[tuple[int, int]] = field(repr=False)
@@ -45,24 +45,24 @@ class Workload:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Of K and V: of all heads the same."""
+        """The scales of K and V, each the same for all heads; none if K and V are not fp8."""
         return {"k_scale": 0.03, "v_scale": 0.02} if self.is_fp8 else {}
 
     def cache_bytes(self, *, shared_once: bool) -> int:
-        """K and V that a step reads, the shared part once or once for each sequence."""
+        """Bytes of K and V that a step reads. The shared part counts once, or once for each sequence."""
         num_tokens = sum(context for _, context in self.lengths)
         if shared_once:
             num_tokens -= self.num_shared * (len(self.lengths) - 1)
         return num_tokens * 2 * self.heads[1] * self.head_dim * (1 if self.is_fp8 else 2)
 
     def moved_bytes(self, *, shared_once: bool) -> int:
-        """K and V, queries and outputs, and the block tables."""
+        """Bytes of K and V, queries, outputs and block tables."""
         num_rows = sum(rows for rows, _ in self.lengths)
         tables = sum(-(-context // self.block_size) for _, context in self.lengths) * 4
         return self.cache_bytes(shared_once=shared_once) + 2 * num_rows * self.heads[0] * self.head_dim * 2 + tables
 
     def num_flops(self) -> int:
-        """Of the two matrix products, over the keys that causality leaves."""
+        """Operations of the two matrix products, over the keys that the causal mask leaves."""
         pairs = sum(rows * context - rows * (rows - 1) // 2 for rows, context in self.lengths)
         return 4 * pairs * self.heads[0] * self.head_dim
 
@@ -157,7 +157,7 @@ def build(workload: Workload, device: torch.device, seed: int) -> Batch:
 
 
 def our_contestants(workload: Workload) -> Iterator[tuple[str, Contestant, bool]]:
-    """(name, way, whether shared pages are read once) of what kvblocks offers for a workload."""
+    """Yield kvblocks' ways of computing a workload: (name, way, whether it reads shared pages once)."""
     if not workload.is_decode:
         yield "kvblocks extend", _extend, False
         return
@@ -189,7 +189,7 @@ def _cascade(batch: Batch) -> Tensor:
 
 
 class Checker:
-    """Knows the exact result of some rows of a batch, each as a sequence of its own."""
+    """The exact result of some rows of a batch. Each row is computed as the last one of a sequence of its own."""
 
     def __init__(self, batch: Batch) -> None:
         num_rows = len(batch.query)

@@ -1,10 +1,11 @@
 """Decode steps of the engine on a GPU: `python -m bench.attention.engine_gpu [--json FILE]`.
 
 A random model of a common shape decodes batches of several sizes, through the Triton kernels with and without CUDA
-graphs, and through torch's attention. Batches whose requests share a prefix are decoded with cascade, captured and not,
-and without cascade. The difference per layer is `eager_microseconds` of the table's `CASCADE`. Timed
-are whole steps, scheduling and sampling included, after the first ones: the median, the least and the most of
-NUM_STEPS. What a step uploads is counted. All contestants run the same model on the same prompts.
+graphs, and through torch's attention. Batches whose requests share a prefix are decoded without cascade attention, and
+with it, both with and without CUDA graphs. The difference that cascade attention makes without graphs, divided by the
+number of layers, is `eager_microseconds` of `CASCADE` in kernels/table.py. What is timed is whole steps, with
+scheduling and sampling, after some that are not timed: the median, the least and the most of NUM_STEPS. What a step
+uploads is counted. All contestants run the same model on the same prompts.
 
 `--rehearse` needs no GPU: a tiny model runs every case once, in Triton's interpreter; nothing is timed, and the tokens
 of all contestants must be the same.
@@ -107,7 +108,7 @@ def contestants(case: Case, model: "LoadedModel", num_tokens: int) -> Iterator[t
 
     def replace_runner(engine: "Engine", *, is_captured: bool, shares: bool) -> "Engine":
         computed = engine.runner.model
-        engine.runner = None  # type: ignore[assignment]  # its cache goes before another comes
+        engine.runner = None  # type: ignore[assignment]  # frees its cache before another one is made
         capture = (GraphCapture() if model.device.type == "cuda" else run_in_place) if is_captured else None
         threshold = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
         find_groups = engine.manager.shared_prefixes
@@ -141,7 +142,7 @@ def run_case(case: Case, name: str, engine: "Engine", num_warm: int, num_steps: 
     from kvblocks.engine import StepLimits
     from kvblocks.engine.run.device_runner import DeviceRunner
 
-    # All prompts in one step, so that the requests keep in step and the batch stays as large as it is.
+    # All prompts are computed in one step. So all requests decode in the same steps, and the batch keeps its size.
     engine.limits = StepLimits(max_num_batched_tokens=case.batch * case.context, max_num_seqs=case.batch)
     prompts = prompts_of(case, engine.model.config.vocab_size)
     num_tokens = num_warm + num_steps + 2

@@ -1,12 +1,14 @@
 """Counts the kernels' machine code, without a GPU: `python -m bench.attention.kernels_static [--json FILE]`.
 
-Each case is a call of a kernel's host, recorded for a target, compiled as it would be there, and counted from its
-machine code (SASS): registers, spills, shared memory, programs that fit on an SM, bytes of K and V on their way to it,
-how wide its loads are, which matrix products it has, and how many instructions a tile of keys takes.
+Each case is a call of a function that launches kernels. Its launches are recorded for a target, and compiled as they
+would be there. From the machine code (SASS) the bench counts registers, spills, shared memory, programs that fit on an
+SM, bytes of K and V in flight, how wide the loads are, which matrix products there are, and how many instructions a
+tile of keys takes.
 
-Bytes on their way, an SM: programs on it * (stages - 1) * a tile's bytes of K and V: what a pipelined loop has asked
-for while it computes. Little's law says what a memory needs to be kept busy: its bytes a second times its latency, over
-the number of SMs: 20 to 30 KiB for A100, H100 and B200. Instructions a tile: of the shortest loop that multiplies.
+Bytes in flight, for each SM: its programs * (stages - 1) * the bytes of K and V in a tile. That is what a pipelined
+loop has asked for while it computes. By Little's law a memory is kept busy by its bytes a second times its latency,
+divided by the number of SMs. For A100, H100 and B200 that is 20 to 30 KiB. The instructions of a tile are those of the
+shortest loop that multiplies matrices.
 
 What this does not show: a time. A count of instructions is no duration, and a share of any peak would be invented.
 """
@@ -33,7 +35,7 @@ ATTENDING = ("stream_kernel", "extend_kernel", "prefix_kernel")
 
 @dataclass(frozen=True)
 class Case:
-    """A call with tensors of these shapes; no more of a context is there than its shapes need."""
+    """A call with tensors of these shapes. The context itself is not made: kernels are compiled, not run."""
 
     name: str
     num_seqs: int
@@ -46,7 +48,7 @@ class Case:
     is_shared: bool = False
 
     def run(self) -> None:
-        """Call the host of the kernel for it."""
+        """Call the function that launches the case's kernel."""
         from kvblocks.kernels.cascade import cascade_decode, own_parts
         from kvblocks.kernels.decode import decode
         from kvblocks.kernels.extend import extend
@@ -69,13 +71,13 @@ class Case:
 
 @dataclass(frozen=True)
 class RowsCase(Case):
-    """What lies between a layer's products and its attention, for so many rows of Llama 3 8B's widths."""
+    """The kernels between a layer's matrix products and its attention, on rows of Llama 3 8B's widths."""
 
     hidden_size: int = 4096
     intermediate_size: int = 14_336
 
     def run(self) -> None:
-        """Call all hosts, with norms of heads, as Qwen3 has them, and without."""
+        """Launch all of them; `place` without norms of heads, and with them, as Qwen3 has."""
         from kvblocks.kernels.rows import Turn, add_norm, gate, place
 
         num_rows, (num_heads, num_kv_heads) = self.num_seqs * self.rows, self.heads
@@ -142,7 +144,7 @@ def count_case(case: Case, target: str, seen: set[str]) -> Iterator[Row]:
 
 
 def in_flight(specialisation: "Specialisation", programs: int, case: Case) -> int:
-    """Bytes of K and V that an SM waits for; 0 for kernels that read neither."""
+    """Bytes of K and V in flight for an SM; 0 for kernels that read neither."""
     constants = specialisation.named_constants
     if "STAGES" not in constants:
         return 0

@@ -18,7 +18,7 @@ FA2_PAGE_TOKENS = 256
 
 
 def peers(workload: Workload) -> Iterator[tuple[str, Plan]]:
-    """(name, plan) of those that know such a workload."""
+    """Yield (name, plan) of the peers that can compute a workload."""
     yield "FlashInfer", plan_flashinfer
     if workload.num_shared:
         yield "FlashInfer cascade", plan_flashinfer_cascade
@@ -32,7 +32,9 @@ def peers(workload: Workload) -> Iterator[tuple[str, Plan]]:
 
 
 def pages_of(batch: Batch, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashInfer's page table from column `first` on: where rows begin, all pages, and tokens in the last of each."""
+    """FlashInfer's page table from column `first` on: each sequence's start in the pages, the pages of all sequences
+    in one row, and how many tokens are in each sequence's last page.
+    """
     block_size = batch.workload.block_size
     lengths = [context - first * block_size for _, context in batch.workload.lengths]
     counts = [-(-length // block_size) for length in lengths]
@@ -128,7 +130,7 @@ def pages_of_256(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plan_fa2(batch: Batch) -> Attend:
-    """FlashAttention 2 over pages, which are larger than the others'; shared ones are copied for each sequence."""
+    """FlashAttention 2 over pages of 256 tokens. Each sequence gets a copy of the shared ones."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     key, value, tables = pages_of_256(batch)
@@ -156,7 +158,7 @@ def plan_fa3(batch: Batch) -> Attend:
     from fa3_fwd_interface import flash_attn_func
 
     query, key, value = contiguous(batch)
-    # 0 lets it choose how many splits.
+    # 0: the kernel chooses the number of splits.
     options = {"softmax_scale": batch.scale, "causal": True, "num_splits": 0}
     return lambda: _first(flash_attn_func(query, key, value, **options)).flatten(0, 1)
 

@@ -28,7 +28,7 @@ def gpu_target(target: str) -> Any:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What is compiled once. key: equal for equal ones; options: of the compiler, `num_warps` among them."""
+    """What is compiled once. key: the same for equal ones. options: the compiler's, such as `num_warps`."""
 
     function: Any
     signature: dict[str, str]
@@ -39,13 +39,13 @@ class Specialisation:
 
     @property
     def name(self) -> str:
-        """The kernel's."""
+        """The kernel's name."""
         name: str = self.function.__name__
         return name
 
     @property
     def named_constants(self) -> dict[str, Any]:
-        """Constants by the names of parameters; those that Triton made of the number 1 or of None too."""
+        """Constants by parameter, with the arguments that Triton made constant because they are 1 or None."""
         return {self.function.arg_names[index[0]]: value for index, value in self.constants.items()}
 
 
@@ -88,7 +88,7 @@ class _Driver:
 
 @contextmanager
 def record(target: str) -> Iterator[Recording]:
-    """Record what our kernels' hosts launch for a target, with its entries of the table and its number of SMs.
+    """Record the kernels that are launched, without a GPU. kernels/table.py sees the target and its number of SMs.
 
     Raises RuntimeError in the interpreter, which has taken the compiler's place for the whole process.
     """
@@ -115,7 +115,7 @@ def record(target: str) -> Iterator[Recording]:
         specialisation = recording.specialisations.setdefault(found[0].key, found[0])
         recording.launches.append((specialisation, tuple(grid)))
 
-    # A driver that is active already is one of another recording.
+    # The driver is not put back: one that is active already was set by another recording.
     driver.set_active(_Driver(target))  # type: ignore[arg-type]
     with (
         patch.object(JITFunction, "_do_compile", instead_of_compiling),
@@ -131,7 +131,7 @@ def record(target: str) -> Iterator[Recording]:
 
 
 def _forget_bindings() -> None:
-    """Let every kernel bind its arguments anew: each keeps a binder for the target that it was first launched on."""
+    """Make every kernel bind its arguments anew. Otherwise it keeps the binder of its first target."""
     from triton.runtime.jit import JITFunction
 
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("kvblocks.kernels.")]

@@ -10,7 +10,8 @@ from typing import Any
 
 from bench.attention.recording import Specialisation, gpu_target
 
-# Bytes of shared memory of an SM and of a program at most; 1 KiB a program is the driver's. Registers: 64k everywhere.
+# Shared memory in KiB: all of an SM's, and the most that a program may have. The driver takes 1 KiB of each program.
+# Every SM has 64k registers.
 SHARED = {"sm80": (164, 163), "sm89": (100, 99), "sm90": (228, 227), "sm100": (228, 227)}
 THREADS = {"sm80": 2048, "sm89": 1536, "sm90": 2048, "sm100": 2048}
 MAX_PROGRAMS = {"sm80": 32, "sm89": 24, "sm90": 32, "sm100": 32}
@@ -21,10 +22,11 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted. loop: instructions of the shortest loop that multiplies matrices, by their first word.
+    """What was counted.
 
-    spilled: bytes of stack and local memory; loads: instructions that read global memory, by bits a thread; mma: the
-    kinds of matrix products, with how many there are in all.
+    spilled: bytes of stack and local memory. loads: how many instructions read global memory, by bits a thread.
+    mma: how many instructions multiply matrices, by kind. loop: how many instructions the shortest loop that
+    multiplies matrices has, by the first word of their names.
     """
 
     registers: int
@@ -45,7 +47,7 @@ class Counted:
 
 
 def build(specialisation: Specialisation, target: str) -> Any:
-    """Compile for a target, by Triton's cache where it knows it already. Raises what the compiler does."""
+    """Compile for a target, or take it from Triton's cache. Raises what the compiler raises."""
     import triton
     from triton.compiler import ASTSource
 
@@ -56,7 +58,7 @@ def build(specialisation: Specialisation, target: str) -> Any:
 
 
 def count(specialisation: Specialisation, target: str) -> Counted:
-    """Compile and count. Raises what the compiler does."""
+    """Compile and count. Raises what the compiler raises."""
     compiled = build(specialisation, target)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -91,7 +93,7 @@ def count(specialisation: Specialisation, target: str) -> Counted:
 
 
 def _main_loop(instructions: list[tuple[int, str, str]]) -> dict[str, int]:
-    """Instructions of the shortest loop that multiplies matrices twice or more, by their first word; or none."""
+    """Count instructions of the shortest loop with two matrix products or more, by the first word of their names."""
     index_of = {at: index for index, (at, _, _) in enumerate(instructions)}
     best: list[str] | None = None
     for index, (at, name, rest) in enumerate(instructions):
@@ -110,7 +112,7 @@ def _parse(code: str) -> list[tuple[str, str, str]]:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    """What one of the tools that Triton brings prints."""
+    """Run one of the tools that come with Triton, and return what it prints."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool

@@ -27,7 +27,7 @@ HEADS = (32, 8)
 BLOCK_SIZE = 16
 NUM_CALLS, NUM_REPLAYS = 20, 7
 TOLERANCE = 0.05
-"""Far above rounding, far below what a wrong kernel gets wrong: outputs are of order 0.1 to 1."""
+"""Outputs are of order 0.1 to 1. Rounding changes them by far less than this, and a wrong kernel by far more."""
 
 # (sequences, rows of each, tokens in context)
 SHAPES = {
@@ -40,7 +40,7 @@ PROGRAMS_PER_SM = {"DECODE": (1, 2, 3, 4), "EXTEND": (1,), "EXTEND_NARROW": (1,)
 DTYPES = {1: (torch.bfloat16, FP8), 2: (torch.bfloat16, torch.bfloat16), 4: (torch.float32, torch.float32)}
 
 CASCADE_SHAPES = ((8, 512), (64, 512), (256, 512))
-"""(sequences, tokens in context) whose first page is shared: a cascade reads nearly as much there as `decode` does."""
+"""(sequences, tokens in context). Only the first page is shared, so a cascade reads nearly as much as `decode`."""
 
 Call = Callable[[], tuple[Tensor, Tensor]]
 
@@ -128,7 +128,7 @@ def try_launch(
 
 
 def sweep(kernel: str, head_dim: int, element_bytes: int) -> None:
-    """Sweep one entry, and print it with what it and the table's present one took."""
+    """Sweep one entry. Print the fastest one, with its times and the mean of the table's present one."""
     launches: dict[table.Key, Launch] = getattr(table, kernel)
     key = (table.family(torch.device("cuda")), head_dim, element_bytes)
     present = launches.get(key) or launches["any", head_dim, element_bytes]
@@ -173,7 +173,10 @@ def make_cascade(num_seqs: int, context: int, head_dim: int) -> tuple[Call, Call
 
 
 def measure_cascades(head_dim: int) -> None:
-    """Print what a cascade costs a layer beside its reading, in a graph: `captured_microseconds` of `table.CASCADE`."""
+    """Print how much longer a layer takes with a cascade that saves no reading, in a graph.
+
+    That is `captured_microseconds` of `table.CASCADE`.
+    """
     for num_seqs, context in CASCADE_SHAPES:
         flat, cascade = make_cascade(num_seqs, context, head_dim)
         if not (flat()[0].float() - cascade()[0].float()).abs().max() < TOLERANCE:

@@ -1,4 +1,7 @@
-"""Timing on a GPU: CUDA graphs of many calls, which meet other memory each time, replayed and timed by events."""
+"""Timing on a GPU: many calls, each on other memory than the one before, are captured in a CUDA graph.
+
+The graph is replayed, and each replay is timed by CUDA events.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,7 +14,7 @@ NUM_SAMPLES = 9
 GRAPH_SECONDS = 0.01
 COPY_BYTES = 2 << 30
 L2_TIMES = 4
-"""Pools are rotated until they are so many times larger than the L2 cache, so that no call finds its K and V there."""
+"""All pools together are this many times as large as the L2 cache, so no call finds its K and V there."""
 
 Call = Callable[[], object]
 
@@ -38,7 +41,7 @@ def count_copies(cache_bytes: int, device: torch.device) -> int:
 
 
 def time_calls(calls: Sequence[Call]) -> Timing:
-    """Time some calls that follow one another, again and again, as one graph; without one if they can't be captured."""
+    """Time calls that are repeated in turn as one CUDA graph; without a graph if capturing fails."""
     for call in calls:
         call()
     torch.cuda.synchronize()

@@ -57,7 +57,7 @@ def load_peers(names: Sequence[str]) -> dict[str, Driver]:
 
 
 def cases_of(driver: Driver, item: Item) -> Cases:
-    """Return the driver's cases of `item`; none when it fails, which is said."""
+    """Return the driver's cases of `item`. If a peer fails, print so and return none."""
     try:
         cases: Cases = getattr(driver, item.kind)(item.size)
         for case in cases.values():

@@ -2,7 +2,8 @@
 
     python -m bench.core.memory vllm        prints {"empty": ..., "cached": ...}
 
-Measured as resident memory. So it includes the allocators' rounding, and modules that making the pool loads late.
+What is measured is resident memory. It includes what allocators round up, and modules that are first loaded when the
+pool is made.
 """
 
 import ctypes

@@ -30,7 +30,7 @@ def _take(pool: BlockPool) -> list[Blocks]:
 
 
 def pool_cases(num_blocks: int, prefix_blocks: int) -> dict[str, Case]:
-    """Return what a pool does, per block: one that holds nothing, and one full of prefixes of `prefix_blocks`."""
+    """Return a pool's calls, per block. Evictions are from a pool full of prefixes of `prefix_blocks` blocks."""
     empty, full = make_pool(num_blocks), make_pool(num_blocks)
     cache_blocks(full, full.take(num_blocks), 0, prefix_blocks)
     touched = empty.take(TOUCHED_BLOCKS)

@@ -2,7 +2,7 @@
 
 Prompts have 800 tokens, and 64 prompts are cached. Ids are in random order, as an allocator's are after a while. Tokens
 and ids are buffers for both: arrays for kvblocks, tensors for the tree. For the tree, set MINISGL_SRC (see
-`bench.peers.mini_sglang`). They differ: the tree keeps a node for each stretch of tokens. kvblocks keeps a block for
+`bench.peers.mini_sglang`). The two differ: the tree keeps a node for each stretch of tokens. kvblocks keeps a block for
 each token, reports an id that is inserted again while it is in use, and can be shared by threads.
 """
 
@@ -30,7 +30,7 @@ Prompt = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A cache of pages of one token. pack: from a list. match and hold read the ids; the holds end at once."""
+    """A cache of pages of one token. `pack` makes its buffer of a list. Lookups read the ids; holds end at once."""
 
     pack: Callable[[list[int]], Any]
     insert: Callable[..., object]
@@ -62,7 +62,7 @@ def ours() -> Contestant:
 
 
 def contestants() -> dict[str, Callable[[], Contestant]]:
-    """Return those that are there, each with what makes an empty one."""
+    """Return the contestants that are available: by name, a function that makes an empty cache."""
     found: dict[str, Callable[[], Contestant]] = {}
     if "MINISGL_SRC" in os.environ:
         from bench.peers.mini_sglang import make_ours, make_tree
@@ -143,7 +143,7 @@ class Pages:
 
 
 def page_cases() -> dict[str, Case]:
-    """Return what both do, per call; a name says whose it is before the colon."""
+    """Return the cases of all contestants, per call. The part of a name before the colon says whose case it is."""
     cases: dict[str, Case] = {}
     for name, make in contestants().items():
         new, more, held, half, read, evicting = (Pages(make()) for _ in range(6))

@@ -1,12 +1,12 @@
-"""How fast `PrefixCache` is on your machine, beside its targets. It needs no peer. Blocks of one token can have one.
+"""How fast `PrefixCache` is on your machine, beside its targets. It needs no peer; only "page 1" can have one.
 
     python -m bench.core.prefix_cache [--quick] [--json FILE]
 
-Prompts have 1,060 tokens: 66 blocks of 16, and 4 tokens more. Those of "page 1" have 800 blocks of one token; see
-`bench.core.page_one`, for the peer too. Bias: calls run in a tight loop on one thread, so caches and branch predictors
-are warmer than in an engine. This is strongest for one prompt that is matched again and again, so 64 prompts in turn
-are timed too. What it does not show: threads that wait for the lock, prompts that share only parts, the collector's
-pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
+Prompts have 1,060 tokens: 66 blocks of 16, and 4 tokens more. Those of "page 1" have 800 blocks of one token:
+`bench.core.page_one` describes them and their peer. Bias: calls run in a tight loop on one thread, so caches and branch
+predictors are warmer than in an engine. This is strongest for one prompt that is matched again and again, so 64 prompts
+in turn are timed too. What it does not show: threads that wait for the lock, prompts that share only parts, the
+collector's pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
 Memory is what Python allocates for 1,000 blocks without payloads.
 """
 
@@ -105,7 +105,7 @@ def insert_cases(num_blocks: int) -> dict[str, Case]:
 
 
 def fill(cache: PrefixCache, num_blocks: int, first: int) -> list[int]:
-    """Insert fillers `first`, … that have `num_blocks` blocks in all. Returns the ids that they left."""
+    """Insert fillers from `first` on, as many as fit into `num_blocks` ids. Returns the ids that are left over."""
     num_fillers = num_blocks // FILLER_BLOCKS
     for number in range(num_fillers):
         ids = range(number * FILLER_BLOCKS, (number + 1) * FILLER_BLOCKS)

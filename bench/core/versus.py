@@ -4,14 +4,14 @@
 
 OLD, NEW: folders that hold the package kvblocks: a checkout, or what `pip install --target` has filled with a compiled
 build; NEW is this checkout unless said. Each tree gets a process of its own that lives as long as the comparison; both
-run the items of `bench.compare` and `bench.prefix_cache` as this checkout has them, so that only kvblocks differs. They
-take turns round by round, and which tree begins alternates. In a round both run on the same processor. Every two rounds
-they move to the next processor, if the system allows it: shared processors differ by more than the change that the
-bench looks for. A round's number is its least sample.
+run the items of `bench.core.compare` and `bench.core.prefix_cache` as this checkout has them, so that only kvblocks
+differs. They take turns round by round, and which tree begins alternates. In a round both run on the same processor.
+Every two rounds they move to the next processor, if the system allows it: shared processors differ by more than the
+change that the bench looks for. A round's number is its least sample.
 
 What counts is the last column, the median of the rounds' ratios new / old: noise that lasts longer than a round meets
-both. What it does not show: the effect of a process's layout in memory. It is some percent, and stays the same as long
-as the process lives. So run it again before believing 3 %.
+both. What it does not show: the effect of a process's layout in memory. It is a few percent, and stays the same as
+long as the process lives. So run the bench again before you believe 3 %.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 CACHE_BLOCKS = 16_384
 CACHE_ITEMS = "prefix cache"
 _PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-# The tree goes in front while kvblocks is imported; what imports it comes from this checkout. Then `serve`.
+# kvblocks is imported from the tree, then this bench from the checkout.
 _BOOTSTRAP = (
     "import sys; tree, checkout = sys.argv[1:]; sys.path.insert(0, tree); import kvblocks;"
     "sys.path.insert(0, checkout); from bench.core.versus import serve; serve()"
@@ -62,7 +62,7 @@ def item_names() -> list[str]:
 
 
 class Worker:
-    """A process that times cases of the kvblocks in `tree`. Raises RuntimeError when it fails, with its words."""
+    """A process that times cases of the kvblocks in `tree`. Raises RuntimeError if the process ends too early."""
 
     def __init__(self, tree: Path) -> None:
         environment = os.environ | {"PYTHONHASHSEED": "0"}

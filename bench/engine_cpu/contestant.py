@@ -1,9 +1,10 @@
-"""One engine in a process of its own: answers lines on stdin, by JSON lines on stdout. Needs nothing but its engine.
+"""One engine in a process of its own: answers each line on stdin with a line on stdout. Needs nothing but its engine.
 
     python contestant.py kvblocks|llama.cpp|vllm MODEL NUM_CLIENTS MAX_TOKENS DTYPE
 
-A line is {"prompts": lists of token ids, "num_tokens": n}; the answer says what `num_tokens` greedy tokens after each
-prompt took of the processor, all threads of the process together. Run by the interpreter that has the engine.
+Lines are JSON. A request is {"prompts": lists of token ids, "num_tokens": n}. The answer is the processor time that
+`num_tokens` greedy tokens after each prompt took, of all threads of the process together. The interpreter that runs
+this file must have the engine.
 """
 
 import json
@@ -41,7 +42,7 @@ def open_kvblocks(model: str, num_clients: int, max_tokens: int, dtype: str) -> 
 
 
 def open_llama_cpp(model: str, num_clients: int, max_tokens: int, _dtype: str) -> tuple[Complete, str]:
-    """Open PyPI's xllamacpp: llama.cpp's server, asked in the process. `model` is a GGUF file, whose dtypes it has."""
+    """Open PyPI's xllamacpp: llama.cpp's server, called inside this process. `model` is a GGUF file, used as it is."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()

@@ -1,4 +1,4 @@
-"""Drives a fleet: conversations over HTTP, a worker that dies half-way and comes back, and requests asked again."""
+"""Drives a fleet: holds conversations over HTTP, kills a worker half-way, and sends requests that failed again."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Drive:
-    """One run. victim: the worker that is killed when half of the requests are answered; None: nobody is."""
+    """One run. victim: the worker that is killed when half of the requests are answered, or None."""
 
     def __init__(self, route: Route, servers: Mapping[str, Server], sizes: Sizes, victim: str | None) -> None:
         self._route, self._servers, self._sizes = route, servers, sizes
@@ -72,7 +72,8 @@ class Drive:
 
     async def run(self, conversations: Sequence[Conversation]) -> Outcome:
         """Run all conversations. Raises RuntimeError for a request that isn't answered at all."""
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)  # no connection of a dead server
+        # Every request has its own connection, so none is left to a server that died.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx2.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as self._http:
             await asyncio.gather(*(self._warm_up(server) for server in self._servers.values()))
             self._start_s = time.perf_counter()
@@ -87,7 +88,7 @@ class Drive:
         return Outcome(list(answers), seconds, self._death)
 
     async def _warm_up(self, server: Server) -> None:
-        """The first pass of a process also sets up its libraries; what it leaves in the cache is forgotten."""
+        """Send a first request, since that one also sets up a process's libraries, and empty the cache again."""
         url = server.worker.url
         body = {"model": "any", "prompt": [5] * 64, "max_tokens": 2}
         body["model"] = (await self._http.get(f"{url}/v1/models")).json()["data"][0]["id"]

@@ -2,11 +2,12 @@
 
     python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 120] [--json FILE]
 
-60 requests of 12 conversations over 4 system prompts, seeded, go over HTTP to three `kvblocks serve`: in turn (round
-robin), through SGLang's router (its cache_aware policy), and where the least is left to compute, by the events of the
-servers (`examples/route_by_prefix.py`, over our mirror, or over Dynamo's indexer). Each way has servers of its own, and
-their caches begin empty. When half of the requests are answered one server is killed with SIGKILL in the middle of its
-work, and started again on the same ports. A request that fails is asked again; its time counts from the first time.
+60 requests of 12 conversations over 4 system prompts, seeded, go over HTTP to three `kvblocks serve`. There are these
+ways to choose a server: in turn (round robin), by SGLang's router (its cache_aware policy), and where the least is left
+to compute, which `examples/route_by_prefix.py` knows from the servers' events (over our mirror, or over Dynamo's
+indexer). Each way has servers of its own, and their caches begin empty. When half of the requests are answered, one
+server is killed with SIGKILL in the middle of its work, and started again on the same ports. A request that fails is
+sent again. Its time counts from the first try.
 
 PYTHON: the interpreter of an environment that has `sglang-router`, or `ai-dynamo-runtime`: those of `make test-clients`
 and `make test-wire`, say. Without it, that router is left out.
@@ -38,7 +39,7 @@ Way = Callable[[Mapping[str, Server]], AbstractContextManager[Route]]
 
 @contextmanager
 def dynamo(servers: Mapping[str, Server], python: str) -> Iterator[Precise]:
-    """The same router over Dynamo's indexer, which runs as a process of its own."""
+    """The router of examples/ over Dynamo's indexer, which runs as a process of its own."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [python, "-m", "dynamo.indexer", "--port", str(port)]
@@ -76,7 +77,7 @@ def ways(given: argparse.Namespace) -> dict[str, Way]:
 def measure(
     way: Way, talks: Sequence[Conversation], sizes: Sizes, flags: tuple[str, ...]
 ) -> tuple[Outcome, bool | None]:
-    """Run the conversations over servers of their own; also return whether a mirror equals the caches at the end."""
+    """Run the conversations over new servers. Also return whether a mirror equals the caches at the end."""
     with fleet(NUM_SERVERS, flags) as servers, way(servers) as route:
         outcome = asyncio.run(Drive(route, servers, sizes, victim="b").run(talks))
         client = getattr(getattr(route, "index", None), "client", None)

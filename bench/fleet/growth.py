@@ -18,8 +18,8 @@ SHAPES = tuple((workers, blocks) for workers in (1, 8, 16, 32, 64) for blocks in
 def measure_growth(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[dict[str, Any]]:
     """Return a row for each number of workers and of blocks that each of them has cached.
 
-    lookup_us: the median of asking for a prompt of 256 blocks, of which every worker has the first 64 and one all, in
-    processor time, since others may use the machine.
+    lookup_us: the median time to look up a prompt of 256 blocks. Every worker has the first 64 of them, and one worker
+    has all. It is processor time, since others may use the machine.
     """
     return [_measure(workers, blocks) for workers, blocks in shapes]
 

@@ -1,4 +1,4 @@
-"""The picture of a run of bench.fleet.traces: what is found, over the number of workers, a panel a trace.
+"""The picture of a run of bench.fleet.traces: hit rates over the number of workers, a panel for each trace.
 
 python -m bench.fleet.plot bench/results/fleet-traces.json docs/fleet.svg
 """

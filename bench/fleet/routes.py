@@ -21,12 +21,12 @@ SGLANG_FLAGS = (
     "--cb-timeout-duration-secs",
     "2",
 )
-"""Its options beside the defaults. It checks its workers every second, since a run takes two minutes."""
+"""Options of SGLang's router that are not its defaults. It checks its workers every second: a run takes two minutes."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Where a request goes. worker: None if an external router decides. errand: of the index's router."""
+    """Where a request goes. worker: None if an external router decides. errand: what `Precise` has to finish."""
 
     url: str
     worker: str | None = None
@@ -39,7 +39,7 @@ class Route(Protocol):
     needs_tokens: bool
 
     def send(self, tokens: list[int], max_tokens: int) -> Sent:
-        """Choose. Raises LookupError if there is nobody."""
+        """Choose a worker. Raises LookupError if none answers."""
 
     def finish(self, sent: Sent) -> None:
         """Take note that a request was answered, or failed."""
@@ -124,7 +124,7 @@ class Routed:
 
 @contextmanager
 def precise(servers: Mapping[str, Server], block_size: int) -> Iterator[Precise]:
-    """The index is our own mirror, which knows all workers before this returns."""
+    """Route by our own mirror. It knows all workers before this returns."""
     index = MirrorIndex({name: server.worker for name, server in servers.items()}, block_size)
     try:
         wait_until(lambda: index.find([0], None) is not None and all(map(index.client.mirror.is_complete, servers)))
@@ -162,7 +162,7 @@ def sglang(servers: Mapping[str, Server], python: str) -> Iterator[Routed]:
 
 
 def wait_until(is_so: object, seconds: float = 60.0) -> None:
-    """Wait. Raises RuntimeError if it takes too long."""
+    """Wait until `is_so` answers true. Raises RuntimeError after `seconds`."""
     assert callable(is_so)
     end = time.monotonic() + seconds
     while not is_so():

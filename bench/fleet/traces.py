@@ -2,19 +2,24 @@
 
     python -m bench.fleet.traces TRACE [TRACE ...] [--workers 8 16 32 64] [--json FILE] [--picture FILE.svg]
 
-Each trace is replayed as `kvblocks replay` does it (docs/replay.md), by its modelled time, but through a production
-manager for each worker, of equal size. A request goes to the next worker in turn; to the one that its session's hash
-names; or where the least is left to compute: its blocks that aren't cached there, by a mirror that follows the workers'
-events (encoded and decoded as on the wire), and those that are being computed there (examples/route_by_prefix.py).
-Each of these without and with a store that all workers share, a tier of each manager as `kvblocks serve --store` has
-it.
+Each trace is replayed on a modelled clock, as `kvblocks replay` does it (docs/replay.md). Each worker has a manager of
+its own, all of one size. There are three routers:
 
-Sessions of a trace without times between them begin every 480 seconds / workers on average, so that more workers have
-more to do; what has times of its own keeps them. Without a TRACE it replays the sample that ships with kvblocks, which
-shows that it runs and proves nothing.
+    round robin   the next worker in turn
+    session       the worker that the hash of the request's session names
+    precise       the worker with the least left to compute: the request's blocks that aren't cached there, and the
+                  blocks that are being computed there (examples/route_by_prefix.py). A mirror that follows the
+                  workers' events, encoded and decoded as on the wire, knows what is cached.
 
-Not shown: time. A request holds its blocks for as long as the trace says, whatever was cached; a load takes none;
-events arrive before the next request. A request's answer is in no cache before the next request has it in its prompt.
+Each router runs without and with a store that all workers share. It is a tier of each manager, as with `kvblocks serve
+--store`.
+
+If a trace has no times between sessions, they begin every 480 seconds / workers on average, so that more workers have
+more to do. Otherwise the trace's times are kept. Without a TRACE the bench replays the sample that ships with kvblocks,
+which shows that it runs and proves nothing.
+
+Not shown: time. A request holds its blocks for as long as the trace says, whatever was cached. A load takes no time.
+Events arrive before the next request. A request's answer is cached only when the next request has it in its prompt.
 """
 
 import argparse
@@ -42,7 +47,7 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.mirror import EventMirror
 
 MEAN_S = 480.0
-"""Seconds between two sessions' beginnings, times the workers."""
+"""Mean seconds between the beginnings of two sessions with one worker. With n workers it is an n-th of that."""
 
 TOKEN_BYTES = 4
 """Average bytes of a token id in msgpack: 3 or 5 each, in a vocabulary of 128,000."""
@@ -50,7 +55,7 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is replayed. worker_blocks: of each worker's pool; store_blocks: of the shared store; None: without one."""
+    """What is replayed. worker_blocks: of each worker's pool. store_blocks: of the shared store, or None."""
 
     router: str
     num_workers: int
@@ -61,10 +66,11 @@ class Case:
 
 @dataclass
 class Row:
-    """What came of a case. Rates are shares of all references; balance: the most computed by a worker over the mean.
+    """What came of a case.
 
-    messages, bytes: of events, by all workers; a second: of modelled time. lookup_us: of the router, for each request,
-    in processor time. mirror_blocks: that it knew at the end.
+    hit_rate, device_hit_rate: shares of the blocks of all prompts, with and without what the store had. balance: what
+    the busiest worker computed, divided by the workers' mean. messages_per_s, bytes_per_s: events of all workers, by
+    modelled time. mirror_blocks: what the mirror knew at the end. lookup_us: the router's processor time for a request.
     """
 
     trace: str
@@ -109,9 +115,9 @@ class Fleet:
         }[case.router]
         self.events = Events(trace.block_size, case.num_workers) if case.router == "precise" else None
         self.where: dict[int, int] = {}
-        self.todo: list[dict[int, int]] = [{} for _ in self.runs]  # by worker: what its requests had to compute
+        self.todo: list[dict[int, int]] = [{} for _ in self.runs]  # by worker: blocks that its running requests compute
         self.num_refused = [0] * case.num_workers
-        self.names = KVCacheManager(1, 1)  # names blocks as the workers' managers do
+        self.names = KVCacheManager(1, 1)  # gives blocks the names that the workers' managers give them
         self.next = 0
         self.lookup_s = 0.0
 
@@ -208,8 +214,8 @@ class Fleet:
 class Events:
     """The workers' events, as batches on the wire, and the mirror that follows them.
 
-    A block of the replay is one token; on the wire it would be block_size of them. So what the mirror is given is
-    encoded with the one, and the bytes that are counted are those of as many tokens as there would be.
+    A block of the replay has one token. A real one would have `block_size` of them. The mirror is sent blocks of one
+    token, and the bytes of the other tokens are added to the count.
     """
 
     def __init__(self, block_size: int, num_workers: int) -> None:

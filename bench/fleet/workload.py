@@ -1,4 +1,4 @@
-"""What the clients of bench.fleet ask: conversations over a few system prompts, each turn with all that was said."""
+"""What the clients of bench.fleet ask: conversations over a few system prompts. Each turn sends all that was said."""
 
 import random
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the workload is. spread_s: conversations begin within; think_s: mean time between answer and turn."""
+    """How large the workload is. spread_s: all conversations begin within it. think_s: the mean pause before a turn."""
 
     num_conversations: int = 12
     num_systems: int = 4

@@ -36,7 +36,7 @@ class _NoTorchvision:
 
 
 if find_spec("torchvision") is None:
-    is_torchvision_available(), is_torchvision_v2_available()  # they remember that there is none
+    is_torchvision_available(), is_torchvision_v2_available()  # both remember the answer: there is none
     from transformers import AutoProcessor  # noqa: F401  # likewise
 
     sys.meta_path.insert(0, _NoTorchvision())  # type: ignore[arg-type]  # a finder and a loader in one

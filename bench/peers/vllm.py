@@ -52,7 +52,7 @@ def make_pool() -> BlockPool:
 
 
 def cache_blocks(pool: BlockPool, blocks: list[Any]) -> None:
-    """Cache blocks that were taken from `pool`, under random hashes as of fillers, and give them back."""
+    """Cache blocks that were taken from `pool` as fillers with random hashes, and give them back."""
     for first in range(0, len(blocks), FILLER_BLOCKS):
         part = blocks[first : first + FILLER_BLOCKS]
         request = SimpleNamespace(block_hashes=[os.urandom(32) for _ in part])

@@ -2,14 +2,14 @@
 
     python -m bench.replay.admission [--trace FILE] [--requests N] [--device 0.02] [--disk 0.2] [--json FILE]
 
-FILE: a trace of Mooncake's (a request a line, hash_ids: an id for each 512 tokens), or of agents' sessions (that of
-kv-cache-tester: a line opens a session, its requests follow, an id for each 64 tokens), jsonl or jsonl.gz. Without
-one a small trace of conversations is generated. Sessions run 16 at a time, each as fast as the others.
+FILE is jsonl or jsonl.gz. It is a trace of Mooncake's (a request a line, hash_ids: an id for each 512 tokens), or one
+of agents' sessions from kv-cache-tester (a line opens a session, its requests follow, an id for each 64 tokens).
+Without a FILE a small trace of conversations is generated. 16 sessions run at a time, and their requests take turns.
 
-An id of the trace is a block here. One request after another looks up, loads what a tier has, computes the rest, and
+An id of the trace is a block here. Each request looks up its prompt, loads what the tier has, computes the rest, and
 ends; answers are left out. --device, --disk: blocks of the pool and of the tier, as shares of the different blocks in
-the trace. Each row is a rule: `store` and `min_store_tokens` of the tier (in tokens of the trace). Shares are of the
-blocks asked for: found on the device, loaded from the disk, computed; and written to the disk.
+the trace. Each row is a rule: `store` and `min_store_tokens` of the tier (in tokens of the trace). A row's shares are
+of the blocks asked for: found on the device, loaded from the disk, computed, and written to the disk.
 
 What it does not show: time. Every load is taken, every transfer succeeds at once.
 """
@@ -80,7 +80,7 @@ def _sessions(rows: Iterable[dict[str, Any]]) -> Iterator[list[list[int]]]:
 
 
 def _take_turns(sessions: Iterator[list[list[int]]]) -> Iterator[list[int]]:
-    """Yield requests of so many sessions in turn; one that ends makes room for the next."""
+    """Yield requests of NUM_SESSIONS sessions in turn. When a session ends, the next one begins."""
     running = deque(deque(requests) for requests in islice(sessions, NUM_SESSIONS))
     while running:
         session = running.popleft()

@@ -6,9 +6,10 @@ The modest tenants hold conversations: each turn's prompt is all that was said b
 of it is a hit as long as it stays cached. The greedy one sends long prompts that never come again, as fast as it may;
 whatever it caches is of no use to anybody. Each tenant has its own salt. The same seed gives the same history.
 
-What it does not show: time. No model runs, so it says nothing of the greedy tenant's share of the computing, which is a
-scheduler's to bound, nor of latency. What sequences hold while they run is not bounded by a quota, only counted: with
-more prompts at once the greedy tenant holds more. And a tenant is a salt: who may use many has as many quotas.
+What it does not show: time. No model runs, so it says nothing about latency, nor about the greedy tenant's share of the
+computing, which only a scheduler can limit. A quota counts the blocks that running sequences own, but doesn't limit
+them: with more prompts at once the greedy tenant owns more. And a tenant is a salt: whoever may use many salts has as
+many quotas.
 """
 
 import argparse
@@ -36,10 +37,11 @@ GREEDY_TOKENS, GREEDY_ANSWER_TOKENS, GREEDY_REQUESTS = 1024, 16, 2
 class Outcome:
     """What came of a scenario, after its warm-up.
 
-    hit_rate, hit_rates: of the modest tenants, by tokens. num_lost_blocks: cached ones that they lost to somebody.
-    num_greedy_requests: that the greedy one finished. max_greedy_blocks: the most that it had cached.
-    max_at_loss: the most that it had cached when a modest tenant lost a block, None if none did. max_over_bound: the
-    most by which that was above the bound, its quota or what its running sequences held, whichever is more.
+    hit_rate, hit_rates: of the modest tenants, together and each, by tokens. num_lost_blocks: how many of their cached
+    blocks were evicted. num_greedy_requests: how many the greedy tenant finished. max_greedy_blocks: the most blocks
+    that it had cached at any time. max_at_loss: the most that it had cached when a modest tenant lost a block.
+    max_over_bound: the most that this was above the bound, which is the quota or what the greedy tenant's running
+    sequences owned, whichever is more. Both are None if no modest tenant lost a block.
     """
 
     scenario: str
@@ -76,7 +78,7 @@ class Tally:
 
 @dataclass
 class Simulation:
-    """One manager and its tenants. quota: of the greedy tenant, None: it has none."""
+    """One manager and its tenants. quota: the greedy tenant's, in blocks, or None."""
 
     tenants: tuple[str, ...]
     quota: int | None
@@ -88,7 +90,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
-        for salt in self.tenants:  # a quota of the whole pool bounds nothing, but counts
+        for salt in self.tenants:  # a quota as large as the pool limits nothing; it makes the manager count
             self.manager.set_quota(salt, self.quota if salt == GREEDY and self.quota is not None else NUM_BLOCKS)
         self._random = random.Random(self.seed)
         self._tokens = count()
@@ -167,15 +169,15 @@ class Simulation:
         self.tally(session.salt).num_finished += 1
 
     def _held_by_greedy(self) -> int:
-        """Cached blocks that the greedy tenant's running sequences hold; none of them share any."""
+        """Count the cached blocks that the greedy tenant's running sequences own. They share none."""
         running = [session.running for session in self.sessions if session.salt == GREEDY]
         return sum(sequence.num_tokens // BLOCK_SIZE for sequence in running if sequence is not None)
 
     def _note(self, caller: str, num_added: int, num_held: int) -> None:
         """Note who lost cached blocks in a call of `caller`, which cached `num_added`.
 
-        The blocks are taken before what is to be in them is cached, so what is added isn't there yet when others lose
-        theirs. num_held: by the greedy tenant's sequences before the call.
+        A call evicts blocks first and caches `num_added` in them afterwards. So those count as not yet cached when
+        others lose theirs. num_held: blocks that the greedy tenant's sequences owned before the call.
         """
         before = self._cached
         counts = {quota.salt: quota.num_cached_blocks for quota in self.manager.quotas()}

@@ -2,10 +2,10 @@
 
     python -m bench.replay.free_order [--blocks 320] [--families 24] [--requests N] [--seeds N …] [--json FILE]
 
-Requests come one after another from families that share a prompt of 8 to 24 blocks; each adds a tail of less than a
-block, which is computed, freed and never cached. Two managers of the same size get the same requests: one as it is,
-which takes what holds nothing first, as vLLM does; and one whose pool queues all that is freed by last use, so that
-every tail evicts a cached block. The hit rate is the share of prompt tokens that needed no computing.
+Requests come one after another. Those of a family share a prompt of 8 to 24 blocks, and each adds a tail of less than a
+block, which is computed, freed and never cached. Two managers of the same size get the same requests. One is kvblocks
+as it is: like vLLM, it first takes blocks that hold nothing. The pool of the other one queues all freed blocks by last
+use, so every tail evicts a cached block. The hit rate is the share of prompt tokens that needed no computing.
 
 What it does not show: time, requests side by side, prompts that fill their blocks (both orders are alike there), and a
 pool that holds all families (then there is nothing to evict).
@@ -28,7 +28,7 @@ ORDERS = ("empty first", "all by last use")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the requests. computed_tokens: of prompts, that were not hit."""
+    """What came of the requests. computed_tokens: tokens of prompts that were not hit."""
 
     seed: int
     order: str
@@ -52,13 +52,13 @@ def make_requests(num_families: int, num_requests: int, seed: int) -> list[list[
 
 
 def queue_by_use(manager: KVCacheManager) -> None:
-    """Have a manager's pool queue all that is freed alike. For the plain build."""
+    """Make a manager's pool queue all freed blocks by last use. Works in the plain build only."""
     pool: Any = manager._pool  # noqa: SLF001
     pool.release_table = lambda blocks, _=0: pool.queue.release(blocks[::-1])
 
 
 def run(seed: int, order: str, num_blocks: int, requests: list[list[int]]) -> Outcome:
-    """Serve the requests, one after another. seed: what they were made from."""
+    """Serve the requests, one after another. seed: the one that they were made from."""
     manager = KVCacheManager(num_blocks, BLOCK_SIZE)
     if order != ORDERS[0]:
         queue_by_use(manager)

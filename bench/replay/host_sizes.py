@@ -3,9 +3,9 @@
     python -m bench.replay.host_sizes TRACE [--sessions FROM:TO] [--block-size N] [--device 1% 2% …] [--host 0 5% …]
         [--policy lru] [--arrivals recorded|SECONDS] [--json FILE] [--picture FILE.png]
 
-The trace is replayed as `kvblocks replay --host-size` does it, one run for each pair of sizes; sizes are blocks, or
-shares of the trace's unique blocks, and 0 is no tier. Printed is the share of the prompts' blocks that were found on
-the device, or on the device or the host. The picture needs matplotlib (the extra `bench`).
+The trace is replayed as `kvblocks replay --host-size` does it, one run for each pair of sizes. Sizes are blocks, or
+shares of the trace's unique blocks; 0 means no tier. The bench prints which share of the prompts' blocks was found on
+the device, and which on the device or the host. The picture needs matplotlib (the extra `bench`).
 
 What it does not show: time. A load takes none here, and every load is taken.
 """
@@ -23,7 +23,7 @@ from kvblocks.replay.trace import Trace, arrival_times, think_times
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a pair of sizes, in blocks; shares are of the trace's unique blocks, rates of the references."""
+    """What came of a pair of sizes. Shares are of the trace's unique blocks, rates of all prompts' blocks."""
 
     num_blocks: int
     share: float

@@ -7,15 +7,21 @@ request a line: input_length, output_length, hash_ids (an id for each 512 tokens
 prefixes). Without one, a small trace is generated that has conversations and shared system prompts.
 
 The model is Gemma 3 4B's: 34 layers of 4 KV heads of 256, five with a window of 1024 to one with full attention, in
-bf16. Three managers get the same bytes: one for which all layers attend to everything ("all full"); one with the
-groups that `kvblocks.plan` makes ("groups"); and that with what leaves a window queued by last use, as everything else
-is ("groups, by last use"), which shows what the order of reuse does. Requests come in the trace's order, a number of
-them at a time, prompts in chunks, a token a step; when the pool is full the youngest starts over.
+bf16. Three managers get the same bytes:
 
-To be quick, 16 tokens of the trace are one here, and likewise the window, the chunks and the blocks of 128 tokens; that
-changes no rate. What a prompt has behind its last 512 tokens is left out: its id says nothing of what a longer prompt
-shares with it. Outputs are of tokens that never come again, since the trace doesn't say them: so a next turn hits its
-predecessor's prompt, and what follows is new. What it doesn't show: time. Arrival times are not used.
+    all full                all layers attend to everything
+    groups                  the groups that `kvblocks.plan` makes
+    groups, by last use     the same groups, but blocks that leave a window are queued by last use, like all others;
+                            the difference to "groups" is what the order of reuse does
+
+Requests come in the trace's order and run 8 at a time. Prompts are computed in chunks, answers one token a step. When
+the pool is full, the youngest request starts over.
+
+To be quick, one token here stands for 16 of the trace. The window, the chunks and the blocks of 128 tokens are divided
+by 16 too, so no rate changes. The last tokens of a prompt that don't fill 512 are left out: their id doesn't say what a
+longer prompt shares with them. Outputs are tokens that never come again, since the trace doesn't say what they were. So
+a next turn hits its predecessor's prompt, and all behind that is new. What it doesn't show: time. Arrival times are not
+used.
 """
 
 import argparse
@@ -33,12 +39,12 @@ from bench.conditions import conditions, keep, print_conditions
 from kvblocks import FullAttention, Group, KVCacheManager, KVLayer, Sequence, SlidingWindow, plan
 from kvblocks.groups.pool import GroupPool
 
-SCALE = 16  # tokens of the trace to one here
+SCALE = 16  # tokens of the trace for each token here
 TRACE_BLOCK = 512 // SCALE
 BLOCK_SIZE, WINDOW, CHUNK_TOKENS, NUM_RUNNING = 128 // SCALE, 1024 // SCALE, 2048 // SCALE, 8
 LAYERS = [KVLayer(0 if (layer + 1) % 6 == 0 else 1, 4, 256) for layer in range(34)]
 KINDS: tuple[Group, Group] = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, WINDOW))
-ELEMENT_BYTES = 2 * SCALE  # a token here is SCALE of the trace's
+ELEMENT_BYTES = 2 * SCALE  # a token here takes the memory of SCALE of the trace's
 FRESH_TOKENS = 1 << 31  # ids from here on never come again
 
 
@@ -54,10 +60,10 @@ class Request:
 class Outcome:
     """What came of a trace. Rates are shares of the prompts' tokens.
 
-    hit_rate: of those that needed no computing when their request first started. limited_rate: of those that the
-    full-attention group had cached and a window had not, whenever one started. mean_running: sequences.
-    bytes_per_token: that running sequences held, for each token of theirs. num_preemptions: of sequences that started
-    over.
+    hit_rate: tokens that were cached when their request first started. limited_rate: tokens that the full-attention
+    group had cached at a start, but a window had not. mean_running: how many sequences ran on average.
+    bytes_per_token: memory that running sequences owned, for each of their tokens. num_preemptions: how often a
+    sequence started over.
     """
 
     manager: str
@@ -102,7 +108,7 @@ def generate_trace(num_requests: int) -> Iterator[str]:
 
 
 def replay(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[float, float, float, int]:
-    """Run all requests; returns the hit rate, (running sequences, blocks held a token) on average, and preemptions."""
+    """Run all requests. Returns the hit rate, two means (running sequences; blocks a token), and preemptions."""
     waiting = iter(requests)
     retried: list[tuple[Sequence, int]] = []
     running: list[tuple[Sequence, int]] = []
@@ -174,7 +180,7 @@ def managers(num_bytes: int) -> Iterator[tuple[str, KVCacheManager, int]]:
 
 
 def queue_by_use(manager: KVCacheManager) -> None:
-    """Have a manager's pool queue what leaves a window behind everything else. For the plain build."""
+    """Make a manager's pool queue blocks that leave a window by last use. Works in the plain build only."""
     pool: Any = manager._slots._group_pool  # type: ignore[attr-defined]  # noqa: SLF001
     assert isinstance(pool, GroupPool)
     pool.release_passed = lambda passed, empty: pool.queue.release([*passed, *empty])

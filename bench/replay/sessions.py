@@ -4,18 +4,18 @@
 
 TRACE: what `kvblocks replay` reads. Each world is the trace on another clock:
 
-    order 60    sessions begin 60 s apart on average (Poisson, seed 1); nobody waits: one that doesn't fit is served
-                outside the pool, so that all policies meet the same requests in one order
-    order 30, order 120     the same, of other arrival rates
-    waiting 60  what doesn't fit waits
-    closed 60   and a session's next request comes its think time after the last one ended
-    recorded    as the trace says, in one order: for traces that say when a request came
+    order 60    sessions begin 60 s apart on average (Poisson, seed 1). No request waits: one that doesn't fit is
+                served outside the pool, so all policies get the same requests in one order.
+    order 30, order 120     the same with sessions 30 s and 120 s apart
+    waiting 60  a request that doesn't fit waits
+    closed 60   the same, and a session's next request comes its think time after its last one ended
+    recorded    as "order", but requests come when the trace says: for traces that say when a request came
 
-"lru-drop" is LRU that drops what a session's next request no longer has. "known next" is a policy, too, and knows when
-each session's next request comes: it drops the same, and of the rest evicts what comes back last. "known future" is the
-best leaf-first schedule with holds that `kvblocks replay` computes with the future known; unlike a policy it decides
-what is cached of a request that doesn't fit. gap: the share of the way from "lru-drop" to "known next" that "sessions"
-goes. Rows are written to FILE as they come.
+"lru-drop" is LRU that drops what a session's next request no longer has. "known next" is a policy that knows when each
+session's next request comes. It drops the same, and of the rest it evicts what comes back last. "known future" is the
+best leaf-first schedule with holds, which `kvblocks replay` computes from the whole trace. Unlike a policy, it also
+decides what is cached of a request that doesn't fit. gap: how far "sessions" gets from "lru-drop" to "known next", as a
+share. Rows are written to FILE as they come.
 
 What it doesn't show: what a policy costs (`bench.core.policy_cost`), and other traffic than the trace's.
 """
@@ -35,8 +35,8 @@ from kvblocks.replay.readers import read_trace
 from kvblocks.replay.run import Setup, run
 from kvblocks.replay.trace import Trace, arrival_times, think_times
 
-# By name: the mean time between sessions (None: as recorded), whether what doesn't fit waits, and whether the loop is
-# closed.
+# By name: mean seconds between sessions (None: as recorded); whether a request that doesn't fit waits; whether the next
+# request of a session comes its think time after the last one ended.
 WORLDS: dict[str, tuple[float | None, bool, bool]] = {
     "order 60": (60.0, False, False),
     "order 30": (30.0, False, False),
@@ -57,9 +57,8 @@ class KnownNext:
     def __init__(self, cache: CacheView, times: dict[Hashable, list[float]]) -> None:
         self.cache, self.times = cache, times
         self.unwanted: OrderedDict[int, None] = OrderedDict()
-        self.sessions: dict[
-            Hashable, OrderedDict[int, None]
-        ] = {}  # their free blocks, those that go first coming first
+        # The free blocks of each session, in the order in which they go.
+        self.sessions: dict[Hashable, OrderedDict[int, None]] = {}
         self.owner: dict[int, Hashable] = {}
         self.starting: Hashable = None
         self.chosen: tuple[float, Hashable] = (-inf, None)
@@ -75,7 +74,7 @@ class KnownNext:
         self.unwanted.update(self.sessions.pop(session, {}))
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Put them to their session."""
+        """Add them to their session's free blocks."""
         self.settle()
         for block in blocks:
             self.owner[block.block_id] = block.session
@@ -130,7 +129,7 @@ def hit_rate(trace: Trace, world: str, policy: str, num_blocks: int) -> float:
 
 
 def gap_of(rates: dict[str, float]) -> float | None:
-    """Return which share of the way from "lru-drop" to "known next" "sessions" goes; None: it isn't known."""
+    """Return how far "sessions" gets from "lru-drop" to "known next", as a share; None: it isn't known."""
     if not {"lru-drop", "sessions", NEXT} <= rates.keys() or rates[NEXT] <= rates["lru-drop"]:
         return None
     return (rates["sessions"] - rates["lru-drop"]) / (rates[NEXT] - rates["lru-drop"])
@@ -146,7 +145,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row for each world and size, with the hit rates by policy.
 
-    sizes: as asked for, and in blocks. sessions: which ones of the file the trace has.
+    sizes: each as it was asked for, and in blocks. sessions: which of the file's sessions the trace has.
     """
     rows: list[dict[str, Any]] = []
     facts = conditions(

@@ -2,10 +2,11 @@
 
     python -m bench.serving.bounds   # --json FILE, --rounds N, --bodies N, --pause S, --kinds "digits,near the bound"
 
-Small chats of two tokens come one after another, and /health is asked every 50 ms: first alone, then while `--bodies`
-large bodies arrive at once, and each again `--pause` seconds (1) after its answer, until the small chats are done; and
-so on in turns, since other work on the machine changes from minute to minute. Of each turn the times to first token,
-the slowest /health, and the server's resident memory are kept. The ratio compares medians of loud and of quiet turns.
+In each turn, small chats of two tokens come one after another, and /health is asked every 50 ms. In a quiet turn that
+is all. In a loud turn, `--bodies` clients send large bodies at once, each again `--pause` seconds (1) after its answer,
+until the small chats are done. Quiet and loud turns alternate, since other work on the machine changes from minute to
+minute. Of each turn the times to first token, the slowest /health, and the server's resident memory are kept. The ratio
+compares the medians of loud and of quiet turns.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from bench.serving.process import served
 
 NUM_CHARS = 3_900_000
 NUM_CHATS, TURN_S = 20, 60.0
-"""Small chats in a turn, and after how many seconds no more are begun."""
+"""How many small chats a turn has, and the seconds after which it begins no more."""
 TIMEOUT_S = 900.0
 HEALTH_S = 0.05
 MAX_TTFT_RATIO, MAX_HEALTH_S, MAX_MORE_MB = 3.0, 1.0, 500.0
@@ -44,7 +45,7 @@ def chat_of(text: str) -> bytes:
 
 KINDS: dict[str, tuple[str, bytes]] = {
     "digits": (CHAT, chat_of("1234567890" * (NUM_CHARS // 10))),
-    "near the bound": (CHAT, chat_of("1234567890" * 66_000)),  # context x longest token of SmolLM2's are 663,552
+    "near the bound": (CHAT, chat_of("1234567890" * 66_000)),  # SmolLM2's bound: context x longest token = 663,552
     "empty lists": (COMPLETION, b'{"prompt": [' + b"[]," * (NUM_CHARS // 3) + b"[]]}"),
     "small messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * 110_000}).encode()),
 }
@@ -52,7 +53,7 @@ KINDS: dict[str, tuple[str, bytes]] = {
 
 @dataclass(frozen=True)
 class Senders:
-    """So many clients with large bodies, each of whom waits so many seconds after an answer."""
+    """Clients with large bodies: how many, and how long each waits after an answer."""
 
     number: int
     pause_s: float
@@ -95,7 +96,7 @@ async def watch(http: httpx2.AsyncClient, pid: int, seen: dict[str, Any]) -> Non
 async def send_bodies(
     http: httpx2.AsyncClient, senders: Senders, kind: str, has_ended: asyncio.Event, outcomes: Counter[str]
 ) -> None:
-    """Send a large body, again a pause after each answer, and count what came of it."""
+    """Send a large body again and again, with a pause after each answer, and count what came of it."""
     while not has_ended.is_set():
         outcomes[await send_body(http, kind)] += 1
         with contextlib.suppress(TimeoutError):
@@ -114,7 +115,7 @@ async def send_body(http: httpx2.AsyncClient, kind: str) -> str:
 
 
 async def turn(url: str, pid: int, kind: str | None, senders: Senders, first: int) -> dict[str, Any]:
-    """Run small chats alone (kind None), or while bodies arrive, until these are answered; return what was seen."""
+    """Run a turn, quiet (kind None) or loud, until all bodies are answered. Returns what was seen."""
     seen: dict[str, Any] = {"kind": kind, "before_mb": resident_mb(pid), "health_s": 0.0, "peak_mb": 0.0}
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as http:
@@ -137,7 +138,7 @@ async def turn(url: str, pid: int, kind: str | None, senders: Senders, first: in
 async def measure(url: str, pid: int, kinds: Sequence[str], rounds: int, senders: Senders) -> list[dict[str, Any]]:
     """Return the turns, quiet and loud ones alternating."""
     turns: list[dict[str, Any]] = []
-    await turn(url, pid, None, senders, 0)  # which also sets up libraries
+    await turn(url, pid, None, senders, 0)  # the first request also sets up libraries
     for number in range(rounds):
         for kind in kinds:
             for what in (None, kind):
@@ -158,7 +159,7 @@ def show(one: dict[str, Any]) -> None:
 
 
 def judge(turns: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is beyond the bounds: by kind, all of its turns against all quiet ones."""
+    """Return what exceeds the bounds. Compares all turns of a kind with all quiet turns."""
     quiet = [turn for turn in turns if turn["kind"] is None]
     quiet_s = statistics.median([seconds for turn in quiet for seconds in turn["ttft_s"]])
     problems = []
@@ -174,7 +175,7 @@ def judge(turns: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, keep; 1 if a bound isn't held."""
+    """Measure, print and keep. Returns 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(prog="python -m bench.serving.bounds", description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=2)

@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request lost its blocks: it is looked up again when it gets others."""
+        """How often a request lost its blocks. Each time it is looked up again when it gets new ones."""
         return self.num_queries - sum(map(len, self.answers))
 
 
@@ -68,7 +68,7 @@ async def drive(url: str, workload: Workload) -> Outcome:
 
 
 async def _warm_up(http: httpx2.AsyncClient) -> None:
-    """The first pass of a process also sets up its libraries; what it leaves in the cache is forgotten."""
+    """Send a first request, since that one also sets up a process's libraries, and empty the cache again."""
     await _ask(http, "/v1/completions", {"prompt": [5] * 64, "max_tokens": 3})
     (await http.post("/v1/cache/reset", json={})).raise_for_status()
 

@@ -2,9 +2,10 @@
 
 No two prompts share a prefix, so caching has no benefit here and must cost almost nothing. Both engines have
 the same weights and get the same requests. They take turns step by step, so that other work on the machine disturbs
-both alike; a round's ratio is that of their sums of time. What noise can't touch is counted beside it: forward passes,
-tokens computed, preemptions. The time that an engine spends outside of the model, which is all that caching changes, is
-timed apart, and compared with the whole: what it costs there is seen below the whole's noise.
+both alike. A round's ratio compares the sums of their times. Forward passes, computed tokens and preemptions are
+counted too, since noise can't change them. Caching changes only the time that an engine spends outside of the model. So
+that time is also measured alone, and the difference is given as a share of the whole. It can be seen even when it is
+smaller than the noise of the whole.
 """
 
 import gc
@@ -31,10 +32,10 @@ NAMES = ("without", "with")
 
 @dataclass(frozen=True)
 class Case:
-    """Requests that have nothing in common; one comes every `gap_steps` steps, all at once for 0.
+    """Requests that have nothing in common. One comes every `gap_steps` steps; 0: all come at once.
 
-    prompt_tokens, max_tokens: the fewest and the most. num_blocks: of each engine's pool. num_batched_tokens: that a
-    step computes at most. is_pressed: whether the pool is too small for those that run.
+    prompt_tokens, max_tokens: the fewest and the most. num_blocks: of each engine's pool. num_batched_tokens: the most
+    that a step computes. is_pressed: whether the pool is too small for the requests that run.
     """
 
     name: str
@@ -94,7 +95,7 @@ class WatchedRunner:
 
 
 class Contestant:
-    """An engine that takes on the same rounds as another one. clock: in seconds."""
+    """An engine that is timed beside another one on the same requests. clock: in seconds."""
 
     def __init__(self, engine: "Engine", clock: Callable[[], float]) -> None:
         self.engine, self._clock = engine, clock
@@ -113,7 +114,7 @@ class Contestant:
         self._num_evicted = self.engine.manager.stats.num_evicted_blocks
 
     def step(self) -> bool:
-        """Take the requests in that are due, and compute a step; return whether there was anything left to do."""
+        """Submit the requests that are due, and compute a step. Returns False if nothing was left to do."""
         if not self._waiting and not self.engine.has_work:
             return False
         start = self._clock()
@@ -155,7 +156,7 @@ def make_requests(case: Case, vocab_size: int, seed: int) -> list[tuple[int, lis
 
 
 def run_round(contestants: dict[str, Contestant], requests: Sequence[tuple[int, list[int], int]]) -> dict[str, Any]:
-    """Have both answer the requests, a step each in turns, who is first alternating; return what came of it."""
+    """Have both answer the requests. They take turns step by step, and who is first alternates."""
     for contestant in contestants.values():
         contestant.begin(requests)
     order, is_going = list(contestants.values()), True
@@ -167,7 +168,7 @@ def run_round(contestants: dict[str, Contestant], requests: Sequence[tuple[int, 
 
 
 def measure_case(case: Case, model: Any, clock: Callable[[], float], num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
-    """Run a case, after a round that isn't counted and fills the pool with what nobody asks for again."""
+    """Run a case. A first round isn't counted; it fills the pool with blocks that nobody asks for again."""
     from kvblocks.engine import Engine, StepLimits
 
     contestants = {}
@@ -188,7 +189,7 @@ def measure_case(case: Case, model: Any, clock: Callable[[], float], num_rounds:
 
 
 def summarize_rounds(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a case's row: of each engine sums over all rounds, and the ratios with / without of the rounds."""
+    """Return a case's row: each engine's sums over all rounds, and the rounds' ratios with / without."""
     ratios = [one["with"]["seconds"] / one["without"]["seconds"] for one in rounds]
     keys = [key for key in rounds[0]["with"] if key != "token_ids"]
     sums = {name: {key: sum(one[name][key] for one in rounds) for key in keys} for name in NAMES}
@@ -210,7 +211,7 @@ def summarize_rounds(case: Case, rounds: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def judge_case(case: Case, row: dict[str, Any]) -> dict[str, bool]:
-    """Return which targets a case meets. Under pressure a request that was preempted may find what it had computed."""
+    """Return which targets a case meets. Under pressure caching may help: a preempted request hits its own blocks."""
     counts = [[row[name][key] for key in ("num_steps", "num_computed_tokens")] for name in NAMES]
     met = {"identical answers": row["is_identical"]}
     if case.is_pressed:
@@ -226,7 +227,7 @@ def judge_case(case: Case, row: dict[str, Any]) -> dict[str, bool]:
 def measure_overhead(
     folder: Path, device: torch.device, cases: Sequence[Case], num_rounds: int = NUM_ROUNDS
 ) -> list[dict[str, Any]]:
-    """Run the cases on a model, and return their rows. Time is the processor's; on a GPU, that of the clock."""
+    """Run the cases on a model, and return their rows. Times are processor time; on a GPU, wall-clock time."""
     from kvblocks.engine import LoadedModel
 
     clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -235,7 +236,7 @@ def measure_overhead(
 
 
 def is_noisy(row: dict[str, Any]) -> bool:
-    """Whether the rounds differ by more than the loss that is allowed, so that time alone decides nothing."""
+    """Whether the rounds differ by more than the loss that is allowed. Then the times alone prove nothing."""
     return bool(row["ratio_most"] - row["ratio_least"] > MAX_LOSS)
 
 

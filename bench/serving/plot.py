@@ -1,4 +1,4 @@
-"""The picture of a run of bench.serving: times to first token without and with caching, a panel a workload."""
+"""The picture of a run of bench.serving: times to first token without and with caching, a panel for each workload."""
 
 import math
 from pathlib import Path

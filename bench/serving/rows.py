@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# What is shown: key, title, unit; and whether less is better, so that the ratio says how many times better it is.
+# What is shown: key, title, unit, and whether less is better. The ratio says how many times better caching is; None: no
+# ratio is shown.
 ROWS = (
     ("ttft_p50_s", "TTFT p50", "s", True),
     ("ttft_p99_s", "TTFT p99", "s", True),
@@ -20,7 +21,7 @@ ROWS = (
     ("saved", "prefill tokens saved", "", None),
 )
 
-# Likewise of what caching costs where nothing can be shared.
+# The same for what caching costs where nothing can be shared.
 COST_ROWS = (
     ("num_steps", "forward passes"),
     ("num_computed_tokens", "tokens computed"),

@@ -4,9 +4,10 @@
     python -m bench.serving --model llama-3.2-1b     # random weights in that model's shape
 
 Starts `kvblocks serve` twice, and drives both over HTTP with streaming clients, one after the other. Both are
-deterministic, so their greedy answers must be the same, token for token. A CPU can't do 8 requests a second either way,
-so arrivals there are `--cpu-scale` times rarer; the rate is printed. On a GPU they are not, and there are more of them.
-What must lose nothing comes last: runs in which nothing can be shared, in `bench.serving.overhead`.
+deterministic, so their greedy answers must be the same, token for token. A CPU can't answer 8 requests a second, with
+caching or without. So requests arrive `--cpu-scale` times more rarely there, at a rate that is printed. On a GPU they
+arrive at the full rate, and there are more of them. The last runs share nothing: there caching must cost nothing
+(`bench.serving.overhead`).
 """
 
 import argparse
@@ -38,8 +39,8 @@ MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
 def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
     """Run a workload on the servers without and with caching, and return what both gave.
 
-    Where no gain is expected each has two turns, in the order ABBA, so that a machine that gets slower or faster
-    meanwhile doesn't decide.
+    Where no gain is expected, each server has two turns, in the order ABBA. So a machine that gets slower or faster in
+    the meantime favours neither.
     """
     order = ("without", "with") if workload.shares else ("without", "with", "with", "without")
     runs: dict[str, list[Outcome]] = {"without": [], "with": []}
@@ -63,10 +64,10 @@ def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the numbers of one server's runs of a workload. Who is asked first has nobody to share with.
+    """Return the numbers of one server's runs of a workload. The first request, which finds nothing, is apart.
 
-    Tokens computed: those of each lookup that weren't cached, and what was generated but the last token since then. Of
-    a request that is preempted while its prompt is computed, the rest of it counts, too.
+    Tokens computed are, for each lookup, the tokens that weren't cached, and all but the last of those generated until
+    the next lookup. A request that is preempted while its prompt is being computed counts with its whole prompt.
     """
     answers = sorted((answer for run in runs for talk in run.answers for answer in talk), key=lambda one: one.asked_s)
     seconds = sum(run.seconds for run in runs)
@@ -107,7 +108,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def judge(row: dict[str, Any]) -> dict[str, bool]:
-    """Return which targets a workload meets: of sharing ones what it gains, of the other that it loses nothing."""
+    """Return which targets a workload meets: that it gains by sharing, or loses nothing where nothing is shared."""
     met = {"identical answers": row["is_identical"]}
     if not row["shares"]:
         met[f"TTFT p50 at most x{MAX_REGRESSION:g} of it without"] = row["ratios"]["ttft_p50_s"] * MAX_REGRESSION >= 1
@@ -171,7 +172,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--device", default="auto", help="cpu, cuda, cuda:1 or auto (the default: cuda if there is one)"
     )
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second, before --cpu-scale (default 8)")
-    parser.add_argument("--cpu-scale", type=float, help=f"arrivals so much rarer ({CPU_SCALE:g} on a CPU; on a GPU 1)")
+    parser.add_argument("--cpu-scale", type=float, help=f"divides the rate of arrivals ({CPU_SCALE:g}; on a GPU 1)")
     parser.add_argument("--max-tokens", type=int, help="generated for each request (16; on a GPU 128)")
     parser.add_argument("--kv-cache-memory", help="of each server, such as 2GiB (512 MB; on a GPU 8GiB)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")

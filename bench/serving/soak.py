@@ -3,13 +3,14 @@
     python -m bench.serving.soak --minutes 60      # --model, --clients N, --seed N, --json FILE
 
 `kvblocks serve` with a host and a disk tier, and a pool that is too small, gets requests of all kinds: answers,
-streams, samples, hostile bodies, slow heads and readers, connections that are reset in an answer, pins, resets. Its
-first life is half of the time, and has rests: the clients stop, and when nothing runs any more, its resident memory,
-descriptors, threads and free blocks are read. Then come lives that end by kill -9, and by SIGTERM in turns, each on the
-disk of the one before. A prompt that is asked in every rest has to get the same answer.
+streams, samples, hostile bodies, slow heads and readers, connections that are reset in an answer, pins, resets. A life
+is the time of one server process. The first life takes half of the run, and has rests. In a rest the clients stop; when
+nothing runs any more, the server's resident memory, descriptors, threads and free blocks are read. Then come lives that
+end by kill -9 and by SIGTERM in turns. Each uses the disk folder of the one before. In every rest the same prompt is
+asked, and has to get the same answer.
 
-Flat means: from the rest after a third of the first life to its last one, memory grows by at most MAX_MORE_MB, and
-descriptors and threads by at most MAX_MORE. In each rest all blocks are free or pinned. Linux only.
+Nothing grows if, from the rest after a third of the first life to the last rest of that life, memory grows by at most
+MAX_MORE_MB, and descriptors and threads by at most MAX_MORE. In each rest all blocks have to be free. Linux only.
 """
 
 import argparse
@@ -35,10 +36,10 @@ from bench.serving.soak_clients import Clients
 
 MAX_MORE_MB, MAX_MORE = 48.0, 3
 MAX_RESTS = 12
-"""Of the first life."""
+"""The most rests that the first life has."""
 MAX_LIVES = 8
 REST_S = 120.0
-"""How long requests that are running when a rest begins may go on."""
+"""How many seconds running requests may go on after a rest begins."""
 WATCHED = "The kettle holds 1.2 litres. It is sold in slate, sand and sea green. " * 20
 FLAGS = (
     *("--port", "0", "--threads", "1", "--deterministic", "--num-blocks", "256", "--max-requests", "24"),
@@ -115,9 +116,9 @@ class Soak:
         self._end(signal.SIGTERM)
 
     async def _work(self, until_s: float, *, ends_by: signal.Signals | None = None) -> None:
-        """Let clients do what they do; ends_by: kill the server among them, and let them go on with the next one.
+        """Let the clients work, for at least a few seconds. until_s: seconds since the beginning of the run.
 
-        until_s: from the beginning; it is a few seconds anyway.
+        ends_by: a signal that ends the server at that time; the clients go on with the next server for a while.
         """
         seconds = max(5.0, self._begin_s + until_s - time.monotonic())
         has_ended = asyncio.Event()
@@ -188,7 +189,7 @@ class Soak:
         show(self.rests[-1])
 
     async def _settled(self, http: httpx2.AsyncClient) -> dict[str, Any]:
-        """The cache's numbers when all blocks are free, or after a while: tiers store behind the answers."""
+        """Wait a while until all blocks are free, since tiers store after the answers. Returns the cache's numbers."""
         end_s = time.monotonic() + REST_S
         while True:
             stats: dict[str, Any] = (await http.get("/v1/cache/stats")).json()
@@ -237,7 +238,7 @@ def judge(rests: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, keep; 1 if something grew or went wrong."""
+    """Run, print and keep. Returns 1 if something grew or went wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.serving.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--model", default="smollm2")

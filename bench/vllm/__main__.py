@@ -3,9 +3,9 @@
     python -m bench.vllm [--rounds N] [--quick] [--json FILE]
 
 Needs the environment that `make test-vllm` makes: .venv-vllm/bin/python. The three take turns in one process, every
-other round in reverse. Times are of the thread's processor time, so others on the machine count less; the minimum of
-the rounds is what counts, and median and maximum are printed beside it. "saved" is what kvblocks saves, as a share of
-what the manager that does nothing saves. That is the most that any manager can save.
+other round in reverse. Times are processor time of the thread, so other work on the machine matters less. The minimum
+of the rounds is what counts; median and maximum are printed too. "saved" is what kvblocks saves, as a share of what the
+manager that does nothing saves. That is the most that any manager can save.
 
 What it does not show: a model, a GPU, and what overlaps with them; with async scheduling a step's time is hidden as
 long as it is shorter than the model's. Requests that come and go, evictions and preemptions: all sequences decode.
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print_conditions(facts)
     rows = measure(given.rounds, quick=given.quick)
-    gc.unfreeze()  # what `settle` has frozen; else vLLM's extensions complain of leaks at the end
+    gc.unfreeze()  # undoes what `settle` froze; otherwise vLLM's extensions report leaks at exit
     print_targets(rows)
     keep(given.json, facts, rows)
     return 0

@@ -17,7 +17,7 @@ OWN_TOKENS = 20
 
 
 class Prompts:
-    """Prompts with a common beginning, each with an end of its own."""
+    """Prompts that begin alike, each with its own end."""
 
     def __init__(self) -> None:
         self._random = Random(2)
@@ -43,7 +43,7 @@ def warm(contestant: Contestant, prompt: list[int]) -> None:
 
 
 def time_admission(contestant: Contestant, prompt: list[int]) -> int:
-    """Return the nanoseconds of processor time from `Request()` to its first schedule. It is cancelled afterwards."""
+    """Return the nanoseconds of processor time from `Request()` until it is first scheduled. Cancels it afterwards."""
     scheduler = contestant.scheduler
     start = thread_time_ns()
     request = contestant.make_request(prompt)

@@ -16,7 +16,7 @@ from bench.vllm.schedulers import Settings, make_scheduler, our_scheduler, own_s
 VLLM, OURS, NOTHING = "vllm", "kvblocks", "nothing"
 NAMES = (VLLM, OURS, NOTHING)
 BLOCK_SIZE = 16
-ENDLESS = 100_000  # tokens that a request may answer: more than any measurement decodes
+ENDLESS = 100_000  # more tokens than any measurement decodes
 
 _numbers = count()
 
@@ -45,7 +45,7 @@ class Contestant:
         self.scheduler.update_from_output(output, answer(self.scheduler, output))
 
     def end(self, requests: list[Request]) -> None:
-        """Cancel requests, and take the step that says so."""
+        """Cancel requests, and schedule the step that reports it."""
         self.scheduler.finish_requests([request.request_id for request in requests], RequestStatus.FINISHED_ABORTED)
         self.finish_step(self.scheduler.schedule())
 

@@ -2,13 +2,13 @@
 
     python -m bench.vllm.disk_tier [--rounds N] [--folder DIR] [--json FILE] [--quick]
 
-Needs the environment that `make test-vllm` makes. All get the same jobs by vLLM's own calls: submit, wait, ask for what
-has ended. They take turns, every other round in reverse. Every round stores new keys. kvblocks' tier checks every byte
-that it loads, vLLM's none. vLLM's is there twice: as it is, with O_DIRECT where the file system has it, and through the
-page cache, as kvblocks' is.
+Needs the environment that `make test-vllm` makes. All tiers get the same jobs by vLLM's own calls: submit a job, wait
+for it, ask which jobs have ended. They take turns, every other round in reverse. Every round stores new keys. kvblocks'
+tier checks every byte that it loads; vLLM's checks none. vLLM's tier is measured twice: once as it is, with O_DIRECT
+where the file system supports it, and once through the page cache, as kvblocks' tier works.
 
-What it does not show. A disk, but for O_DIRECT: what was just stored is in the page cache. What a sync costs those that
-run beside it: kvblocks' tier syncs once a second in a thread of its own, vLLM's never. A GPU.
+What it does not show. A disk's speed, except with O_DIRECT: what was just stored is in the page cache. What a sync
+costs other work: kvblocks' tier syncs once a second in a thread of its own, vLLM's never. A GPU.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CONTEXT = ReqContext(req_id="bench")
 
 
 def make_spec() -> Any:
-    """Return what tiers ask of vLLM's configuration."""
+    """Return the part of vLLM's configuration that the tiers read."""
     spec = MagicMock()
     spec.config = config.OffloadingConfig(
         groups=(),
@@ -58,11 +58,11 @@ def make_spec() -> Any:
 
 
 class Bench:
-    """Both tiers before one memory, for chunks of one size."""
+    """The three tiers over one host memory, for chunks of one size."""
 
     def __init__(self, folder: Path, num_chunk_bytes: int, num_threads: int) -> None:
         self.number = JOB_BYTES // num_chunk_bytes
-        pages = mmap.mmap(-1, JOB_BYTES)  # O_DIRECT wants whole ones
+        pages = mmap.mmap(-1, JOB_BYTES)  # O_DIRECT needs memory in whole pages
         self.memory = torch.frombuffer(pages, dtype=torch.int8).view(self.number, num_chunk_bytes)
         self.memory.random_(-128, 127)
         view = memoryview(self.memory.numpy())
@@ -77,7 +77,7 @@ class Bench:
         self.num_jobs = 0
 
     def time(self, name: str, keys: list[Any], *, is_load: bool) -> float:
-        """Return the MB/s of a job, in two halves so that several threads have something to do."""
+        """Store or load all chunks in two jobs, so that several threads have work. Returns MB/s."""
         tier = self.tiers[name]
         start, half = perf_counter(), self.number // 2
         for places in (range(half), range(half, self.number)):
@@ -93,7 +93,7 @@ class Bench:
         return JOB_BYTES / seconds / 1e6
 
     def round(self, number: int) -> dict[tuple[str, str], float]:
-        """Store new keys in both tiers and load them again; by tier and call, MB/s."""
+        """Store new keys in each tier and load them again. Returns MB/s by tier and call."""
         keys = [make_offload_key(sha256((number, place)), 0) for place in range(self.number)]
         order = list(self.tiers)[:: -1 if number % 2 else 1]
         found = {}
@@ -108,7 +108,7 @@ class Bench:
         return found
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close the tiers."""
         for tier in self.tiers.values():
             tier.shutdown()
 
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             bench = Bench(folder, size, given.threads)
             has_direct = bench.tiers[THEIRS]._use_o_direct  # noqa: SLF001
-            bench.round(0)  # files are made, pages are touched
+            bench.round(0)  # makes folders and touches pages
             rounds = [bench.round(number) for number in range(1, 2 if given.quick else given.rounds + 1)]
             bench.close()
         finally:

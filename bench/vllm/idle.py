@@ -1,6 +1,6 @@
 """A KV cache manager that does nothing: the floor below every manager.
 
-It returns answers that were made before, and tracks nothing. A scheduler's step with it costs only vLLM's own work.
+It returns answers that were made in advance, and tracks nothing. So a step of the scheduler costs only vLLM's own work.
 """
 
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ NO_BLOCKS = KVCacheBlocks(((),))
 
 
 class MadeBlocks(KVCacheBlocks):
-    """Blocks whose ids were listed before."""
+    """Blocks whose list of ids was made in advance."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(((),))

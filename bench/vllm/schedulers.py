@@ -65,10 +65,10 @@ OPT = {
 class Settings:
     """What a scheduler is made with; names and defaults are close to vLLM's.
 
-    num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: they come from a model as
-    EAGLE's, that writes keys and values too; a hit's last block is dropped then. runner: the version of vLLM's model
-    runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside that of full attention.
-    has_events: events report what is cached, and nobody receives them.
+    num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: these come from a draft
+    model like EAGLE's, which writes keys and values too; then a hit's last block is dropped. runner: the version of
+    vLLM's model runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside the one of
+    full attention. has_events: events report what is cached, and nobody receives them.
     """
 
     num_blocks: int = 4000
@@ -152,7 +152,7 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if settings.has_events else None,
     )
     if settings.is_eagle:
-        config.speculative_config.method = "eagle"  # said afterwards, vLLM doesn't ask for EAGLE's model
+        config.speculative_config.method = "eagle"  # set afterwards, so that vLLM doesn't look for EAGLE's model
     return config
 
 
@@ -176,7 +176,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Return a scheduler with these settings: of class `kind`, or vLLM's own.
 
-    config, groups, block_size: what is not as the settings say.
+    config, groups, block_size: used instead of what the settings would give.
     """
     config = config or make_vllm_config(settings)
     register_all_kvcache_specs(config)

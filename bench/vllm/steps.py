@@ -14,8 +14,8 @@ from bench.vllm.schedulers import VOCABULARY
 
 OWN_TOKENS = 24
 WARM_UP_STEPS = 2 * BLOCK_SIZE
-ROUND_STEPS = 2 * BLOCK_SIZE  # every sequence takes a new block twice in a round, whoever's turn it is
-TURN_STEPS = 8  # then it is the next one's turn, so that noise meets all alike
+ROUND_STEPS = 2 * BLOCK_SIZE  # in a round every sequence takes two new blocks
+TURN_STEPS = 8  # steps until the next contestant's turn, so that all have the same noise
 
 
 class Decoding:
@@ -42,7 +42,7 @@ class Decoding:
             self.time_steps(1)
 
     def time_steps(self, num_steps: int) -> float:
-        """Take steps, and return the nanoseconds of processor time that one took. The model's answers aren't timed."""
+        """Take steps, and return the nanoseconds of processor time a step. The mocked model isn't timed."""
         total = 0
         for _ in range(num_steps):
             start = thread_time_ns()
@@ -76,7 +76,7 @@ def time_decoding(
         totals = dict.fromkeys(NAMES, 0.0)
         for _ in range(ROUND_STEPS // TURN_STEPS):
             for name in NAMES if number % 2 == 0 else NAMES[::-1]:
-                decoding[name].time_steps(1)  # fills the caches that the others have taken
+                decoding[name].time_steps(1)  # fills the processor's caches again after the others' turns
                 totals[name] += TURN_STEPS * decoding[name].time_steps(TURN_STEPS)
         for name in NAMES:
             samples[name].append(totals[name] / ROUND_STEPS)
@@ -85,6 +85,6 @@ def time_decoding(
 
 
 def share_saved(spreads: dict[str, Spread], theirs: str, ours: str) -> Spread:
-    """Return our saving as a share of that of the manager that does nothing, round by round."""
+    """Return what we save, as a share of what the manager that does nothing saves, round by round."""
     rounds = zip(spreads[theirs].samples, spreads[ours].samples, spreads[NOTHING].samples, strict=True)
     return Spread([(their - our) / (their - nothing) for their, our, nothing in rounds])

@@ -39,7 +39,7 @@ def answer(arguments: argparse.Namespace, cache_type: str) -> dict[str, Any]:
             began = perf_counter()
             result = _original(*given, **named)
             spent += perf_counter() - began
-            found += getattr(getattr(result, "cuda_handle", None), "cached_len", 0)  # of a match
+            found += getattr(getattr(result, "cuda_handle", None), "cached_len", 0)  # only a match has it
             return result
 
         setattr(cache, name, timed)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvblocks.integrations import nano_vllm
 
-MANAGERS = {"nano-vllm's own": None, "kvblocks": False, "kvblocks, early": True}  # what `install` is told
+MANAGERS = {"nano-vllm's own": None, "kvblocks": False, "kvblocks, early": True}  # `early` of `install`, if called
 NUM_SHARED, MOST_OWN, MAX_TOKENS = 1024, 200, 32
 MARK = "result: "
 
@@ -34,7 +34,7 @@ def answer(model: str, num_requests: int, *, early: bool | None) -> dict[str, An
 
     def counted() -> Any:
         nonlocal num_computed, num_steps
-        outputs, num_tokens = step()  # prompt tokens computed, or minus the number of decoded tokens
+        outputs, num_tokens = step()  # positive: prompt tokens computed; negative: decoded tokens
         num_computed += max(num_tokens, 0)
         num_steps += 1
         return outputs, num_tokens

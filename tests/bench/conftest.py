@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def roomy_folder(tiny_folder, tmp_path):
-    """The tiny model, said to read more than it could make sense of."""
+    """The tiny model with a longer context in its config than it was made for."""
     folder = tmp_path / "tiny"
     shutil.copytree(tiny_folder, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -39,7 +39,7 @@ def test_one_worker_is_a_plain_replay(bench, given_asks):
         assert np.array_equal(outcome.hits, plain.hits)
         assert outcome.refused == plain.refused
         assert row.computed_blocks == len(trace.blocks) - plain.hits.sum()
-        if router == "precise":  # the mirror has what the manager has, and nobody has anything to do any more
+        if router == "precise":  # the mirror has what the manager has, and no worker has work left
             assert row.mirror_blocks == fleet.runs[0].manager.stats.num_cached_blocks
             assert fleet.todo == [{}]
 
@@ -64,7 +64,7 @@ def test_what_is_cached_is_found_by_the_right_router(bench):
     assert found["precise", None] > 1.1 * found["round robin", None]
     assert found["precise", None] >= found["session", None]
     for router in bench.traces.ROUTERS:
-        # The store has what anybody computed: all but what is asked for the first time.
+        # The store has what any worker computed. So only what is asked for the first time is missing.
         assert found[router, 500] == pytest.approx(1 - trace.num_unique_blocks / len(trace.blocks))
     assert rates["round robin", 500].device_hit_rate < found["round robin", 500]
     num_bytes = trace.block_size * 4 * trace.num_unique_blocks

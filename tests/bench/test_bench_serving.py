@@ -25,7 +25,7 @@ def bench(monkeypatch):
 
 
 def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys, monkeypatch):
-    """With one pair of servers for all, whose pool is too small for the requests of one workload."""
+    """One pair of servers runs all workloads. Its pool is too small for the requests of one of them."""
     pressed = {"num_pressed_own_tokens": 224, "pressed_max_tokens": 96}  # four of them grow to 84 blocks
     monkeypatch.setattr(bench, "QUICK", replace(bench.QUICK, num_document_tokens=256, **pressed))
     make = bench.make_workloads
@@ -94,7 +94,7 @@ def test_caching_computes_no_more_where_nothing_can_be_shared(overhead, roomy_fo
         assert row["with"]["num_preemptions"] == row["without"]["num_preemptions"] == 0
     assert min(pressed[name]["num_preemptions"] for name in ("without", "with")) > 0
     assert pressed["with"]["num_evicted_blocks"] > 0
-    # 100 tokens and more, at most 64 a step, for each of two requests and a round that all compute their whole prompt
+    # A prompt of 100 tokens or more takes two steps of at most 64. There are two rounds of two requests.
     assert chunked["with"]["num_steps"] > 2 * 2 * 2
     assert chunked["with"]["num_computed_tokens"] >= 2 * 2 * 100
     assert gc.isenabled()
@@ -124,7 +124,7 @@ def test_losses_are_said(overhead, row, is_pressed, expected):
 
 
 def test_a_round_that_fails_is_an_error(overhead, roomy_folder):
-    """Of its requests one never fits the pool."""
+    """One of its requests never fits the pool."""
     case = replace(overhead.QUICK_CASES[0], num_blocks=2)
     with pytest.raises(KVBlocksError, match="expected"):
         overhead.measure_overhead(roomy_folder, torch.device("cpu"), [case])
@@ -138,7 +138,7 @@ def test_spread_is_said_where_it_hides_what_is_asked(overhead):
 
 
 def test_a_gpu_gets_the_whole_rate_and_a_model_of_a_common_shape(bench, monkeypatch):
-    """None is here, so what is chosen for one is all that can be said."""
+    """There is no GPU here, so only what is chosen for one is checked."""
     monkeypatch.setattr(bench, "choose_device", torch.device)
     given = bench.read_options(["--device", "cuda"])
     sizes, cases = bench.choose_sizes(given)
@@ -233,7 +233,7 @@ def test_a_server_that_does_not_start_is_an_error(bench):
 
 @pytest.fixture
 def bounds(monkeypatch):
-    """The module that holds a server against its bounds."""
+    """The module that compares a server under large bodies with its bounds."""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.chdir(ROOT)
     return importlib.import_module("bench.serving.bounds")
@@ -286,7 +286,7 @@ def test_the_picture_has_a_panel_for_each_workload(bench, number):
 
 
 def test_labels_of_the_picture_stand_apart(bench):
-    """Of ranges narrow and wide, as they come: measured on the picture itself."""
+    """For narrow and wide ranges. The labels are measured in the picture itself."""
     plot = importlib.import_module("bench.serving.plot")
     for low, high in ((0.2, 60.0), (1.05, 1.9), (1.0, 1.001), (0.0004, 900.0), (5.0, 5.0), (0.09, 0.31)):
         times = [low * (high / low) ** (place / 20) for place in range(21)]

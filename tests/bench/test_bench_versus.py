@@ -1,4 +1,4 @@
-"""The bench that compares two trees runs each of them, and each for itself. No test asks how long it took."""
+"""The bench that compares two trees measures each by its own code. No test asks how long it took."""
 
 import json
 import shutil

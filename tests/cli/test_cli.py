@@ -25,7 +25,7 @@ def run(arguments, capsys):
         cli.main(arguments)
     captured = capsys.readouterr()
     code = raised.value.code
-    if isinstance(code, str):  # what the interpreter does with a text: print it, exit with 1
+    if isinstance(code, str):  # the interpreter prints a text, and exits with 1
         return 1, captured.out, captured.err + code + "\n"
     return code or 0, captured.out, captured.err
 

@@ -1,4 +1,4 @@
-// openai, from npm.
+// OpenAI's own client for Node, from npm: a chat, a stream, usage and an error.
 import { createRequire } from "node:module";
 
 const [url, model, folder] = process.argv.slice(2);

@@ -1,4 +1,4 @@
-"""openai, from PyPI."""
+"""OpenAI's own Python client, from PyPI: chats, streams, completions, usage, an error, and several at once."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Where the clients of others are, and SGLang's router before servers. `make test-clients` installs them."""
+"""Finds the clients that others wrote, and runs SGLang's router. `make test-clients` installs them."""
 
 import os
 import socket

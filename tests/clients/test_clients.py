@@ -107,7 +107,7 @@ main(parser.parse_args(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
 def test_vllm_bench_serve(server, asked, roomy_folder, backend, path):
-    """Its own code, without its command line, which wants the metadata of a package that isn't for CPUs."""
+    """vLLM's own code without its command line, which needs the metadata of a package that isn't for CPUs."""
     said = run(
         *(python(VLLM), "-c", _BENCH, "--backend", backend, "--base-url", server.url, "--endpoint", path),
         *("--model", str(roomy_folder), "--served-model-name", MODEL, "--dataset-name", "random", "--ignore-eos"),

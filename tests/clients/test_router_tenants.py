@@ -1,4 +1,4 @@
-"""SGLang's router before three servers with keys: whose tenant a request is of, and what becomes of its salt."""
+"""SGLang's router before three servers with keys: which tenant a request belongs to, and what becomes of its salt."""
 
 from contextlib import ExitStack
 
@@ -51,14 +51,15 @@ def test_behind_the_router_a_dropped_salt_joins_no_tenants(servers):
                 assert status == 200
                 found.setdefault((tenant, salt), []).append(cached)
         for tenant in KEYS:
-            assert found[tenant, "s"] == [0] * NUM_SERVERS  # though the other one asked the same, with the same salt
-            # The router left the salt out: so what is asked with another one is found, among the tenant's own.
+            # No hits, though the other tenant has asked the same with the same salt.
+            assert found[tenant, "s"] == [0] * NUM_SERVERS
+            # The router drops the salt. So a tenant hits its own blocks even if it asks with another salt.
             assert min(*found[tenant, None], *found[tenant, "other"]) > 64
         for server in servers:
             assert outcomes(server)["finished"] == len(found)
         for tenant in (None, "nobody"):
             assert ask(http, "/v1/chat/completions", tenant, **CHAT) == (401, None)
-        # Completions keep theirs; so a salt is no way to another tenant there, either.
+        # Completions keep their salts, and these don't lead to another tenant's blocks either.
         for tenant, salt in [("ann", "s"), ("bob", "s"), ("ann", None)]:
             for _ in range(NUM_SERVERS):
                 assert ask(http, "/v1/completions", tenant, salt, prompt=f"Once, {SYSTEM}") == (200, 0)

@@ -1,3 +1,8 @@
+"""Extra keys of tokens that are appended: they belong to the prefix as if they had been given at first.
+
+A session's later turn may bring an image. If its key were lost, a prompt with another image would hit the same blocks.
+"""
+
 import pytest
 
 from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, Sequence

@@ -1,4 +1,4 @@
-"""The pool on its own."""
+"""The pool on its own: in which order blocks are taken, what a release does, and what is refused."""
 
 from array import array
 from typing import Any
@@ -85,7 +85,7 @@ def test_double_free() -> None:
     pool.take(2)
     cache(pool, pool.blocks[:1], 0)
     pool.release_table(pool.blocks[1:])
-    for table in (pool.blocks, pool.blocks[::-1]):  # a cached one that could be released, one that couldn't
+    for table in (pool.blocks, pool.blocks[::-1]):  # one block could be released, the other could not
         with pytest.raises(BlockStateError, match="double free"):
             pool.release_table(table)
         assert ([block.ref_cnt for block in pool.blocks], pool.free_block_ids()) == ([1, 0], [1])

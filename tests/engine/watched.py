@@ -6,8 +6,8 @@ import torch
 class Watch:
     """Keeps the logits that an engine samples from, by the tokens before them, and spoils what a step must not read.
 
-    logits: by the tokens of a sequence, one row for each token sampled. num_spoiled_slots: in all steps together, of
-    those that held something.
+    logits: by the tokens of a sequence, one row for each token sampled. num_spoiled_slots: how many slots that held
+    something were spoiled, in all steps together.
     """
 
     def __init__(self, engine):

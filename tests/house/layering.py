@@ -41,12 +41,12 @@ FLOORS = {
     "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
     "kvblocks.integrations": 11,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
-    "kvblocks.kernels.device": 8,  # what its hosts launch
+    "kvblocks.kernels.device": 8,  # the kernels themselves
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.replay": 8,  # traces through the public manager; no engine
     "kvblocks.replay.report": 9,  # shows what a replay found
-    "kvblocks.tiers.store": 9,  # likewise, and one package in one module, imported when a store is opened
+    "kvblocks.tiers.store": 9,  # input and output, and one package in one module, imported when a store is opened
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.collector": 8,
     "kvblocks.engine.sampling": 9,

@@ -14,7 +14,7 @@ def test_the_build_is_the_one_that_was_meant() -> None:
 
 
 def test_the_compiled_build_compiles_the_whole_core() -> None:
-    """What setup.py finds in the folders is all that there is, but for the list here of what gains nothing."""
+    """setup.py compiles all modules of its folders except those listed here, which gain nothing from it."""
     root = Path(__file__).resolve().parents[2]
     setup = runpy.run_path(str(root / "setup.py"), run_name="not main")
     compiled = set(setup["compiled_files"]())

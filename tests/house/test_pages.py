@@ -1,4 +1,4 @@
-"""The pages: links among them lead somewhere, what sources name of them is there, and the design's pages are short."""
+"""The pages: their links lead somewhere, pages that sources name exist, and the design's pages are short."""
 
 import re
 from collections import Counter

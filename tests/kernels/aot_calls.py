@@ -1,7 +1,7 @@
-"""The calls that aot.py compiles: of the kernels' hosts, with tensors of an engine's shapes.
+"""The calls whose kernels aot.py compiles, with tensors of an engine's shapes.
 
-What each launches is recorded for a target (`bench.attention.recording`), and that is compiled: so tiles, constants and
-what Triton knows of addresses and strides are those of a real call. Nothing is computed: only shapes count.
+The launches of each call are recorded for a target (`bench.attention.recording`), and compiled. So tiles, constants,
+and what Triton knows of addresses and strides are those of a real call. Nothing is computed: only shapes matter.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,8 @@
+"""Copies of blocks on a device, and to staging rows and back, for all layouts of caches.
+
+Copy on write and tiers move KV with these kernels. A wrong byte is a wrong answer.
+"""
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,3 +1,8 @@
+"""The decode kernel compared with the oracle: dtypes, heads, windows, ragged batches and any split of the work.
+
+The keys lie in scattered blocks, and all else is NaN. So a read of any other slot shows in the result.
+"""
+
 import dataclasses
 
 import pytest
@@ -69,8 +74,8 @@ class Case:
         """Compare with the oracle, within what rounding can do.
 
         The weights and the output are rounded to the query's dtype, so an output may be wrong by half a unit in the
-        last place (a whole one in the interpreter, which cuts bf16 off) of itself and of the mean of |V|. To that come
-        the float32 sums of up to some thousand terms of order 1: 4e-6, as measured ten times less.
+        last place (a whole one in the interpreter, which cuts bf16 off) of itself and of the mean of |V|. Float32 sums
+        of up to some thousand terms of order 1 add 4e-6 to that; a tenth of it was measured.
         """
         output, lse = (tensor.double().cpu() for tensor in result)
         query, key_cache, value_cache, *rest = self.tensors

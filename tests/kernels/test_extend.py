@@ -1,3 +1,8 @@
+"""The kernel for prefill and chunks compared with ragged attention: all shapes, dtypes and options, and fixed bits.
+
+The keys lie in scattered blocks, and all else is NaN. The engine's deterministic mode relies on the fixed bits.
+"""
+
 from functools import partial
 from itertools import pairwise
 
@@ -276,7 +281,7 @@ def rows_of(batch, spans, **options):
 def dot_by_rows(monkeypatch):
     """A matrix product that gives a row the same bits at every index, as a GPU's does.
 
-    The interpreter's is numpy's, which doesn't: without this the test would be one of the processor's library.
+    The interpreter's product is numpy's, which doesn't. Without this the test would test the processor's library.
     """
     if not torch.cuda.is_available():
 

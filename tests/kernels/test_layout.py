@@ -1,3 +1,8 @@
+"""The checks before a kernel is launched: shapes, dtypes, options and devices.
+
+A kernel that ran with wrong arguments would read or write memory out of bounds.
+"""
+
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,3 +1,8 @@
+"""Merging the attention over parts of the keys, compared with the oracle: the result is that over all keys.
+
+Split decoding and cascades rely on it.
+"""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make(num_parts, shape=(5, 3, 64), *, dtype=torch.float32, seed=0):
-    """Parts whose lse differ widely; what an lse of -inf belongs to is NaN. Row 0 has keys in no part."""
+    """Parts whose lse differ widely. Where an lse is -inf, the output is NaN. Row 0 has no keys in any part."""
     generator = torch.Generator().manual_seed(seed)
     lses = 20 * torch.randn(num_parts, *shape[:2], generator=generator)
     lses[torch.rand(lses.shape, generator=generator) < 0.3] = -torch.inf

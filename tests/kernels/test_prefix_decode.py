@@ -1,3 +1,8 @@
+"""Cascade decoding: shared runs are read once, and results equal plain decoding and the oracle.
+
+Sharing may save reads, and must change nothing else.
+"""
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -11,13 +11,13 @@ from kvblocks.kernels.rows import ACTIVATIONS, MAX_COLUMNS, Turn, add_norm, gate
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 EPS = 1e-5
-# Of a result, in units of the dtype's last place: of fp32 those of its sums, else the one rounding at the end, and one
-# more for what is rounded on the way.
+# The largest relative error of a result. For fp32 it is that of the sums. For the others it is that of two roundings:
+# one on the way, and one at the end.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
 def close(got, expected, *, rounded=1):
-    """rounded: how often a result was."""
+    """rounded: how often a result was rounded."""
     limit = TOLERANCE[got.dtype] * rounded
     torch.testing.assert_close(got.double().cpu(), expected, rtol=limit, atol=limit)
 

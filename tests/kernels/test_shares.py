@@ -1,4 +1,4 @@
-"""Even shares of a line of tiles, against lists."""
+"""Even shares of a line of tiles, compared with plain lists."""
 
 from itertools import pairwise
 

@@ -1,3 +1,8 @@
+"""Storing K and V: every token goes to its slot and nowhere else, in every dtype and layout.
+
+A store to a wrong slot would spoil another sequence's KV.
+"""
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,3 +1,8 @@
+"""The table of launch settings: every shape has an entry, and each GPU finds the entries of its family.
+
+A missing entry would show only on a GPU that no test runs on.
+"""
+
 from itertools import product
 
 import pytest

@@ -15,7 +15,7 @@ uncompiled = pytest.mark.skipif(
 
 
 def count_bytecodes(function: Callable[[], object]) -> int:
-    """How many bytecodes a call executes: what grows when an algorithm's cost does. Not what one of them does in C."""
+    """Count the bytecodes that a call executes. The count grows as an algorithm's cost does, but misses work in C."""
     num_bytecodes = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:

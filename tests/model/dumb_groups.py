@@ -105,7 +105,7 @@ class DumbGroups(DumbModel):
         ends: frozenset[int] = frozenset(),
         is_whole: bool = False,
     ) -> bool:
-        """ends, is_whole: of a hit: where it and what it matched end; whether it was all of the tokens then known."""
+        """Grow with a hit. ends: where it and what it matched end. is_whole: whether it was of all known tokens."""
         if sequence.is_allocated:
             served = self.serve([(sequence, sequence.num_computed, end + num_lookahead, end)]) is not None
             sequence.in_flight = 0
@@ -179,7 +179,7 @@ class DumbGroups(DumbModel):
         return not 0 < len(sequence.tokens) % edge < edge - 1 or sequence in self.unsure
 
     def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
-        """(group, index, block) of what no query at `start` or later sees, nor one of a token that isn't written."""
+        """(group, index, block) of blocks that no query of a token from `start` on, or of an unwritten one, sees."""
         found = []
         seen = min(start - sequence.in_flight, start if sequence.delayed is None else sequence.delayed)
         for group in self.others:
@@ -194,9 +194,10 @@ class DumbGroups(DumbModel):
     def wanted(
         self, sequence: ModelSequence, start: int | None, slots: int, leaving: Counter[int] | None = None
     ) -> dict[int | None, list[int]]:
-        """The indices of each table that get a new block: one that the token at `start` must not go to, and its end.
+        """By group, the indices of the table that get a new block: all behind its end, and a shared block's to copy.
 
-        leaving: how many of the step's sequences leave each block; the last one may keep it.
+        The latter is the block of the token at `start`, if that must not be written to. leaving: how many of the step's
+        sequences leave each block; the last one may keep it.
         """
         indices: dict[int | None, list[int]] = {}
         leaving = Counter() if leaving is None else leaving

@@ -236,7 +236,7 @@ class GroupHistory(History):
 
     @staticmethod
     def num_looked_up(hit: Any) -> int:
-        """Known tokens at the lookup, as far as they matter."""
+        """The least number of tokens that were known at the lookup, which is all that matters."""
         return hit.num_readonly_tokens + (hit.num_tokens == hit.num_readonly_tokens)
 
     def check(self) -> None:

@@ -262,7 +262,7 @@ class World:
         return {f"{call} of {name}": function for call, function in calls.items()}
 
     def salvage(self) -> None:
-        """Take the sequences of a broken manager to another one: what they are called holds no trace of the first."""
+        """Check that another manager refuses a broken one's running sequences, and serves all others and their ids."""
         other = _other_manager(self.kind)
         for name, sequence in self.sequences.items():
             if sequence.is_allocated:

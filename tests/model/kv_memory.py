@@ -134,7 +134,7 @@ class KVMemory:
         self.copies = []
 
     def first_loading(self, sequence: kvblocks.Sequence) -> int:
-        """From where on a transfer, and no step, is to write first."""
+        """The first position that a transfer is to write, and no step."""
         return min(self.loading.get(sequence, [ENDLESS]))
 
     def end_load(

@@ -516,7 +516,7 @@ class Beginnings(Random):
 
 
 class OddAnswer:
-    """No id at all, though it says so."""
+    """An answer that looks like an integer and is none."""
 
     def __index__(self) -> int:
         raise OverflowError

@@ -20,7 +20,7 @@ class TierMemory(KVMemory):
         self.project()
 
     def slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:
-        """As ever; of what is loading those that there are."""
+        """As in `KVMemory`; for a position that is being loaded, without the groups whose window has passed it."""
         if position < self.first_loading(sequence):
             return super().slots(sequence, position)
         return [

@@ -1,7 +1,7 @@
 """What vLLM calls the blocks of a prompt, from the prompt itself: the oracle for `kvblocks.wire.names`.
 
 Written along vLLM's `generate_block_hash_extra_keys` and `hash_block_tokens`, with nothing of kvblocks in it;
-tests/integrations/vllm holds it against the real ones.
+tests/integrations/vllm compares it with the real ones.
 """
 
 import pickle

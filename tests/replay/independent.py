@@ -4,7 +4,7 @@ It shares nothing with kvblocks: neither code, nor imports, nor data structures.
 under the policy "lru" means.
 
 - A request has a chain of block ids: equal ids mean equal prefixes, so an id occurs once in a chain, and always behind
-  the same one. It needs a block for each, and none for anything else.
+  the same id. It needs a block for each, and none for anything else.
 - A request hits the longest beginning of its chain that is in the pool, whether it is held or free. What it does not
   hit is there from the moment of its admission on: a request that is admitted at the same time may hit it.
 - It holds all its blocks from its admission until it ends, `seconds` after its admission.

@@ -68,9 +68,10 @@ def test_it_has_what_makes_traces_hard():
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
 @pytest.mark.parametrize("num_blocks", [170, 900])
 def test_a_replay_of_it_agrees_with_the_independent_simulator(num_blocks, is_closed):
-    """Read here by other code than the replay's, ids as they stand in the file. Times count from the first request's.
+    """The file is read by code of this test. Times count from the first request, as in the replay.
 
-    That is more than a matter of taste: sums of floats decide which of two things at the same hundredth comes first.
+    Otherwise sums of floats would be rounded differently, and so change which of two events at the same hundredth of a
+    second comes first.
     """
     parents: dict[str, str | None] = {}
     asks = []

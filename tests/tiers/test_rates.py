@@ -1,3 +1,8 @@
+"""How fast loading and computing are, as learned from measurements, and which loads that makes worthwhile.
+
+A tier that is slower than computing must not be loaded from. Yet one slow load must not end loading for good.
+"""
+
 import random
 
 import pytest

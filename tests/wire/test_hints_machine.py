@@ -211,7 +211,7 @@ class HintMachine(TierMachine):
         return sum(pin.num_held_blocks for pin in self.manager.pins)
 
     def do_pin(self) -> None:
-        """An operator's pins, of less than 100."""
+        """An operator pins, with a priority below 100."""
         if self.waiting and self.random.random() < 0.3:
             other = self.random.choice(self.waiting)
             if other.num_tokens >= self.manager.block_size and len(self.pins) < 2:
@@ -298,7 +298,7 @@ def walk(first: int, end: int, num_steps: int, *, is_grouped: bool) -> dict[str,
 
 
 def add_hints(machine: HintMachine) -> None:
-    """More of what is new here than of what others walk through."""
+    """Make operations of hints more frequent than those of other machines."""
     extra: list[tuple[str, int]] = [
         ("do_hints", 12),
         ("do_hint_step", 8),

@@ -335,7 +335,7 @@ def test_count_empty_blocks() -> None:
 
 
 def test_hashes_that_a_prefetch_evicted_are_missing_in_the_same_envelope() -> None:
-    """Hashes were looked for before it, in the same envelope."""
+    """An earlier action looked up hashes. That must not hide that the prefetch evicted them."""
     manager = stored(32)
     other = list(range(1000, 1000 + 4 * 32))
     run(manager, "other", other)

@@ -1,9 +1,10 @@
-"""Count what a step launches on a GPU that isn't there, by the kind of step, and print it a layer, as JSON.
+"""Count the kernels that a layer would launch on a GPU, for each model and kind of step, and print them as JSON.
 
-A process of its own, without TRITON_INTERPRET: test_launches.py starts it. Kernels of ours are recorded
-(`bench.attention.recording`); of torch an operator counts as one launch, unless it only looks at a tensor or allocates
-one. (A library's product may be more than one.) A layer's are those of a model of three layers less those of one of
-two, so that nothing of a step counts that all layers share. `--torch`: with the rows in plain torch.
+test_launches.py starts it as a process of its own, without TRITON_INTERPRET. It needs no GPU: our kernels are recorded
+(`bench.attention.recording`) instead of launched. An operator of torch counts as one launch, unless it only views or
+allocates a tensor. (A matrix product of a library may be more than one.) The count is the difference between models of
+three layers and of two, so it leaves out what all layers of a step share. `--torch`: with the row-wise kernels in plain
+torch.
 """
 
 import json
@@ -47,7 +48,7 @@ class PlainStep:
 
 
 class Launches(TorchDispatchMode):
-    """Counts torch's."""
+    """Counts torch's launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Launches(TorchDispatchMode):
 
 
 def count(config, rows, *, is_cascade, is_plain):
-    """Launches of a step: ours, and torch's."""
+    """Return a step's launches: ours, and torch's."""
     attention = TritonAttention()
     weights = converted(random_weights(config), torch.bfloat16)
     with patch.object(TritonAttention, "row_ops", TorchAttention.row_ops if is_plain else TritonAttention.row_ops):
@@ -76,7 +77,7 @@ def count(config, rows, *, is_cascade, is_plain):
 
 
 def main(*arguments):
-    """Print launches a layer, by model and kind of step."""
+    """Print the launches of a layer, by model and kind of step."""
     torch.set_num_threads(1)
     is_plain, found = "--torch" in arguments, {}
     for name, config in MODELS.items():

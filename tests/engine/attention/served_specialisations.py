@@ -1,8 +1,8 @@
-"""Serve random requests on a GPU that isn't there, and print what Triton would have compiled, as JSON.
+"""Serve random requests as if on a GPU, and print as JSON what Triton would compile for them.
 
-A process of its own, without TRITON_INTERPRET: test_specialisations.py starts it. Kernels launch nothing there
-(`bench.attention.recording`), so the tokens mean nothing; which steps there are, and of what shapes, follows from
-lengths alone. Memory begins as zeros, so that there are no NaN to draw from.
+test_specialisations.py starts it as a process of its own, without TRITON_INTERPRET. It needs no GPU: kernels are
+recorded (`bench.attention.recording`) and not launched. So the tokens mean nothing, but the steps and their shapes are
+right, since they depend on lengths alone. Memory begins as zeros, since no token can be drawn from NaN.
 """
 
 import json

@@ -1,3 +1,8 @@
+"""A step's rows as tensors: token ids, positions, slots and block tables, padded, with their dtypes.
+
+Every attention backend reads these tensors. A wrong slot would overwrite another sequence's KV.
+"""
+
 import pytest
 import torch
 

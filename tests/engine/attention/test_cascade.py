@@ -1,4 +1,4 @@
-"""Which shared runs a decode step gets: the manager's groups, if they are worth it, uploaded once."""
+"""Which shared runs a decode step gets: those groups of the manager's that save enough. They are uploaded once."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The number of launches a layer, counted with a stand-in for the driver."""
+"""How many kernels each layer launches, counted with a stand-in for the driver."""
 
 import json
 import os

@@ -1,3 +1,9 @@
+"""The attention and the stores in plain torch, compared with dense attention in float64.
+
+The engine computes with them on a CPU, and other tests compare the kernels with them. So a fault here would hide
+others.
+"""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +19,7 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 class Case:
     """A ragged batch whose context lies in scattered blocks of caches that hold NaN everywhere else.
 
-    With a window, what is before it is NaN too, and blocks that are wholly before it are others.
+    Slots before a window are NaN too, and table entries wholly before it name a block of NaN.
     """
 
     def __init__(self, lengths, *, heads=(4, 2), head_dim=8, block_size=4, seed=0, window=None, softcap=None):

@@ -75,7 +75,7 @@ def answers(engine, prompts, *, rounds=1, **options):
 
 
 def count_preemptions(scheduler):
-    """A list that grows: after each schedule, how often the request that lost its blocks most often did."""
+    """Return a list that gets, after each schedule, the most preemptions that a request has had."""
     counts, schedule = [], scheduler.schedule
 
     def schedule_and_count():
@@ -280,7 +280,7 @@ LAYERED = LayeredConfig(**vars(TINY) | {"num_layers": len(HOW)}, how=HOW)
 
 
 def logits_of(attention, rows, begin=None):
-    """The logits of some rows in caches of random numbers. begin: instead of the attention's own."""
+    """The logits of some rows in caches of random numbers. begin: replaces the attention's own `begin`."""
     model = DecoderModel(LAYERED, random_weights(LAYERED), attention=attention)
     cache = model.new_kv_cache(num_blocks=9, block_size=BLOCK_SIZE)
     generator = torch.Generator().manual_seed(1)
@@ -317,7 +317,7 @@ def test_cascade_refuses_what_is_no_decode_step(model):
 
 @pytest.fixture
 def products_by_rows(monkeypatch):
-    """Products that give a row the same bits at every index, as a GPU does, and the interpreter (numpy) doesn't."""
+    """Products that give a row the same bits at every index. A GPU's do, and the interpreter's (numpy's) don't."""
     import numpy as np
 
     monkeypatch.setattr(

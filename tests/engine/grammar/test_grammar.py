@@ -60,7 +60,7 @@ def is_person(text):
 
 
 def answers(model, **options):
-    """Twelve at a time. At high temperatures they are all different."""
+    """Twelve answers to one prompt. At high temperatures they are all different."""
     return Engine(model, num_blocks=512).generate([PROMPT], n=12, seed=7, max_tokens=150, **options)
 
 
@@ -197,7 +197,7 @@ def test_answers_beside_it_have_the_same_bits(model, person):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_only_rows_with_a_mask_are_masked_and_nan_stays_nan(temperature, logprobs):
-    """Of 70 tokens, the last ones in a word that isn't full: row 0 may take 3 alone, row 1 all, row 2 is broken."""
+    """70 tokens don't fill the mask's last word. Row 0 may take token 3 alone, row 1 any; row 2 has a NaN."""
     words = torch.zeros(3, dtype=torch.int32)
     words[0] = 8
     params = SamplingParams(temperature=temperature, logprobs=logprobs)
@@ -270,7 +270,7 @@ def test_patterns_and_texts_are_refused_too(compiler):
 
 
 def test_what_is_short_to_write_and_long_to_read_ends_at_its_first_tokens(compiler, model):
-    """Each token would have to read all of it."""
+    """For each token the grammar would have to be read to its end."""
     state = compiler.regex("x{50000}").start()
     (token,) = model.tokenizer.encode("x")
 

@@ -1,3 +1,8 @@
+"""A Hugging Face folder as a configuration and weights: which fields are read, and what is refused.
+
+A field that is read wrongly or ignored gives a model that runs and answers wrongly.
+"""
+
 import json
 import re
 from dataclasses import replace

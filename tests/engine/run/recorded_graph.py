@@ -1,8 +1,8 @@
 """A stand-in for CUDA graphs: a step's launches are recorded once, and replayed on the recorded tensors.
 
-As a graph does, a replay computes nothing on the host: the same operators and kernels, with the same numbers and the
-same memory, whatever has changed in what made them. A tensor that the step would make anew is the recorded one, and
-gets its values again. So a step that reads a value on the host, or a tensor that has moved, gives what is wrong.
+Like a CUDA graph, a replay runs the recorded operators and kernels again, with the same numbers and the same memory,
+and nothing else of the step. It writes its results to the recorded tensors. So a step gives wrong results here if it
+reads a value on the host, or a tensor that has moved since.
 """
 
 from unittest.mock import patch
@@ -35,7 +35,7 @@ class RecordedGraph(TorchDispatchMode):
         return outputs
 
     def launch(self, executor, *args, **kwargs):
-        """A kernel of ours."""
+        """Record a launch of one of our kernels."""
         self.num_kernels += 1
         self.launches.append(lambda: RUN(executor, *args, **kwargs))
         with _disable_current_modes():

@@ -189,7 +189,7 @@ def test_tokens_are_drawn_without_waiting_for_the_device(dtype):
 
 
 def test_draws_are_the_same_in_any_batch_on_the_device_and_those_of_a_cpu():
-    """The same as of a CPU but where a place lies within the rounding of `exp` of two tokens, which these don't."""
+    """A draw differs from a CPU's only if it falls between two tokens within the rounding of `exp`. None does here."""
     draws = every_kind_of_draw()
     logits = torch.randn(48, 50_000, generator=torch.Generator().manual_seed(0)) * 3
     sampler = BatchSampler()

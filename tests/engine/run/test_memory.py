@@ -1,3 +1,8 @@
+"""Amounts of memory: how options are read, how much is free, and that a pool which doesn't fit is refused.
+
+Without that check a pool that is too large ends the process later, while it serves.
+"""
+
 import os
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""A step reads no values of tensors on the host: on a GPU it would wait, once a layer or once a step.
+"""A step reads no values of tensors on the host. On a GPU each read would make the host wait.
 
-Watched on a CPU, with the kernels left out: what torch is asked for is the same. `test_decode_step` asks of a captured
-step that it reads nothing; here whole steps are run, with all that surrounds them.
+The steps run on a CPU without the kernels; they make the same calls of torch as on a GPU. `test_decode_step` checks the
+captured part of a step alone. Here whole steps run.
 """
 
 import sys

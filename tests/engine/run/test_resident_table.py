@@ -130,7 +130,7 @@ def run_history(events, scheduler, num_rows):
 
 
 def decodes(scheduler):
-    """Schedule a step, and complete it as if it had been computed: its rows."""
+    """Schedule a step, yield its rows, and complete it as if it had been computed."""
     chunks = scheduler.schedule()
     rows = [ModelRunner.rows_of(chunk) for chunk in chunks]
     yield rows

@@ -1,3 +1,8 @@
+"""How a batch's rows are laid out for a strategy, with dummy rows between them, and cut into chunks.
+
+The deterministic strategies rely on it: a row keeps its bits only at the right place in chunks of the right size.
+"""
+
 import pytest
 import torch
 from hypothesis import given

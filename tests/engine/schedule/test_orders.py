@@ -182,7 +182,7 @@ def count_calls(monkeypatch, owner, name):
 @pytest.mark.parametrize("num_waiting", [100, 400])
 @pytest.mark.parametrize(("schedule", "most"), [("fcfs", 1), ("longest-prefix", 32), ("grouped", 1)])
 def test_a_step_looks_up_a_fixed_number_however_many_wait(schedule, most, num_waiting, monkeypatch):
-    """32: the candidates; the one that is admitted or refused was looked up as one of them."""
+    """There are 32 candidates. The request that is admitted or refused is one of them, so it isn't looked up again."""
     scheduler, cache = make(100, max_num_seqs=1, order=make_order(schedule)), FakeCache(BLOCK_SIZE)
     for name in range(num_waiting):
         add(scheduler, name, [name % 7] * 9, max_tokens=2)

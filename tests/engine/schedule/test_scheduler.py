@@ -246,7 +246,7 @@ def test_any_history(arrivals, num_blocks, limits, caching, dying_steps, cancels
         number = request.sequence.sequence_id[1]
         expected = answer_alone((arrival["salt"], number), prompt, arrival["max_tokens"], stops)
         assert request.output_token_ids == expected
-        # A preempted one may hit more later, which is not what it says.
+        # A preempted request may hit more when it starts again. That isn't counted here.
         assert request.num_cached_tokens < len(prompt) + (number > 0)
         assert request.finish_reason == ("stop" if expected[-1] in stops else "length")
         if not request.num_preemptions and not dying_steps:

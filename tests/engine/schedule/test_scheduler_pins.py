@@ -152,7 +152,7 @@ def test_a_young_one_that_pins_leave_no_room_for_waits_as_long_as_the_oldest_goe
 
 
 def test_room_for_the_next_chunk_is_enough_to_go_on():
-    """Even if the oldest would need more blocks when it started again, after another computed more of its prompt."""
+    """The oldest goes on even if it would need more blocks to start anew, as another computed more of its prompt."""
     scheduler = make_pinning(6, max_num_chunk_tokens=12, wait_for_prefixes=False)
     cache = FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [1] * 8)

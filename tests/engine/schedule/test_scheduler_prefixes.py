@@ -114,7 +114,7 @@ def test_no_more_are_passed_over_than_could_run():
 
 
 def num_tokens_once(prompts):
-    """Tokens that must be computed of prompts that arrive together when what they share is computed once."""
+    """How many tokens must be computed for prompts that arrive together, if what they share is computed once."""
     cached, total = set(), 0
     for prompt in prompts:
         num_cached = 0

@@ -16,7 +16,7 @@ PROMPT = [0, 1, 2, 0] * 3 + [1]
 
 
 def make(num_blocks, tiers=None, order=None, **limits):
-    """A scheduler over tiers, by default a host of 100 slots, with its cache and who moves bytes."""
+    """A scheduler over tiers (by default a host of 100 slots), its fake cache, and its fake tiers."""
     given = [Tier("host", 100, 10)] if tiers is None else tiers
     manager = KVCacheManager(num_blocks, BLOCK_SIZE, tiers=given, debug=True)
     scheduler = Scheduler(

@@ -25,7 +25,7 @@ def names(scheduler):
 
 
 def thrash(watermark):
-    """24 requests of 8 tokens that grow to 40, four of which fit in the end. Preemptions, tokens recomputed, steps."""
+    """Run 24 requests that grow from 8 to 40 tokens; four of 40 fit. Returns preemptions, recomputed tokens, steps."""
     scheduler = make(40, max_num_batched_tokens=64, max_num_seqs=24, enable_caching=False, watermark=watermark)
     cache = FakeCache(BLOCK_SIZE)
     requests = [add(scheduler, name, [name % 3] * 8, max_tokens=33) for name in range(24)]
@@ -121,7 +121,7 @@ def test_what_others_hold_costs_nothing():
 
 
 def test_what_is_cached_and_free_costs_what_it_holds():
-    """Its blocks are free until it takes them: a hit of the whole prompt leaves no more free than computing it."""
+    """A hit takes its free blocks out of the free queue. So it leaves no more blocks free than computing the prompt."""
     for watermark, expected in ((0.25, ["a", "b"]), (0.35, ["a"])):
         scheduler = make(20, watermark=watermark, max_num_batched_tokens=64)
         cache = FakeCache(BLOCK_SIZE)

@@ -24,7 +24,7 @@ def model(tiny_folder):
 
 @pytest.fixture(scope="module")
 def shared(model):
-    """An eighth of the pool is more than the prompt."""
+    """A server whose pool is so large that the prompt takes less than an eighth of it."""
     with running_server(model, cache={"num_blocks": 160, "host_cache": "16MiB"}) as running:
         yield running
 

@@ -29,7 +29,7 @@ def opened():
 
 @pytest.fixture
 def window(opened):
-    """A window without a page, of which nothing has been said."""
+    """A browser window. After the test its page is closed, and its messages and requests are dropped."""
     yield opened
     opened.open("about:blank")
     opened.said()

@@ -1,4 +1,4 @@
-"""Blocks as bytes: one piece on a CPU, gathered elsewhere, and the same bytes in the same order."""
+"""Blocks as bytes: one piece on a CPU, gathered on other devices. The bytes and their order are the same."""
 
 from dataclasses import replace
 

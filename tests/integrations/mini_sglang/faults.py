@@ -12,14 +12,14 @@ def make_faults(adapter):
             handle.spares.clear()
 
     class FreesSpares(cache):
-        """Frees it at once, though the request goes on, as mini-sglang's radix tree does."""
+        """Frees the second page at once, though its request goes on. mini-sglang's radix tree does so."""
 
         def lock_handle(self, handle, unlock=False):
             super().lock_handle(handle, unlock)
             self._loose.update(dict.fromkeys(self._spares))
 
     class SaysThatTheyWereCached(cache):
-        """Its caller frees the spares, too."""
+        """Says that spares were cached before, so its caller frees them."""
 
         def insert_prefix(self, input_ids, indices):
             length = self.cache.query_match_len(input_ids) if len(input_ids) else 0

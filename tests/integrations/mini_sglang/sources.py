@@ -1,7 +1,7 @@
 """mini-sglang's own modules, from the checkout that MINISGL_SRC names; it isn't on PyPI.
 
-Without running those packages' __init__ that import what only a machine with a GPU has. Its radix tree compares keys in
-C++; where apache-tvm-ffi, with which that is compiled, isn't installed, torch compares them.
+The __init__ of some packages imports what only a machine with a GPU has, so it is not run. The radix tree compares keys
+in C++, compiled with apache-tvm-ffi. Where that isn't installed, torch compares them.
 """
 
 import importlib

@@ -83,7 +83,7 @@ def test_what_is_locked_is_not_evicted(make):
 
 
 def test_to_unlock_twice_is_refused(make):
-    """As mini-sglang does when a prompt is aborted while its step runs; what was found of it makes no difference."""
+    """mini-sglang does so when a prompt is aborted while its step runs, whether or not some of it was found."""
     cache = make()
     for held in (hold(cache, cache.insert_prefix(ids(1, 2), ids(0, 1))), cache.match_prefix(ids(5)).cuda_handle):
         cache.lock_handle(held)

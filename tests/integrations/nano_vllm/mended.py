@@ -2,10 +2,11 @@
 
 
 def mend(block_manager, *, first=True, empties=True):
-    """A subclass of nano-vllm's BlockManager. The stand-in's is so already.
+    """A subclass of nano-vllm's BlockManager. The stand-in's manager needs no change.
 
-    first: of equal blocks the first is found, and when it goes the next; nano-vllm finds the last, and when that goes
-    none. empties: blocks that hold nothing are taken before those that do; nano-vllm takes what was freed first.
+    first: of equal blocks the first one is found, and when it goes, the next. nano-vllm's own finds the last one, and
+    when that goes, none. empties: blocks that hold nothing are taken first. nano-vllm's own takes blocks in the order
+    in which they were freed.
     """
 
     class Mended(block_manager):

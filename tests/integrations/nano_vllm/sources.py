@@ -1,6 +1,6 @@
 """nano-vllm's own modules, from the checkout that NANO_SRC names; it isn't on PyPI.
 
-Without running the packages' __init__, which import what only a machine with a GPU has.
+The packages' __init__ import what only a machine with a GPU has, so they are not run.
 """
 
 import importlib

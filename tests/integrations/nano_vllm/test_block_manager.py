@@ -36,7 +36,7 @@ def finish_step(manager, seq):
 
 
 def others_find_what_is_computed(make, kind):
-    """What a later prompt finds of one of 22 tokens, computed by 9 and 13: while and after each step."""
+    """How many blocks a later prompt finds of 22 tokens, computed in chunks of 9 and 13: in and after each step."""
     manager, found = kind(20, 4), []
     first, second = make(range(22)), make([*range(22), 7, 7])
     start(manager, first, 9)

@@ -65,7 +65,7 @@ def test_early_caching_reads_nothing_that_its_step_does_not_write(nano, num_bloc
 
 
 def test_early_caching_is_wrong_for_a_model_that_reads_before_it_writes(nano):
-    """What makes the test above one of something."""
+    """Shows that the test above can fail."""
     asks = make_asks(0)
     with pytest.raises(WrongReadError):
         decide(nano, Settings(AMPLE), asks, KVBlocksEarlyBlockManager)

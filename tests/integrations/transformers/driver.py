@@ -90,7 +90,7 @@ class _Nothing:
 
 
 class _Covered:
-    """A module of which some names are others."""
+    """A module in which some names are replaced."""
 
     def __init__(self, module, **names):
         self.__dict__.update(names, _module=module)

@@ -1,6 +1,6 @@
 """The cache for transformers 5.15 to 5.17, in a stand-in whose parts have those versions' shape.
 
-What the stand-in's layers read is compared, row by row, with what a request's tokens have there.
+Each row that the stand-in's layers read is compared with what the request's own token has there.
 """
 
 import importlib

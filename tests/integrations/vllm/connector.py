@@ -86,7 +86,7 @@ def load(stand: Stand, name: str, num_tokens: int) -> None:
 
 
 class LoadingWorker:
-    """Brings a sync load before the step that it is for, but for blocks by number in `failing`."""
+    """Brings a sync load before its step, except blocks whose numbers are in `failing`."""
 
     def __init__(self, stand: Stand, names: tuple[str, ...], num_tokens: int, failing: tuple[int, ...] = ()) -> None:
         self.stand, self.num_tokens = stand, num_tokens

@@ -1,6 +1,6 @@
 """All that a scheduler decides about some requests, step by step, in a form that can be compared.
 
-Block ids are no part of it: managers are free to hand out different ones. Their numbers are.
+Block ids are left out, since managers may hand out different ones. How many blocks there are is compared.
 """
 
 from collections import deque

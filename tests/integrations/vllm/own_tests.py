@@ -67,7 +67,7 @@ def run(folder: Path, names: list[str], *, swaps: bool, plugin: str = "integrati
 
 
 def judge(names: list[str], refused: Mapping[str, str], outcomes: Mapping[str, str]) -> list[str]:
-    """Return what is not as it is said to be, a line each. refused: why which tests do not pass."""
+    """Return the outcomes that are not as expected, a line each. refused: by test, why it does not pass."""
     problems = [f"{name}: refused, but vLLM has no such test" for name in refused if name not in set(names)]
     for name in names:
         outcome = outcomes.get(name, "did not run")

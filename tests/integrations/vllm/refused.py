@@ -1,7 +1,7 @@
 """Which of vLLM's own tests do not pass with kvblocks in place of its manager, and why.
 
 Each needs a feature that the integration refuses, or reads an internal of vLLM's manager. A name without parameters
-stands for all of them. A test that is named and passes fails our run, as one that is not named and fails.
+stands for all of them. Our run fails if a test that is named here passes, or if another one does not.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ REFUSED = {
 
 
 def refused(names: Iterable[str]) -> dict[str, str]:
-    """Return why which of these tests are refused. Raises ValueError for an entry that none of them has."""
+    """Return by test why it is refused. Raises ValueError for an entry that fits no test."""
     reasons = {name: reason for reason, entries in REFUSED.items() for name in entries}
     found = {}
     unused = set(reasons)

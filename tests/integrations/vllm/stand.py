@@ -93,7 +93,7 @@ class Stand(Driver):
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody has."""
+        """How many blocks are free."""
         return self._num_free_blocks()
 
 

@@ -1,3 +1,5 @@
+"""The bench of vLLM's scheduler keeps a row for each item and judges its targets. No test asks how long it took."""
+
 import json
 
 from bench.vllm.__main__ import main

@@ -1,3 +1,8 @@
+"""vLLM's scheduler decides with kvblocks as it does with its own manager, step by step, over random requests.
+
+The comparison is checked too: faults that are put into a manager must be noticed.
+"""
+
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -23,7 +28,7 @@ def test_all_decisions_are_vllms(configuration, seed):
     theirs = decide(settings, asks)
     ours = decide(settings, asks, our_scheduler(settings))
     assert first_difference(theirs, ours) is None
-    # What would make the comparison one of nothing.
+    # Otherwise the comparison would prove nothing.
     assert (theirs.num_cached > 0) == settings.has_caching
     assert (theirs.num_preempted > 0) == (settings.num_blocks < 200)
     assert settings.num_drafts == 0 or any(row["drafts"] for row in theirs.decided)
@@ -39,7 +44,7 @@ def test_with_priorities_and_chunks_all_decisions_are_those_of_a_mended_vllm(see
 
 
 def test_vllm_reads_what_nobody_wrote_with_priorities_and_chunks():
-    """Why it is mended for the comparison: when this fails, vLLM has been, and `mended` can go."""
+    """This is why vLLM is mended for the comparison. If this test fails, vLLM has been fixed, and `mended` can go."""
     settings = PRIORITY_CHUNKED.settings
     wrong = [seed for seed in range(6) if reads_wrong(settings, make_asks(PRIORITY_CHUNKED.mix, seed, NUM_REQUESTS))]
     assert wrong
@@ -56,7 +61,7 @@ def reads_wrong(settings, asks):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("whose", ["vLLM's", "ours"])
 def test_a_fault_is_noticed(fault, whose):
-    """In vLLM's own manager too, so that it is the comparison that notices, and not a check of ours."""
+    """The fault is put into vLLM's own manager too. There only the comparison can notice it, not a check of ours."""
     settings = Settings(num_blocks=161, block_size=BLOCK_SIZE)
     asks = make_asks(Mix(400, 100, num_salts=2), 0, 80)
     kind = Scheduler if whose == "vLLM's" else our_scheduler(settings)

@@ -1,3 +1,8 @@
+"""All of vLLM with a real model gives the same answers and cached tokens with kvblocks as with its own manager.
+
+The other tests mock the model. Only here a wrong block would change a real model's answer.
+"""
+
 import os
 import subprocess
 import sys
@@ -33,7 +38,7 @@ def test_answers_and_cached_tokens_are_vllms(model, num_blocks, is_async, in_pro
     theirs = Run(model, num_blocks, None, is_async, in_process).start()
     ours = Run(model, num_blocks, scheduler, is_async, in_process).start()
     assert ours == theirs
-    # What would make the comparison one of nothing.
+    # Otherwise the comparison would prove nothing.
     assert len(theirs["tokens"]) == NUM_REQUESTS and all(theirs["tokens"])
     assert sum(cached >= PREFIX_TOKENS for cached in theirs["cached"]) > NUM_REQUESTS // 2
     if in_process:

@@ -1,4 +1,4 @@
-"""KV events: vLLM's own classes, that say what vLLM's own manager would, and can be replayed."""
+"""KV events: they are of vLLM's own classes, say what vLLM's own manager would say, and can be replayed."""
 
 import sys
 import time
@@ -188,7 +188,7 @@ def test_events_say_what_vllms_own_say(settings, mode):
 
 @pytest.mark.usefixtures("algorithm")
 def test_batches_are_vllms_byte_for_byte():
-    """What a publisher sends of one group, but for when: those of a step, and of an eviction."""
+    """The batches of a scheduler with one group, of steps and of evictions. Their times are not compared."""
     said = []
     for whose in WHOSE:
         stand, _ = make_stand(Settings(num_blocks=30, reserves_full_prompt=False), whose)
@@ -215,7 +215,7 @@ class Batches:
 
 
 def blocks_of(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an event of each block: how many vLLM puts into one differs with its groups and calls."""
+    """Return an event for each block, since vLLM puts more or fewer blocks into one by its groups and calls."""
     event = dict(event)
     names, tokens = event.pop("block_hashes"), event.pop("token_ids")
     keys, parent, size = event.pop("extra_keys"), event.pop("parent_block_hash"), event["block_size"]
@@ -326,7 +326,7 @@ def test_each_group_is_replayed_for_itself(windows):
 
 
 def test_a_reported_hit_says_only_what_each_group_has_cached():
-    """vLLM says the whole prefix of a window, whose beginning is gone."""
+    """vLLM's own reports the whole prefix for a window too, although its beginning is gone."""
     groups = [FullAttention(4), SlidingWindow(4, 8), FullAttention(8)]
     manager = KVCacheManager(64, groups=groups, enable_events=True)
     first = Sequence("first", range(40))

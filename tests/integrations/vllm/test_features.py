@@ -1,3 +1,8 @@
+"""Features of vLLM's scheduler one by one, most of them with vLLM's manager and with kvblocks.
+
+Images, embeddings, statistics, resets, EAGLE, context parallelism, watermarks and evictions must mean the same in both.
+"""
+
 import pytest
 import torch
 from vllm.v1.request import RequestStatus

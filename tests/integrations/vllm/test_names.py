@@ -1,4 +1,4 @@
-"""Names are vLLM's own: of random requests, by the hasher that its engine uses; and the golden vectors are its."""
+"""Our names of blocks are vLLM's: compared for random requests with its engine's hasher, and for the golden vectors."""
 
 import json
 import os

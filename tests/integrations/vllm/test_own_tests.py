@@ -1,3 +1,8 @@
+"""vLLM's own scheduler-level tests, with kvblocks in place of its manager: all pass but those in `refused`.
+
+They say what vLLM expects of a manager in vLLM's own words.
+"""
+
 import pytest
 
 from integrations.vllm.own_tests import copy_tests, judge, listed, run, sources

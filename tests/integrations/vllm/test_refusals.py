@@ -101,7 +101,7 @@ def test_what_is_served_is_not_refused():
 
 
 def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_groups: int = 1) -> Any:
-    """Return what of a scheduler is looked at."""
+    """Return the part of a scheduler that the checks read."""
     transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra or {})
     config = make_vllm_config(Settings())
     config.kv_transfer_config = transfer

@@ -26,7 +26,7 @@ def wait_for_turn(stand):
 
 @pytest.mark.parametrize(("is_async", "num_drafts"), MODES)
 def test_nothing_is_cached_under_tokens_that_a_turn_has_dropped(is_async, num_drafts):
-    """A turn drops the last token of the answer before it. Nobody may find the one under the other's blocks."""
+    """A turn drops the last token of the answer before it. No prompt with that token may hit what the turn computed."""
     stand = Stand(Settings(is_async=is_async, num_drafts=num_drafts))
     session = stand.add(turn(PROMPT))
     wait_for_turn(stand)
@@ -89,7 +89,7 @@ def accepts_all(prompt):
 
 
 def test_vllm_takes_drafts_behind_an_answers_end_for_the_next_turn():
-    """Why ours counts them out: when this fails, vLLM does, too."""
+    """This is why our adapter leaves them out. If this test fails, vLLM leaves them out too."""
     with pytest.raises(WrongReadError):
         run_cut_short("vLLM's")
 

@@ -1,3 +1,9 @@
+"""Models with sliding windows: vLLM's decisions while nothing is evicted, and its answers under pressure.
+
+vLLM and kvblocks choose differently which of several groups' blocks go first. So under pressure only the answers must
+be equal.
+"""
+
 import pytest
 
 from bench.vllm.schedulers import our_scheduler

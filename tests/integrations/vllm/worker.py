@@ -20,9 +20,9 @@ class WrongReadError(AssertionError):
 
 
 class Chain:
-    """What a request's slots must hold: for every token a number that depends on all tokens up to it, and the salt.
+    """What a request's slots must hold: a number for each token.
 
-    And on the image that the token is a placeholder of, or on its embedding.
+    It depends on all tokens up to there, the salt, and the images or embeddings of these tokens.
     """
 
     def __init__(self, request: Request) -> None:

@@ -49,9 +49,9 @@ class Ask:
 class Mix:
     """What requests are like.
 
-    longest: tokens of the longest prompt that begins a conversation. share_follow_ups: of requests that go on with an
-    earlier one and its answer, as in a conversation. The others share the beginning of a document, and part from it
-    anywhere.
+    longest: tokens of the longest prompt that begins a conversation. share_follow_ups: which share of the requests
+    goes on with an earlier one and its answer, as in a conversation. The others share the beginning of a document, and
+    part from it anywhere.
     """
 
     longest: int = 600

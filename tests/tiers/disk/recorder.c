@@ -1,7 +1,7 @@
-/* Preloaded into a process, writes down what it does to files below the folder $RECORD_ROOT, in order, to $RECORD_TO.
+/* A library that is preloaded into a process. It records in $RECORD_TO what the process does to files below $RECORD_ROOT.
 
-   An event: u32 kind, u32 length of the path, u64 offset, u64 length of the data, the path, the data. Little-endian, as
-   this machine. It is written after the call succeeded, so what is recorded as synced was. */
+   An event: u32 kind, u32 length of the path, u64 offset, u64 length of the data, the path, the data. Numbers are
+   little-endian. An event is written after its call succeeded, so what is recorded as synced was synced. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -57,7 +57,7 @@ static void record(uint32_t kind, const char *path, uint64_t offset, const void 
     errno = saved;
 }
 
-/* The path of an open file into `path`; 0 if it isn't below the root. */
+/* Write the path of an open file to `path`. Returns 0 if it isn't below the root. */
 static int path_of(int fd, char *path) {
     char link[64];
     int saved = errno;
@@ -69,10 +69,10 @@ static int path_of(int fd, char *path) {
     return is_below(path);
 }
 
-/* The path of a name beside an open folder into `path`; 0 if it isn't below the root. */
+/* Write the path of a name in an open folder to `path`. Returns 0 if it isn't below the root. */
 static int path_at(int folder, const char *name, char *path) {
     if (name[0] == '/' || folder == AT_FDCWD) {
-        snprintf(path, PATH_MAX, "%s", name); /* the process never changes its folder, which isn't below the root */
+        snprintf(path, PATH_MAX, "%s", name); /* a relative name: the working directory is never below the root */
         return is_below(path);
     }
     if (!path_of(folder, path)) return 0;
@@ -112,7 +112,7 @@ ssize_t write(int fd, const void *data, size_t size) {
     REAL(write);
     ssize_t done = real(fd, data, size);
     int saved = errno;
-    off_t end = done > 0 ? lseek(fd, 0, SEEK_CUR) : 0; /* behind what was written, also with O_APPEND */
+    off_t end = done > 0 ? lseek(fd, 0, SEEK_CUR) : 0; /* the offset behind the written bytes, also with O_APPEND */
     errno = saved;
     return wrote(fd, data, done, end - done);
 }

@@ -82,7 +82,7 @@ def running(folder, *options, port=None):
 
 @contextlib.contextmanager
 def cluster(folder, number=3, num_replicas=0):
-    """A cluster, which serves what it has when some are gone: primaries, then replicas of the first ones, one each."""
+    """A cluster that goes on serving when nodes are gone: primaries, then a replica for each of the first ones."""
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(

@@ -101,7 +101,7 @@ def explain(server, key, **body):
 
 @pytest.fixture
 def prompt(request):
-    """A prompt that no other test has: the cache, its history and the host's memory have seen others'."""
+    """A prompt that no other test uses, since the tests share the cache, its history and host memory."""
     return random.Random(request.node.name).choices(range(200), k=80)
 
 

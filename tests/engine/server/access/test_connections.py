@@ -45,7 +45,7 @@ def alone(server):
 
 
 def is_closed(connection, seconds=30):
-    """Wait until the other side closes, without reading more than what says so."""
+    """Whether the other side closes before it sends anything. Waits for that."""
     connection.settimeout(seconds)
     try:
         return connection.recv(1) == b""

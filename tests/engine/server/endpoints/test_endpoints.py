@@ -1,4 +1,4 @@
-"""Endpoints beside answers: texts as tokens in vLLM's shapes, what is served in SGLang's, and names of the model."""
+"""Endpoints that generate nothing: tokens of texts in vLLM's form, server information in SGLang's, model names."""
 
 import openai
 import pytest

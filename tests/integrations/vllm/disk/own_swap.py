@@ -1,6 +1,7 @@
 """A plugin of pytest for vLLM's own tests of tiers: puts `DiskTier` in the places of vLLM's example and file tier.
 
-It is loaded before any test is imported. Each takes its place's options, and has the attributes of it that tests read.
+It is loaded before any test is imported. Each replacement takes the same options as the tier that it replaces, and has
+the attributes that tests read.
 """
 
 import tempfile
@@ -25,7 +26,7 @@ kv_cache_utils.init_none_hash(sha256)  # as an engine core does before its first
 
 
 class Chunks:
-    """What the example has of a tier: keys, which a test may put there."""
+    """The example tier's mapping of keys, to which a test may add some."""
 
     def __init__(self, tier: DiskTier) -> None:
         self._tier = tier
@@ -48,7 +49,7 @@ class Chunks:
 
 
 class AtOnce(DiskTier):
-    """In the example's place: a job has ended when the call that submits it returns, and it is known as memory."""
+    """Replaces the example tier. A job has ended when the call that submits it returns. The medium is memory."""
 
     medium = Medium.CPU
 
@@ -64,12 +65,12 @@ class AtOnce(DiskTier):
         self.completed_jobs: list[Any] = []
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Wait for it."""
+        """Store, and wait until the job has ended."""
         super().submit_store(job_metadata)
         self._end()
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Wait for it."""
+        """Load, and wait until the job has ended."""
         super().submit_load(job_metadata)
         self._end()
 
@@ -78,7 +79,7 @@ class AtOnce(DiskTier):
         self.completed_jobs += super().get_finished_jobs()
 
     def get_finished_jobs(self) -> list[Any]:
-        """Return those that have ended, which a test may have changed."""
+        """Return the jobs that have ended. A test may have changed them."""
         found, self.completed_jobs = self.completed_jobs, []
         return found
 
@@ -88,14 +89,14 @@ class AtOnce(DiskTier):
 
 
 class Nothing:
-    """In the place of a lookup in threads: ours have none, so there is never one to wait for."""
+    """Replaces the file tier's lookups in threads. Ours have no threads, so there is nothing to wait for."""
 
     _lookup_batch: ClassVar[list[Any]] = []
     _pending_results = type("Results", (), {"empty": staticmethod(lambda: False)})
 
 
 class Files(DiskTier):
-    """In the file tier's place."""
+    """Replaces the file tier."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, **{"max_bytes": 2**26, **options})
@@ -105,7 +106,7 @@ class Files(DiskTier):
 
     @property
     def file_mapper(self) -> Any:
-        """As the file tier's: the file in which a key lies. All lie in one."""
+        """Like the file tier's, it gives the file of a key. Here all keys are in one file."""
         folder = self._store._folder.path  # noqa: SLF001
         return SimpleNamespace(get_file_name=lambda _: str(folder / "kvblocks.arena"), base_path=str(folder))
 

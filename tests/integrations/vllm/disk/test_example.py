@@ -1,3 +1,5 @@
+"""examples/vllm/disk_tier.json configures the disk tier: vLLM reads it as its users would pass it."""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,8 @@
+"""vLLM's own tests of tiers, with `DiskTier` in the place of vLLM's tiers: all pass but those in REFUSED.
+
+They say in vLLM's own words what it expects of a tier.
+"""
+
 import pytest
 
 from integrations.vllm.disk.own import FOLDER, REFUSED, run

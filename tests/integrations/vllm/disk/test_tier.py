@@ -1,3 +1,8 @@
+"""The disk tier call by call, as vLLM's manager of tiers calls it: what it keeps, evicts, refuses and survives.
+
+A tier that returned the wrong bytes would give wrong answers, so each load is compared with what was stored.
+"""
+
 import os
 import subprocess
 import sys

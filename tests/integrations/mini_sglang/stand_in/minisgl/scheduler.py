@@ -1,8 +1,8 @@
 """A scheduler that uses a prefix cache as mini-sglang's does.
 
-A prompt that is found is locked and copied to its row of the page table; pages are taken, by eviction if need be,
-before a step; a prompt is inserted when its result is seen, which is after the next step was launched, and again when
-its request ends. Of an insertion the first `cached_len` pages that weren't found before are freed.
+Pages that are found for a prompt are locked, and copied to its row of the page table. Before a step pages are taken, by
+eviction if need be. A prompt is inserted when its result is seen, which is after the next step was launched, and again
+when its request ends. After an insertion the pages among the first `cached_len` that weren't found before are freed.
 """
 
 from collections import deque
