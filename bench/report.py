@@ -143,7 +143,8 @@ def costs(rows: Iterable[Results]) -> list[str]:
         time = f"{row['ratio']:.3f} ({row['ratio_least']:.3f} to {row['ratio_most']:.3f})"
         outside = "; ".join(number(row[name]["outside_us_per_step"]) for name in ("without", "with"))
         body.append([row["run"], *counts, time, f"{outside}: {row['loss_outside']:+.2%} of the whole"])
-    lines = ["Where nothing can be shared (without; with caching), sums of all rounds; ratios are of a round each.", ""]
+    about = "Requests that share nothing, without caching; with it. Counts are sums over all rounds."
+    lines = [f"{about} The ratio of times is the median of the rounds' ratios, with the least and the greatest.", ""]
     lines += table(head, body)
     for row in rows:
         lines += [f"{row['run'].capitalize()}: {row['about']}; {row['num_rounds']} rounds.", "", *met(row)]
