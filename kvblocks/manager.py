@@ -869,6 +869,11 @@ class KVCacheManager(Changeable):
         """Return quota and usage of each salt that has a quota of its own or anything cached. O(salts)."""
         return [] if self._quotas is None else self._quotas.usage()
 
+    def quota_of(self, salt: Text | None) -> int | None:
+        """Return the quota of a salt, its own or the default; None: it has none. Raises InvalidArgumentError. O(1)."""
+        name = check_name("salt", salt)
+        return None if self._quotas is None else self._quotas.limit_of(name)
+
     # Reports for people and engines.
 
     def shared_prefixes(

@@ -335,6 +335,7 @@ CALLS: dict[str, Call] = dict(
         of_manager("expire_pins", now=constant(5.0, "int number")),
         of_manager("set_quota", salt=TEXT, max_blocks=MAYBE_INT),
         of_manager("set_default_quota", max_blocks=MAYBE_INT),
+        of_manager("quota_of", salt=TEXT),
         of_manager("explain", sequence=of_world("waiting", "sequence")),
         of_manager(
             "watch_blocks",

@@ -55,6 +55,10 @@ class TenantQuotas(Accounts):
         """Return quota and usage of each of `tenants`. O(salts)."""
         return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in self.tenants()]
 
+    def limit_of(self, salt: str | None) -> int | None:
+        """Return the quota of a salt, its own or the default; None if it has none. O(1)."""
+        return self._named.get(salt, None if salt is None else self.default_max_blocks)
+
     def set_quota(self, salt: str | None, max_blocks: int | None) -> None:
         """Set the quota of one salt; None removes it. `charge` must follow. O(1)."""
         self._tenants.pop(salt, None)

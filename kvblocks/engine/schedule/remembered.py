@@ -16,11 +16,9 @@ counts once. A fork is useless after a reset, after its salt was forgotten, or w
 cached. Useless forks are dropped before the next answer.
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from itertools import count
 
 from kvblocks.arguments import check_count
 from kvblocks.core.hashing import PositionKey
@@ -68,9 +66,9 @@ class RememberedPrompts:
         self.max_blocks = check_count("max_blocks", max_blocks, 0)
         self.max_prompts = check_count("max_prompts", max_prompts, 0)
         self.num_answers = 0
-        self._prompts: dict[PromptKey, _Prompt] = {}  # least recently used first
+        self._prompts: OrderedDict[PromptKey, _Prompt] = OrderedDict()  # least recently used first
         self._holds: dict[str | None, Counter[int]] = {}  # salt -> block id -> how many forks hold the block
-        self._numbers: Iterator[int] = count()
+        self._number = 0  # of the last fork, in its id
 
     def __len__(self) -> int:
         """How many prompts it has. O(1)."""
@@ -85,7 +83,7 @@ class RememberedPrompts:
         """Keep a prompt that a step has computed, with its next token. Call it before the sequence has that token.
 
         Does nothing if the request has no key or has generated tokens already, if its blocks are from before a reset,
-        or if it holds more blocks than there is room for. O(tokens + blocks), and O(salts with quotas).
+        or if it holds more blocks than there is room for. O(tokens + blocks).
         """
         key, sequence = request.prompt_key, request.sequence
         if key is None or request.num_output_tokens or key in self._prompts or not _is_cached(sequence):
@@ -94,12 +92,11 @@ class RememberedPrompts:
         most = self._room_of(sequence.salt)
         if len(block_ids) > most or not self.max_prompts:
             return
-        fork = self.manager.fork(sequence, ("remembered", next(self._numbers)))
+        self._number += 1
+        fork = self.manager.fork(sequence, ("remembered", self._number))
         self._prompts[key] = _Prompt(fork, token_id, block_ids)
-        held = self._holds.setdefault(sequence.salt, Counter())
-        held.update(block_ids)
-        while len(held) > most:  # the new prompt is the last to be dropped, and fits
-            self._drop(next(key for key, prompt in self._prompts.items() if prompt.fork.salt == sequence.salt))
+        self._holds.setdefault(sequence.salt, Counter()).update(block_ids)
+        self._keep_quota(sequence.salt)  # the new prompt is the last to be dropped, and fits
         while self.num_blocks > self.max_blocks or len(self._prompts) > self.max_prompts:
             self.give_up()
 
@@ -111,9 +108,9 @@ class RememberedPrompts:
         key = request.prompt_key
         if key is None or key not in self._prompts or request.num_output_tokens:
             return None
-        prompt = self._prompts[key] = self._prompts.pop(key)
+        self._prompts.move_to_end(key)
         self.num_answers += 1
-        return prompt.token_id
+        return self._prompts[key].token_id
 
     def fork(self, request: Request, num_cached_tokens: int) -> Sequence | None:
         """Return a sequence for a request that was given its token, with its tokens and the KV of its whole prompt.
@@ -126,8 +123,8 @@ class RememberedPrompts:
         is_better = num_cached_tokens < own.num_prompt_tokens and request.num_output_tokens
         if key is None or key not in self._prompts or not self._prompts[key].is_valid or not is_better:
             return None
-        prompt = self._prompts[key] = self._prompts.pop(key)
-        twin = self.manager.fork(prompt.fork, own.sequence_id)
+        self._prompts.move_to_end(key)
+        twin = self.manager.fork(self._prompts[key].fork, own.sequence_id)
         twin.session = own.session
         twin.append_tokens(own.token_ids(own.num_prompt_tokens))
         return twin
@@ -143,15 +140,30 @@ class RememberedPrompts:
         return True
 
     def drop_stale(self) -> None:
-        """Drop the prompts that may no longer be read: after a reset, or when a salt was forgotten. O(prompts)."""
+        """Drop the prompts that may no longer be read: after a reset, or when a salt was forgotten. O(prompts).
+
+        Also drops prompts of salts whose quota has become smaller.
+        """
         for key in [key for key, prompt in self._prompts.items() if not prompt.is_valid]:
             self._drop(key)
+        for salt in list(self._holds):
+            self._keep_quota(salt)
 
     def clear(self) -> None:
         """Drop all prompts. Does nothing if the manager was interrupted and refuses all calls. O(blocks)."""
         with suppress(CorruptStateError):
             while self.give_up():
                 pass
+
+    def recover(self) -> None:
+        """Drop all prompts after a call was interrupted at any point, and a fork that wasn't kept yet. O(blocks)."""
+        last = self.manager.sequence(("remembered", self._number))
+        forks = [prompt.fork for prompt in self._prompts.values()]
+        for fork in forks if last is None or last in forks else [*forks, last]:
+            if fork.is_allocated:
+                self.manager.free(fork)
+        self._prompts.clear()
+        self._holds.clear()
 
     def check(self) -> None:
         """Raise AssertionError unless the state is consistent. O(blocks)."""
@@ -180,10 +192,16 @@ class RememberedPrompts:
         if not held:
             del self._holds[prompt.fork.salt]
 
+    def _keep_quota(self, salt: str | None) -> None:
+        """Drop the least recently used prompts of a salt until its forks hold no more than they may."""
+        most = self._room_of(salt)
+        while len(self._holds.get(salt, ())) > most:
+            self._drop(next(key for key, prompt in self._prompts.items() if prompt.fork.salt == salt))
+
     def _room_of(self, salt: str | None) -> int:
-        """How many blocks the forks of a salt may hold."""
-        quota = next((quota for quota in self.manager.quotas() if quota.salt == salt), None)
-        return self.max_blocks if quota is None else min(self.max_blocks, quota.max_cached_blocks)
+        """How many blocks the forks of a salt may hold. O(1)."""
+        quota = self.manager.quota_of(salt)
+        return self.max_blocks if quota is None else min(self.max_blocks, quota)
 
 
 def make_room(

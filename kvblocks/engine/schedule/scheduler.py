@@ -261,6 +261,9 @@ class Scheduler:
                 twin = self.manager.sequence(request.sequence.sequence_id)
                 if twin is not None and twin is not request.sequence:
                     self.manager.abort(twin, 0)
+        if self.remembered is not None:
+            with suppress(CorruptStateError):
+                self.remembered.recover()
         for request in reversed(held):
             with suppress(CorruptStateError):
                 self.manager.abort(request.sequence, written.get(request, 0))

@@ -38,8 +38,9 @@ class CacheView(Protocol):
     def digest(self, block_id: int) -> bytes | None:
         """Return the digest that names a block's prefix. It is the same each time that this prefix is cached.
 
-        For blocks that the policy knows, including those that `remove` is just telling of; None for other blocks. The
-        first call for a block costs a hash, later ones O(1).
+        For blocks that the policy knows. In `remove` also for blocks that are evicted or reset, but not for those that
+        are forgotten (`abort`, `evict_blocks`, `forget_salt`). None for other blocks. The first call for a block costs
+        a hash, later ones O(1).
         """
 
 

@@ -227,6 +227,48 @@ def test_a_salt_keeps_no_more_than_its_quota():
     assert list(answers(scheduler)) == asked[1:]
 
 
+def test_the_default_quota_bounds_short_prompts_too():
+    """Prompts below a block cache nothing, so no report of quotas names their salt."""
+    scheduler, cache = remembering(), FakeCache(BLOCK_SIZE)
+    scheduler.manager.set_default_quota(2)
+    for first in range(3):
+        serve(scheduler, cache, [first, first], salt="a")
+    assert (len(scheduler.remembered), scheduler.remembered.num_blocks) == (2, 2)
+
+
+def test_a_quota_that_becomes_smaller_counts_at_once():
+    scheduler, cache = remembering(), FakeCache(BLOCK_SIZE)
+    for first in range(3):
+        serve(scheduler, cache, [first] * 5, salt="a")
+    assert scheduler.remembered.num_blocks == 6
+    scheduler.manager.set_quota("a", 2)
+    answers(scheduler)
+    assert (len(scheduler.remembered), scheduler.remembered.num_blocks) == (1, 2)
+    assert list(scheduler.manager.sequence(("remembered", 3)).token_ids()) == [2] * 5
+
+
+def test_an_interruption_leaves_no_fork(monkeypatch):
+    """Also not one that was made, but isn't kept yet."""
+    scheduler, cache = remembering(), FakeCache(BLOCK_SIZE)
+    serve(scheduler, cache, [1] * 5)
+    fork = scheduler.manager.fork
+
+    def interrupted(*arguments):
+        fork(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler.manager, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve(scheduler, cache, [2] * 5)
+    monkeypatch.undo()
+    scheduler.undo({})
+    scheduler.remembered.check()
+    assert (len(scheduler.remembered), scheduler.manager.num_free_blocks) == (0, 40)
+    finish(scheduler, cache)
+    serve(scheduler, cache, [1] * 5)
+    assert len(scheduler.remembered) == 2
+
+
 @pytest.mark.parametrize("bounds", [(-1, 1), (1, -1), (1.5, 1), (1, None)])
 def test_bounds_are_checked(bounds):
     with pytest.raises(InvalidArgumentError, match="max_"):
