@@ -224,6 +224,28 @@ def test_a_step_with_nan_leaves_nothing(engine, model):
     assert [ask(engine, prompt).num_cached_tokens for prompt in prompts] == [0, 0, 0]
 
 
+def test_an_interrupted_start_holds_nothing(engine, model, monkeypatch):
+    """Ctrl-C between the fork and the request that was to get it. The next step begins again."""
+    prompt = random_tokens(model.config, 9, seed=1)
+    expected = plain_answer(model, prompt)
+    ask(engine, prompt, max_tokens=1)
+    (again,) = engine.submit(prompt, max_tokens=6, ignore_eos=True)
+    engine.step()
+    fork = engine.scheduler.remembered.fork
+
+    def interrupted(*how):
+        assert fork(*how) is not None
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.remembered, "fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert again.completion.token_ids == expected
+
+
 def test_an_engine_without_prefix_caching_can_not(model):
     with pytest.raises(InvalidArgumentError, match="remember_next_token: expected False with enable_prefix_caching"):
         Engine(model, num_blocks=8, remember_next_token=True, enable_prefix_caching=False)

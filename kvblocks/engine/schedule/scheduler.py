@@ -256,6 +256,11 @@ class Scheduler:
         """
         self.lookups.forget()
         held = [request for request in (*self.running, *self.waiting) if request.sequence.is_allocated]
+        for request in self.waiting:  # a fork of a remembered prompt that the request had not got yet
+            with suppress(CorruptStateError):
+                twin = self.manager.sequence(request.sequence.sequence_id)
+                if twin is not None and twin is not request.sequence:
+                    self.manager.abort(twin, 0)
         for request in reversed(held):
             with suppress(CorruptStateError):
                 self.manager.abort(request.sequence, written.get(request, 0))

@@ -24,7 +24,7 @@ from kvblocks.kernels.table import CascadeThreshold
 
 # Operators for which torch must read a tensor's numbers: for a number itself, or for a result's size.
 READING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "unique_dim", "_unique2")
-KERNELS = ("store", "decode", "extend", "cascade_decode", "share_decodes", "share_rows", "share_runs", "own_parts")
+KERNELS = ("store", "decode", "extend", "cascade_decode", "share_decodes", "share_rows", "share_cascade", "own_parts")
 
 
 class Unread(TorchDispatchMode):

@@ -312,7 +312,7 @@ def test_a_request_that_cannot_be_begun_for_a_bug_fails_alone(server, gate, monk
     with server.client() as client:
         with monkeypatch.context() as patch:
             patch.setattr(server.engine, "submit", fail)
-            with pytest.raises(openai.InternalServerError, match="got TypeError: a bug, of which") as raised:
+            with pytest.raises(openai.InternalServerError, match="got TypeError: a bug; the server") as raised:
                 client.completions.create(max_tokens=3, **HELLO)
         assert "secret" not in raised.value.message
         assert "/secret/path" in caplog.text
