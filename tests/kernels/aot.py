@@ -2,8 +2,9 @@
 
 `python tests/kernels/aot.py` prints what each became: registers, spills, shared memory, tensor-core instructions. It
 must run without TRITON_INTERPRET, which is why test_aot.py starts it as a process: the interpreter takes the place of
-the compiler for a whole process. `--all`: all calls rather than the usual ones; `--only TEXT`: those with this text in
-their line; `--json`: print JSON. Triton's cache is used, and kept, where TRITON_CACHE_DIR names one.
+the compiler for a whole process. `--all`: all calls rather than the usual ones; `--target sm90`: those for one GPU;
+`--only TEXT`: those with this text in their line; `--json`: print JSON. Triton's cache is used, and kept, where
+TRITON_CACHE_DIR names one.
 """
 
 import argparse
@@ -129,6 +130,7 @@ def main() -> None:
     """Print the results of all kernels."""
     parser = argparse.ArgumentParser(prog="aot.py")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--target", choices=aot_calls.TARGETS)
     parser.add_argument("--only", default="")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--processes", type=int)
@@ -136,6 +138,7 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         sys.exit("aot.py: expected TRITON_INTERPRET to be unset: the interpreter takes the compiler's place")
     calls = list(aot_calls.all_calls() if given.all else aot_calls.usual_calls())
+    calls = [call for call in calls if given.target in (None, call[0])]
     calls = [call for call in calls if given.only in f"{call[0]} {call[1].__name__}, {call[2]}"]
     results = compile_all(calls, given.processes)
     if given.json:
