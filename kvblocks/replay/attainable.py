@@ -1,7 +1,7 @@
 """The best schedule that we can compute if the future is known: leaf-first, and with holds.
 
 A request holds its blocks from admission until it ends, as in `run`. The evicted block is the free one whose next
-request comes last. A request that needs a block needs all blocks before it, so a block is never needed later than the
+request comes last. A request that needs a block needs all blocks before it, so a block is never needed sooner than the
 one before it. Of equal times the deeper block goes first. So leaves go before the blocks above them. Blocks that are
 never needed again go at once.
 
