@@ -2,7 +2,10 @@
 
 import os
 import runpy
+import sys
 from pathlib import Path
+
+import pytest
 
 import kvblocks
 
@@ -32,3 +35,9 @@ def test_the_compiled_build_compiles_the_whole_core() -> None:
     plain |= {name for name in names if name.startswith("replay/")}  # drives a compiled manager
     plain |= {name for name in names if name.startswith("wire/")} - {"wire/names.py"}  # encodes and waits for sockets
     assert {f"kvblocks/{name}" for name in names - plain} == compiled
+
+
+@pytest.mark.skipif(not kvblocks.__compiled__, reason="about the compiled build")
+def test_what_mypyc_adds_is_inside_the_package() -> None:
+    added = [name for name in sys.modules if name.endswith("__mypyc")]
+    assert "kvblocks.core__mypyc" in added and all(name.startswith("kvblocks.") for name in added)

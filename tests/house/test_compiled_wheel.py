@@ -32,6 +32,7 @@ def build_wheel(folder: Path, **variables: str) -> tuple[list[str], str]:
     return zipfile.ZipFile(wheel).namelist(), result.stdout + result.stderr
 
 
+@pytest.mark.exhaustive  # it compiles all once more; `make test-compiled` runs what is compiled
 def test_the_compiled_wheel_has_one_top_level_package(tmp_path: Path) -> None:
     names, _ = build_wheel(tmp_path)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"kvblocks"}
