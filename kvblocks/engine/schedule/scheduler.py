@@ -135,9 +135,7 @@ class Scheduler:
             self.lookups.forget()
             _take_token(request, token_id)
             if request.finish_reason is not None:
-                request.was_admitted = True
                 self._remove(request)
-                self._pause_session(request)
             yield request, token_id
 
     def schedule(self) -> list[ScheduledChunk]:
@@ -448,6 +446,9 @@ class Scheduler:
             self._pause_session(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            if request.was_admitted or request.num_output_tokens:  # preempted, or answered by `remembered`
+                request.was_admitted = True
+                self._pause_session(request)
         else:
             for other in (*self.running, *self.waiting):
                 if request in other.siblings:

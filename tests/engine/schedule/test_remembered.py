@@ -11,6 +11,7 @@ from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies.lru import LRU
 
 PROMPT = [0, 1, 2, 0, 1, 1, 2, 0, 2, 1]  # two blocks and a half
 
@@ -91,6 +92,38 @@ def test_an_answer_of_one_token_needs_no_step(how):
     assert again.was_admitted
     assert not scheduler.has_work
     assert scheduler.manager.num_free_blocks == num_free
+
+
+class Told(LRU):
+    """LRU that notes which sessions paused."""
+
+    def __init__(self, cache):
+        super().__init__(cache)
+        self.paused = []
+
+    def begin(self, session, tenant):
+        pass
+
+    def end(self, session, tenant):
+        pass
+
+    def pause(self, session, tenant, reason):
+        self.paused.append((session, reason))
+
+
+@pytest.mark.parametrize("how", ["length", "a stop string"])
+def test_a_session_pauses_however_an_answer_ends_it(how):
+    """A stop string ends a request from outside, as `cancel`. The request counts as one that ran all the same."""
+    made = []
+    manager = KVCacheManager(40, BLOCK_SIZE, eviction=lambda cache: made.append(Told(cache)) or made[-1])
+    scheduler = Scheduler(manager, 1000, remembered=RememberedPrompts(manager, 40))
+    serve(scheduler, FakeCache(BLOCK_SIZE), PROMPT, 1)
+    again = add(scheduler, "again", PROMPT, 1 if how == "length" else 9, session="chat")
+    for request in answers(scheduler):
+        scheduler.cancel(request, "stop")
+    assert not scheduler.has_work
+    assert again.was_admitted
+    assert made[0].paused == [("chat", "length" if how == "length" else "stop")]
 
 
 def test_many_repeats_at_once_each_write_to_a_copy():
