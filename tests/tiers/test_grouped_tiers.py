@@ -551,7 +551,7 @@ def test_going_back_into_loads_keeps_the_hit(end):
 
 def test_going_back_before_the_hit_needs_its_window():
     manager, sequence = behind_hit()
-    with pytest.raises(SequenceStateError, match="still holds"):
+    with pytest.raises(SequenceStateError, match="begin now"):
         manager.rewind(sequence, 24)
     assert manager.tiers.is_loading(sequence)
     settle(manager)
@@ -571,7 +571,7 @@ def test_going_back_behind_loads_keeps_them():
 def test_going_back_behind_what_was_loaded_is_up_to_the_window():
     manager, sequence = behind_hit()
     settle(manager)
-    with pytest.raises(SequenceStateError, match="still holds"):
+    with pytest.raises(SequenceStateError, match="begin now"):
         manager.rewind(sequence, 36)
     manager.free(sequence)
 
