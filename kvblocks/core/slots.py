@@ -532,13 +532,13 @@ class SlotAllocator:
                     sequence.fits_below = fits_below
             except BaseException as error:  # this token isn't counted yet, so the count says what to remove
                 sequence.truncate_tokens(sequence.num_computed_tokens)
-                self._take_back(sequences[: sequences.index(sequence)])
+                self._remove_last(sequences[: sequences.index(sequence)])
                 if isinstance(error, (TypeError, OverflowError, ValueError)):
                     refuse_tokens(tokens)
                 raise
             sequence.num_computed_tokens += 1
 
-    def _take_back(self, sequences: list[Sequence]) -> None:
+    def _remove_last(self, sequences: list[Sequence]) -> None:
         """Remove the last token of each sequence, and end the change."""
         for sequence in sequences:
             sequence.num_computed_tokens -= 1
@@ -562,7 +562,7 @@ class SlotAllocator:
         try:
             return {sequence: self._digests_ahead(sequence, sequence.num_tokens) for sequence in at_boundary}
         except BaseException:
-            self._take_back(sequences)
+            self._remove_last(sequences)
             raise
 
     def _grow_by_one(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, part_of
 
 Name = tuple[str, int | None, bytes]
-"""A name in one place: (medium, group, digest)."""
+"""A name in one medium, of one group: (medium, group, digest)."""
 
 
 class SharedNames:

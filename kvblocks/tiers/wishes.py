@@ -101,7 +101,7 @@ class Wishes:
         self._aside[run] = num_blocks
 
     def resume(self) -> None:
-        """Take back what was put aside, ahead of newer wishes. O(wishes)."""
+        """Wish again for what was put aside, ahead of newer wishes. O(wishes)."""
         if self._aside:
             newer, self._ends, self._aside = self._ends, self._aside, {}
             for run, num_blocks in newer.items():
