@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,13 @@ def test_the_compiled_build_compiles_the_whole_core() -> None:
 def test_what_mypyc_adds_is_inside_the_package() -> None:
     added = [name for name in sys.modules if name.endswith("__mypyc")]
     assert "kvblocks.core__mypyc" in added and all(name.startswith("kvblocks.") for name in added)
+
+
+def test_the_compiled_build_needs_no_package_but_mypy() -> None:
+    """A wheel is often built where nothing else is installed: by `pip install`, by cibuildwheel, by `make dist`."""
+    pytest.importorskip("mypy", reason="needs the extra kvblocks[dev]")
+    root = Path(__file__).resolve().parents[2]
+    setup = runpy.run_path(str(root / "setup.py"), run_name="not main")
+    command = [sys.executable, "-m", "mypy", "--no-site-packages", "--cache-dir", os.devnull, *setup["MYPY_OPTIONS"]]
+    done = subprocess.run([*command, *setup["compiled_files"]()], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
