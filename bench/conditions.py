@@ -64,7 +64,12 @@ def print_conditions(facts: dict[str, object], *, quiet: bool = False) -> None:
 
 
 def keep(path: Path | None, facts: dict[str, object], results: Sequence[object], **more: object) -> None:
-    """Write results and their conditions to a file, if one was named, as the files in bench/results/ are."""
+    """Write results and their conditions to a file, if one was named, as the files in bench/results/ are.
+
+    The file is whole whenever it is there, so a bench may write it again after each result.
+    """
     if path is not None:
         kept = {"conditions": facts, "results": results, **more}
-        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        new = path.with_name(path.name + ".new")
+        new.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)

@@ -21,7 +21,7 @@ class Allocator:
     def take(self, number: int, cache: PrefixCache) -> list[int]:
         """Return `number` blocks. Evicts from the cache if too few are free."""
         if number > len(self.free):
-            self.free += cache.evict_lru(number - len(self.free))
+            self.free += cache.evict(number - len(self.free))
         if number > len(self.free):
             raise MemoryError(f"expected {number} free blocks, got {len(self.free)}")
         return [self.free.pop() for _ in range(number)]

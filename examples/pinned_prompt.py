@@ -35,11 +35,11 @@ plain = KVCacheManager(num_blocks=40, block_size=16)
 print("without a pin, cached at each question:", cached_at_each_question(plain))
 
 pinned = KVCacheManager(num_blocks=40, block_size=16)
-pin = pinned.pin(SYSTEM_PROMPT, priority=80)  # expires_at=…: on a clock of yours, see `expire_pins`
+pin = pinned.pins.pin(SYSTEM_PROMPT, priority=80)  # expires_at=…: on a clock of yours, see `pins.expire`
 found = cached_at_each_question(pinned)
 print("with one, from the second question on:", found)
 print(f"{pin.num_held_blocks} of {pin.num_blocks} blocks held")
 assert found == [0, 128, 128, 128]
 
-pinned.unpin(pin)  # its blocks stay cached, like any others
+pinned.pins.unpin(pin)  # its blocks stay cached, like any others
 pinned.check()

@@ -64,7 +64,7 @@ class MirrorIndex:
         """As `Index` says. O(workers x blocks found)."""
         while self.client.receive():
             pass  # apply the events since the last call
-        names = self._names.block_hashes(Sequence("prompt", tokens, salt=salt))
+        names = self._names.inspect.block_hashes(Sequence("prompt", tokens, salt=salt))
         found = self.client.mirror.overlaps(names)
         return {holder.worker: num_blocks * self._names.block_size for holder, num_blocks in found.items()}
 

@@ -21,7 +21,7 @@ def share_of_anns_prompt(quota: int | None) -> float:
     """Let one tenant flood the pool, and return how much of another one's prompt is cached afterwards."""
     manager = KVCacheManager(num_blocks=64, block_size=16)
     if quota is not None:
-        manager.set_default_quota(quota)  # for every tenant; `set_quota` is for one
+        manager.quotas.set_default(quota)  # for every tenant; `set` is for one
     anns_prompt = list(range(256))
     serve(manager, "ann", anns_prompt)
     for number in range(10):

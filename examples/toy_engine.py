@@ -35,7 +35,7 @@ def attend(sequence: Sequence) -> int:
 
 def forward(step: list[tuple[Sequence, int]]) -> list[int]:
     """Compute a step: copy what forks need, store everything, and only then attend."""
-    for source, destination in manager.take_copies():
+    for _, source, destination in manager.take_copies():
         kv_cache[destination] = list(kv_cache[source])
     for sequence, start in step:
         store(sequence, start)

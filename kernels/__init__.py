@@ -1,7 +1,7 @@
 """Operations on paged K and V caches.
 
 They take tensors and nothing else, so that any engine can call them. `reference` holds them in plain torch. The Triton
-kernels are `store`, `decode`, `extend`, `prefix_decode` with `cascade` and `merge` (requests that share blocks), `rows`
+kernels are `store`, `decode`, `extend`, `prefix_decode` with `cascade` (requests that share blocks), `rows`
 (the operations between matrix products and attention), and `copy` (blocks within the cache, and to and from one staging
 buffer). `oracle` says what they must compute. `device` holds what `decode`, `extend` and `prefix_decode` launch.
 Importing this package needs no triton. Importing one of the modules with Triton kernels does.

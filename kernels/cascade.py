@@ -1,7 +1,7 @@
 """Decoding where requests share blocks: a pass over the shared blocks, a pass over each request's own, and a merge.
 
 The result is that of `decode`. A cascade pays where many requests share many blocks: `decode` reads shared blocks once
-for each request, a cascade reads them once for each group. The last merge takes the partial results of all levels in
+for each request, a cascade reads them once for each cohort. The last merge takes the partial results of all levels in
 one launch.
 """
 
@@ -40,7 +40,7 @@ _LEVELS = 4
 class CascadeShares:
     """How `cascade_decode` shares out its work: of the runs, and of what each request has alone; see `share_cascade`.
 
-    lse: room for that of the runs, fp32 [num_levels, num_rows, num_heads]; -inf for rows that are in no group of a
+    lse: room for that of the runs, fp32 [num_levels, num_rows, num_heads]; -inf for rows that are in no cohort of a
     level.
     """
 
@@ -89,7 +89,7 @@ def own_parts_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "num_units", "num_rows", "run_programs", "num_seqs", "own_programs"],
+    do_not_specialize=["num_cohorts", "num_units", "num_rows", "run_programs", "num_seqs", "own_programs"],
     do_not_specialize_on_alignment=["members_ptr", "start_ptr", "level_ptr", "run_end_ptr", "own_end_ptr"],
 )
 def merge_parts_kernel(
@@ -101,7 +101,7 @@ def merge_parts_kernel(
     run_lse_ptr,
     run_part_ptr,
     run_part_lse_ptr,
-    num_groups,
+    num_cohorts,
     num_units,
     num_rows,
     run_programs,
@@ -122,9 +122,10 @@ def merge_parts_kernel(
     RUN_PARTS: tl.constexpr,
     OWN_PARTS: tl.constexpr,
 ):
-    """The first programs do what `prefix_merge_kernel` does, the others what `stream_merge_kernel` does.
+    """Merge what shares have cut: the first programs for runs, the others as `stream_merge_kernel` does.
 
-    Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,). The arguments are theirs.
+    Each of the first merges ROWS rows of a unit's head, if a share begins within it (`merge_cut_rows`).
+    Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,).
     """
     program = tl.program_id(0)
     num_in_front = (run_programs - 1) * (TILE_M // ROWS)
@@ -132,7 +133,7 @@ def merge_parts_kernel(
         merge_cut_rows(
             program // (TILE_M // ROWS) + 1, program % (TILE_M // ROWS) * ROWS + tl.arange(0, ROWS),
             members_ptr, start_ptr, level_ptr, run_end_ptr, run_output_ptr, run_lse_ptr, run_part_ptr, run_part_lse_ptr,
-            num_groups, num_units, num_rows, run_programs, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, RUN_PARTS,
+            num_cohorts, num_units, num_rows, run_programs, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, RUN_PARTS,
         )  # fmt: skip
     else:
         own = program - num_in_front
@@ -226,7 +227,7 @@ def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_si
 def share_cascade(
     query: Tensor, key_cache: Tensor, own: OwnParts, runs: SharedRuns, *, launch: Launch | None = None
 ) -> CascadeShares:
-    """How `cascade_decode` shares out its work in all layers of a step, for runs of a group or more; shapes as there.
+    """How `cascade_decode` shares out its work in all layers of a step, for runs of a cohort or more; shapes as there.
 
     `cascade_decode` makes the shares itself where it gets none. launch: for the runs, instead of the table's entry.
     Three launches: two of one program, and one that fills a tensor. Changes nothing, and never waits for the device.
@@ -254,7 +255,7 @@ def cascade_decode(
 
     query: [num_rows, num_heads, head_dim], one row a request; key_cache, value_cache: as in `decode`; own:
     `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; runs: see
-    `SharedRuns`. There is no `window` parameter: with windows, pass only groups of rows that still see their whole
+    `SharedRuns`. There is no `window` parameter: with windows, pass only cohorts of rows that still see their whole
     shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]:
@@ -267,7 +268,7 @@ def cascade_decode(
     tensors, of_own = (query, key_cache, value_cache, block_tables), (own.block_tables, own.seq_lens)
     runs.check(check_attention(*tensors, runs.num_shared, options))
     shape = check_attention(*tensors[:3], *of_own, options)
-    if runs.num_groups == 0:
+    if runs.num_cohorts == 0:
         alone_options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
         return decode(*tensors[:3], *of_own, scale=scale, **alone_options)
     shares = share_cascade(query, key_cache, own, runs) if shares is None else shares

@@ -2,7 +2,7 @@
 
 Here a run is a range of columns of block tables that several requests share. `SharedRuns.build` checks two invariants
 that no kernel can check. The runs of a row follow one another without a gap, from column 0 of its block table. No two
-groups of one level share a row.
+cohorts of one level share a row.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from torch import Tensor
 from kvblocks.kernels.layout import AttentionShape, KernelArgumentError, check_devices, check_indices
 
 SharedRun = tuple[Sequence[int], int, int]
-"""A group as `SharedRuns.build` takes it: its members, and the block columns where its run starts and stops."""
+"""A cohort as `SharedRuns.build` takes it: its members, and the block columns where its run starts and stops."""
 
 
 @dataclass(frozen=True)
 class SharedRuns:
     """Which rows share which blocks, as int32 tensors on the device.
 
-    Group g has the members `members[group_start[g] : group_start[g + 1]]`: rows of the query, which are rows of the
+    Cohort g has the members `members[cohort_start[g] : cohort_start[g + 1]]`: rows of the query, which are rows of the
     block tables. Their tables agree in the columns from `run_start[g]` to before `run_stop[g]`, and all these blocks
-    are full. `level[g]` is below `num_levels`, and differs between groups that share a member. `num_shared`,
+    are full. `level[g]` is below `num_levels`, and differs between cohorts that share a member. `num_shared`,
     [num_rows], is the column where a row's last run stops and its own part starts: 0 without runs.
 
-    Tensors may be longer than what they hold, for CUDA graphs. The further groups are empty: they start where the last
-    group ends. Kernels don't check the values; `build` does.
+    Tensors may be longer than what they hold, for CUDA graphs. The further cohorts are empty: they start where the last
+    cohort ends. Kernels don't check the values; `build` does.
     """
 
     members: Tensor
-    group_start: Tensor
+    cohort_start: Tensor
     run_start: Tensor
     run_stop: Tensor
     level: Tensor
@@ -39,35 +39,35 @@ class SharedRuns:
     num_levels: int
 
     @classmethod
-    def build(cls, groups: Sequence[SharedRun], num_rows: int, device: torch.device | str = "cpu") -> "SharedRuns":
-        """Runs from lists. A row's runs, in the order of `groups`, must follow one another from column 0.
+    def build(cls, cohorts: Sequence[SharedRun], num_rows: int, device: torch.device | str = "cpu") -> "SharedRuns":
+        """Runs from lists. A row's runs, in the order of `cohorts`, must follow one another from column 0.
 
         Raises KernelArgumentError. O(members).
         """
         num_shared, depth = [0] * num_rows, [0] * num_rows
         members: list[int] = []
-        group_start, level = [0], []
-        for rows, start, stop in groups:
+        cohort_start, level = [0], []
+        for rows, start, stop in cohorts:
             if len(rows) == 0 or stop <= start or min(rows) < 0 or max(rows) >= num_rows or len(set(rows)) < len(rows):
                 raise KernelArgumentError(
-                    f"groups: expected different rows below {num_rows} and a run of at least one block, got rows "
+                    f"cohorts: expected different rows below {num_rows} and a run of at least one block, got rows "
                     f"{list(rows)} and columns {start} to {stop}"
                 )
             for row in rows:
                 if num_shared[row] != start:
                     raise KernelArgumentError(
-                        f"groups: expected row {row}'s next run to start at {num_shared[row]}, got {start}"
+                        f"cohorts: expected row {row}'s next run to start at {num_shared[row]}, got {start}"
                     )
             level.append(max(depth[row] for row in rows))
             for row in rows:
                 num_shared[row], depth[row] = stop, level[-1] + 1
             members += rows
-            group_start.append(len(members))
+            cohort_start.append(len(members))
         columns = {
             "members": members,
-            "group_start": group_start,
-            "run_start": [start for _, start, _ in groups],
-            "run_stop": [stop for _, _, stop in groups],
+            "cohort_start": cohort_start,
+            "run_start": [start for _, start, _ in cohorts],
+            "run_stop": [stop for _, _, stop in cohorts],
             "level": level,
             "num_shared": num_shared,
         }
@@ -81,18 +81,18 @@ class SharedRuns:
                 f"query: expected a row for each of {shape.num_seqs} tables, got {shape.num_rows}"
             )
         check_indices("runs.members", self.members, self.members.shape[0])
-        check_indices("runs.group_start", self.group_start, self.num_groups + 1)
-        check_indices("runs.run_start", self.run_start, self.num_groups)
-        check_indices("runs.run_stop", self.run_stop, self.num_groups)
-        check_indices("runs.level", self.level, self.num_groups)
+        check_indices("runs.cohort_start", self.cohort_start, self.num_cohorts + 1)
+        check_indices("runs.run_start", self.run_start, self.num_cohorts)
+        check_indices("runs.run_stop", self.run_stop, self.num_cohorts)
+        check_indices("runs.level", self.level, self.num_cohorts)
         check_indices("runs.num_shared", self.num_shared, shape.num_rows)
-        tensors = (self.members, self.group_start, self.run_start, self.run_stop, self.level)
+        tensors = (self.members, self.cohort_start, self.run_start, self.run_stop, self.level)
         for tensor in tensors:
             check_devices(num_shared=self.num_shared, runs=tensor)
         if self.num_levels < 0:
             raise KernelArgumentError(f"runs.num_levels: expected at least 0, got {self.num_levels}")
 
     @property
-    def num_groups(self) -> int:
-        """How many groups the tensors have room for."""
+    def num_cohorts(self) -> int:
+        """How many cohorts the tensors have room for."""
         return self.run_start.shape[0]

@@ -48,21 +48,37 @@ if TYPE_CHECKING:
         UnsupportedEngineError,
     )
     from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
-    from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
-    from kvblocks.groups.plan import KVLayer, Plan, plan
+    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, SlidingWindow
+    from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
+    from kvblocks.groups.states.copies import StateCopy
+    from kvblocks.groups.states.kind import RecurrentState
     from kvblocks.manager import KVCacheManager
     from kvblocks.observe.explanation import Explanation
+    from kvblocks.observe.inspector import HeldBlocks, Inspector
     from kvblocks.observe.metrics import CacheMetrics
     from kvblocks.observe.picture import PrefixRow
     from kvblocks.observe.shared_prefixes import SharedPrefix
     from kvblocks.prefix_cache.cache import PrefixCache
+    from kvblocks.prefix_cache.inspector import CacheInspector
     from kvblocks.prefix_cache.match import PrefixInsert, PrefixMatch
     from kvblocks.prefix_cache.pins import PinnedPrefix
     from kvblocks.retention.holds import BlockHold, BlockHolds
+    from kvblocks.retention.manager_pins import ManagerPins
+    from kvblocks.retention.manager_quotas import ManagerQuotas
     from kvblocks.retention.pins import Pin
     from kvblocks.retention.policies.policy import CacheView, EvictionPolicy, FreeBlock
     from kvblocks.retention.sessions import Sessions
-    from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal, TierPart, TierStats
+    from kvblocks.states.calls import ManagerStates
+    from kvblocks.stats import (
+        CacheStats,
+        GroupUsage,
+        MetricsSnapshot,
+        QuotaUsage,
+        Refusal,
+        StateStats,
+        TierPart,
+        TierStats,
+    )
     from kvblocks.tiers.identity import BlockIdentity
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
@@ -85,6 +101,8 @@ _HOMES = {
     "errors": (
         "BlockStateError",
         "CorruptStateError",
+        "HeldBlocks",
+        "Inspector",
         "InvalidArgumentError",
         "InvalidTokensError",
         "KVBlocksError",
@@ -96,17 +114,24 @@ _HOMES = {
         "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
-    "groups.kinds": ("FullAttention", "Group", "SlidingWindow"),
-    "groups.plan": ("KVLayer", "Plan", "plan"),
+    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "SlidingWindow"),
+    "groups.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
+    "states.calls": ("ManagerStates",),
+    "groups.states.copies": ("StateCopy",),
+    "groups.states.kind": ("RecurrentState",),
     "manager": ("KVCacheManager",),
     "observe.explanation": ("Explanation",),
+    "observe.inspector": ("HeldBlocks", "Inspector"),
     "observe.metrics": ("CacheMetrics",),
     "observe.picture": ("PrefixRow",),
     "observe.shared_prefixes": ("SharedPrefix",),
     "prefix_cache.cache": ("PrefixCache",),
+    "prefix_cache.inspector": ("CacheInspector",),
     "prefix_cache.match": ("PrefixInsert", "PrefixMatch"),
     "prefix_cache.pins": ("PinnedPrefix",),
     "retention.holds": ("BlockHold", "BlockHolds"),
+    "retention.manager_pins": ("ManagerPins",),
+    "retention.manager_quotas": ("ManagerQuotas",),
     "retention.pins": ("Pin",),
     "retention.policies.policy": ("CacheView", "EvictionPolicy", "FreeBlock"),
     "retention.sessions": ("Sessions",),
@@ -114,7 +139,16 @@ _HOMES = {
     "tiers.tier": ("Tier",),
     "tiers.tiers": ("Tiers",),
     "tiers.transfer": ("Loaded", "TierHit", "Transfer"),
-    "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal", "TierPart", "TierStats"),
+    "stats": (
+        "CacheStats",
+        "GroupUsage",
+        "MetricsSnapshot",
+        "QuotaUsage",
+        "Refusal",
+        "StateStats",
+        "TierPart",
+        "TierStats",
+    ),
     "version": ("__version__",),
 }
 # Modules that can be had as attributes, as if they had been imported.
@@ -134,9 +168,11 @@ __all__ = [
     "BlocksHit",
     "CacheEvent",
     "CacheHit",
+    "CacheInspector",
     "CacheMetrics",
     "CacheStats",
     "CacheView",
+    "ChunkedLocal",
     "CorruptStateError",
     "EventOptions",
     "EvictionPolicy",
@@ -146,13 +182,19 @@ __all__ = [
     "FullAttention",
     "Group",
     "GroupUsage",
+    "HeldBlocks",
+    "Inspector",
     "InvalidArgumentError",
     "InvalidTokensError",
     "KVBlocksError",
     "KVCacheBlock",
     "KVCacheManager",
     "KVLayer",
+    "LatentLayer",
     "Loaded",
+    "ManagerPins",
+    "ManagerQuotas",
+    "ManagerStates",
     "MetricsSnapshot",
     "NoTokensError",
     "Pin",
@@ -165,6 +207,7 @@ __all__ = [
     "PrefixMatch",
     "PrefixRow",
     "QuotaUsage",
+    "RecurrentState",
     "Refusal",
     "Sequence",
     "SequenceStateError",
@@ -172,6 +215,9 @@ __all__ = [
     "SharedPrefix",
     "SlidingWindow",
     "StaleHitError",
+    "StateCopy",
+    "StateLayer",
+    "StateStats",
     "Tier",
     "TierHit",
     "TierPart",
@@ -186,10 +232,10 @@ __all__ = [
 
 
 class _Kernels:
-    """Finds `kvblocks.kernels`: in this folder, as it ships, or in a checkout beside it.
+    """Finds `kvblocks.kernels` in a checkout, where it stands beside this folder. An installed wheel has it inside.
 
-    Without this finder, kernels beside the checkout in use aren't found. With a plain installation Python looks only at
-    the installed copy. With an editable one it may find the kernels of another checkout.
+    Without this finder, Python looks at an installed copy. With an editable installation it may find the kernels of
+    another checkout.
     """
 
     @staticmethod
@@ -197,10 +243,12 @@ class _Kernels:
         """Find the module, as finders in `sys.meta_path` do."""
         if name != "kvblocks.kernels" or path is None:
             return None
-        return PathFinder.find_spec(name, [*path, *(folder.removesuffix("kvblocks") for folder in path)])
+        return PathFinder.find_spec(name, [folder.removesuffix("kvblocks") for folder in path])
 
 
-sys.meta_path.insert(0, _Kernels)
+_shipped = PathFinder.find_spec("kvblocks.kernels", __path__)
+if _shipped is None or _shipped.loader is None:  # without a loader: a folder that holds no modules of ours
+    sys.meta_path.insert(0, _Kernels)
 
 
 def __getattr__(name: str) -> object:

@@ -7,6 +7,7 @@ The rules:
 - A wrong number of arguments, or an unknown name, is Python's TypeError.
 - The caller's own code (`__hash__`, `__eq__`, an iterator, a hash function) may raise while a call runs it. Such an
   error is passed on as it is, and the call has changed nothing.
+- The caller's objects are trusted to say the truth: of their length, their text and their bytes.
 - Some errors of the caller's code do become InvalidArgumentError. TypeError, ValueError and OverflowError from
   `__index__` or `__float__` mean, as everywhere in Python, that the object is no such number. A TypeError from the
   trial call of a function means that the function has a wrong signature.
@@ -18,7 +19,7 @@ doesn't check them. On the hot path, a call that takes an object of our own look
 wrong.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from numbers import Real
 from operator import index
 from typing import Any, Final, Protocol, SupportsFloat, SupportsIndex, TypeVar
@@ -177,13 +178,8 @@ def check_name(name: str, value: Text | None) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """Return the characters of `text` as a plain str, without running methods of a subclass."""
-    return text if type(text) is str else "".join([text])  # noqa: FLY002  # an f-string calls its __format__
-
-
-def plain_bytes(value: bytes) -> bytes:
-    """Return the content of `value` as plain bytes, without running methods of a subclass."""
-    return value if type(value) is bytes else b"".join([value])
+    """Return the characters of `text` as a plain str: the str() of an Enum's member is its name, not its text."""
+    return text if type(text) is str else "".join([text])  # noqa: FLY002  # an f-string has that name, too
 
 
 def check_text(name: str, text: str) -> str:
@@ -195,6 +191,12 @@ def check_text(name: str, text: str) -> str:
             f"{name}: expected text that UTF-8 can encode, got {shown(text)}: {error.reason}"
         ) from None
     return text
+
+
+def check_one_of(name: str, value: object, names: Collection[str]) -> None:
+    """Raise InvalidArgumentError unless `value` is one of the texts `names`."""
+    if not is_a(value, str) or value not in names:
+        raise wrong(name, f"one of {', '.join(names)}", value)
 
 
 def listed(name: str, expected: str, value: object) -> list[Any]:
@@ -211,7 +213,7 @@ def listed(name: str, expected: str, value: object) -> list[Any]:
         iterator = iter(given)
     except TypeError:
         raise wrong(name, expected, value) from None
-    return list(iterator)  # of the iterator, so that a __len__ that lies is not called
+    return list(iterator)
 
 
 def is_number(value: Any) -> bool:

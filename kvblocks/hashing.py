@@ -5,18 +5,10 @@ from typing import Any
 from xxhash import xxh3_128_digest
 
 from kvblocks.arguments import Text, is_a, plain_text, wrong
-from kvblocks.core.hashing import (
-    ExtraKey,
-    HashFunction,
-    Names,
-    PositionKey,
-    check_digest,
-    decode_extra_keys,
-    sha256_digest,
-)
+from kvblocks.core.hashing import HashFunction, Names, PositionKey, check_digest, sha256_digest
 from kvblocks.errors import InvalidArgumentError
 
-__all__ = ["ExtraKey", "HashFunction", "Names", "PositionKey", "decode_extra_keys", "get_names"]
+__all__ = ["HashFunction", "Names", "PositionKey", "get_names"]
 
 HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
 

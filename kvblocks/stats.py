@@ -84,18 +84,42 @@ class Refusal:
     """Why the pool could not serve a call: the call needed `num_blocks`, and `num_free_blocks` were free.
 
     num_given_blocks: blocks that pins would have given up. num_kept_blocks: blocks that only pins hold, and that they
-    would not have given up.
+    would not have given up. reason: "blocks", or "slots" if no slot for a recurrent state was free, however many blocks
+    were.
     """
 
     num_blocks: int
     num_free_blocks: int
     num_given_blocks: int
     num_kept_blocks: int
+    reason: Literal["blocks", "slots"] = "blocks"
 
     @property
     def is_due_to_pins(self) -> bool:
         """Whether the call could have been served without pins."""
-        return self.num_blocks <= self.num_free_blocks + self.num_given_blocks + self.num_kept_blocks
+        most = self.num_free_blocks + self.num_given_blocks + self.num_kept_blocks
+        return self.reason == "blocks" and self.num_blocks <= most
+
+
+@dataclass(frozen=True, slots=True)
+class StateStats:
+    """What happened to recurrent states since the manager was made.
+
+    num_cleared, num_restored, num_forked: copies to slots that the engine took: of new sequences, from checkpoints, of
+    forks. num_saved: checkpoints that hits could find. The others count saves that were wanted and skipped:
+    num_without_room: too few blocks were free. num_present: another sequence had saved there. num_taken_back: the
+    prefix was no longer cached, after another sequence's abort or a reset, for example. num_passed: a chunk ran over
+    the place instead of ending there, as `manager.states.next_cut` would have had it.
+    """
+
+    num_cleared: int
+    num_restored: int
+    num_forked: int
+    num_saved: int
+    num_without_room: int
+    num_present: int
+    num_taken_back: int
+    num_passed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +226,7 @@ class MetricsSnapshot:
     """What `CacheMetrics` knows at one moment.
 
     time: of the snapshot. Like all ages and durations here, it is in `time_unit`: blocks taken from the pool, or
-    seconds. stats: since the manager was made. window: hits of the last requests. quotas: as `manager.quotas()`. tiers:
+    seconds. stats: since the manager was made. window: hits of the last requests. quotas: as `manager.quotas`. tiers:
     as `manager.tiers`, the fastest first.
 
     num_sampled_blocks: blocks whose lives are recorded; the following fields are about these. lifetimes, idle_times,

@@ -3,12 +3,13 @@
 import base64
 import json
 import shutil
-import socket
 import subprocess
 import time
 from contextlib import contextmanager
 
 import httpx2
+
+from bench.ports import free_ports
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -79,9 +80,7 @@ class Browser:
 @contextmanager
 def browser():
     """A headless browser with a profile of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:

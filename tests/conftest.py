@@ -6,7 +6,9 @@ And the models of tests that are about folders and text: a tiny GGUF made here, 
 import json
 import os
 import shutil
+import signal
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Before anything imports torch, which reads them once. Setting them costs core tests nothing; importing torch would.
@@ -21,12 +23,33 @@ if not [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]:
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("model")  # so that a model's bare assert says what it compared
+
 # A machine that is shared is slow now and then: no deadline for one example.
 _UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-# `default` gives one verdict for one commit; `thorough` is random and looks for what `default` has not seen.
-settings.register_profile("default", max_examples=100, stateful_step_count=50, derandomize=True, **_UNHURRIED)
+# `default` and `whole` (`make test-all`) give one verdict for one commit; `thorough` is random and looks for what they
+# have not seen.
+settings.register_profile("default", max_examples=50, stateful_step_count=50, derandomize=True, **_UNHURRIED)
+settings.register_profile("whole", max_examples=200, stateful_step_count=50, derandomize=True, **_UNHURRIED)
 settings.register_profile("thorough", max_examples=2000, stateful_step_count=100, **_UNHURRIED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Of the cases of a function marked `every(n)`, make all but every n-th exhaustive.
+
+    A compiled build runs other ones than the plain one, so that the two together run twice as many.
+    """
+    num_seen, is_compiled = Counter(), bool(os.environ.get("KVBLOCKS_EXPECT_COMPILED"))
+    for item in items:
+        mark = item.get_closest_marker("every")
+        if mark is not None:
+            (step,) = mark.args
+            function = item.nodeid.partition("[")[0]
+            if (num_seen[function] - is_compiled) % step:
+                item.add_marker(pytest.mark.exhaustive)
+            num_seen[function] += 1
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +58,14 @@ def one_torch_thread():
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def met():
+    """What the walks of a file met: a `Coverage` for each kind of walk, by its name."""
+    from model.coverage import Coverage
+
+    return defaultdict(Coverage)
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +84,24 @@ def tiny_folder(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     convert_gguf(tiny_model().write(tmp_path_factory.mktemp("gguf") / "tiny.gguf"), folder)
     return folder
+
+
+@pytest.fixture
+def loads_whatever_is_there():
+    """Load all that tiers have. Else it depends on what a load and a computation took before, on this busy machine."""
+    from kvblocks.tiers import tiers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "num_worth_loading", lambda loads, _: len(loads))
+        yield
+
+
+@pytest.fixture
+def hears_ctrl_c():
+    """Let this process, and those that it starts, hear SIGINT, which a shell's background jobs begin with ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

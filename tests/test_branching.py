@@ -35,7 +35,11 @@ class TestFork:
         assert [sample.block_ids for sample in samples] == [[0, 1, 2]] * 4
         assert manager.take_copies() == []
         assert [ids(manager.append_slots(sample, [20]) or []) for sample in samples] == [[3], [4], [5], []]
-        assert manager.take_copies() == [(2, 3), (2, 4), (2, 5)]  # the last one keeps the block that the others left
+        assert manager.take_copies() == [
+            (0, 2, 3),
+            (0, 2, 4),
+            (0, 2, 5),
+        ]  # the last one keeps the block that the others left
         assert manager.take_copies() == []
         assert [sample.block_ids for sample in samples] == [[0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 1, 2]]
         for sample in samples:
@@ -47,8 +51,8 @@ class TestFork:
         first = started(manager, 0, range(10))
         samples = [first, manager.fork(first, 1)]
         apart = started(manager, 2, range(100, 104))
-        assert manager.append_step([*samples, apart], [7, 8, 9]) == [(0, 2, 4), (2, 1, 5)]
-        assert manager.take_copies() == [(2, 4)]
+        assert manager.append_step([*samples, apart], [7, 8, 9]) == [(0, 0, 2, 4), (2, 0, 1, 5)]
+        assert manager.take_copies() == [(0, 2, 4)]
         assert manager.append_step([*samples, apart], [7, 8, 9]) == []
         assert [sample.token_ids(10) for sample in samples] == [[7, 7], [8, 8]]
         manager.check()
@@ -74,12 +78,14 @@ class TestFork:
     def test_reserved_slots_are_not_shared_and_reserving_copies(self) -> None:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(6))
-        manager.reserve_slots(first, 6)
+        manager.allocate_slots(first, 0, num_total_tokens=12)
         twin = manager.fork(first, 1)
         assert (first.block_ids, twin.block_ids) == ([0, 1, 2], [0, 1])
-        assert ids(manager.reserve_slots(twin, 1) or []) == [3]  # drafts are written before they are appended
+        assert ids(manager.allocate_slots(twin, 0, num_total_tokens=7) or []) == [
+            3
+        ]  # drafts are written before they are appended
         assert twin.block_ids == [0, 3]
-        assert manager.take_copies() == [(1, 3)]
+        assert manager.take_copies() == [(0, 1, 3)]
         assert manager.append_slots(first, [1]) == []
         manager.check()
 
@@ -90,7 +96,7 @@ class TestFork:
         twin = manager.fork(first, 1)
         assert ids(manager.allocate_slots(twin) or []) == [2, 3]
         assert twin.block_ids == [0, 2, 3]
-        assert manager.take_copies() == [(1, 2)]
+        assert manager.take_copies() == [(0, 1, 2)]
         assert ids(manager.allocate_slots(first) or []) == [4]
         manager.check()
 
@@ -98,11 +104,11 @@ class TestFork:
         manager = KVCacheManager(3, 4)
         first = started(manager, 0, range(10))
         twin = manager.fork(first, 1)
-        before = manager.free_block_ids(), manager.stats, twin.block_ids[:], twin.token_ids()
+        before = manager.inspect.free_block_ids(), manager.stats, twin.block_ids[:], twin.token_ids()
         assert manager.append_slots(twin, [1]) is None
         assert manager.append_step([first, twin], [1, 1]) is None
-        assert manager.reserve_slots(twin, 1) is None
-        assert (manager.free_block_ids(), manager.stats, twin.block_ids, twin.token_ids()) == before
+        assert manager.allocate_slots(twin, 0, num_total_tokens=11) is None
+        assert (manager.inspect.free_block_ids(), manager.stats, twin.block_ids, twin.token_ids()) == before
         assert manager.take_copies() == []
         manager.free(first)
         assert manager.append_slots(twin, [1]) == []  # it has the block to itself now
@@ -120,14 +126,14 @@ class TestFork:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(5))
         samples = [first, *(manager.fork(first, n) for n in (1, 2, 3))]
-        assert manager.append_step(samples, [9, 9, 9, 9]) == [(0, 1, 2), (1, 1, 3), (2, 1, 4)]
-        assert manager.take_copies() == [(1, 2), (1, 3), (1, 4)]
+        assert manager.append_step(samples, [9, 9, 9, 9]) == [(0, 0, 1, 2), (1, 0, 1, 3), (2, 0, 1, 4)]
+        assert manager.take_copies() == [(0, 1, 2), (0, 1, 3), (0, 1, 4)]
         manager.check()
 
     def test_reserving_nothing_copies_nothing(self) -> None:
         manager = KVCacheManager(16, 4)
         twin = manager.fork(started(manager, 0, range(5)), 1)
-        assert manager.reserve_slots(twin, 0) == []
+        assert manager.allocate_slots(twin, 0, num_total_tokens=twin.num_tokens) == []
         assert manager.take_copies() == []
 
     def test_what_a_twin_must_not_write(self) -> None:
@@ -159,7 +165,11 @@ class TestTruncate:
         assert sequence.block_ids == [0, 1, 2, 3]
         manager.truncate(sequence, 7)
         assert (sequence.num_tokens, sequence.num_computed_tokens, sequence.block_ids) == (7, 7, [0, 1])
-        assert manager.free_block_ids() == [3, *range(4, 16), 2]  # what holds nothing first, what is cached last
+        assert manager.inspect.free_block_ids() == [
+            3,
+            *range(4, 16),
+            2,
+        ]  # what holds nothing first, what is cached last
         assert manager.get_computed_blocks(Sequence(1, range(13))).num_tokens == 12  # computed, so still good
         manager.check()
 
@@ -169,7 +179,7 @@ class TestTruncate:
         manager.append_slots(sequence, [6, 7])
         manager.truncate(sequence, 7)
         assert ids(manager.append_slots(sequence, [70]) or []) == [2]
-        assert manager.take_copies() == [(1, 2)]
+        assert manager.take_copies() == [(0, 1, 2)]
         manager.append_slots(sequence, [8])
         assert manager.get_computed_blocks(Sequence(1, range(9))).num_tokens == 8
         assert manager.get_computed_blocks(Sequence(1, [*range(7), 70, 8])).num_tokens == 8
@@ -185,7 +195,7 @@ class TestTruncate:
     def test_it_gives_back_reserved_room(self) -> None:
         manager = KVCacheManager(16, 4)
         sequence = Sequence(0, range(6))
-        manager.allocate_slots(sequence, num_lookahead_tokens=7)
+        manager.allocate_slots(sequence, num_total_tokens=13)
         assert len(sequence.block_ids) == 4
         manager.truncate(sequence, 6)
         assert (sequence.block_ids, manager.num_free_blocks) == ([0, 1], 14)
@@ -268,7 +278,7 @@ class TestLookahead:
     def test_drafts_are_not_cached_before_they_are_accepted(self) -> None:
         manager = KVCacheManager(16, 4)
         sequence = Sequence(0, range(6))
-        blocks = manager.allocate_slots(sequence, num_lookahead_tokens=6)
+        blocks = manager.allocate_slots(sequence, num_total_tokens=12)
         assert (ids(blocks or []), sequence.num_computed_tokens) == ([0, 1, 2], 6)
         assert manager.stats.num_cached_blocks == 1
         assert manager.append_slots(sequence, [6, 7, 8]) == []
@@ -277,11 +287,11 @@ class TestLookahead:
     def test_it_is_all_or_nothing(self) -> None:
         manager = KVCacheManager(2, 4)
         sequence = Sequence(0, range(6))
-        assert manager.allocate_slots(sequence, num_lookahead_tokens=3) is None
+        assert manager.allocate_slots(sequence, num_total_tokens=9) is None
         assert (sequence.is_allocated, manager.num_free_blocks) == (False, 2)
-        assert manager.allocate_slots(sequence, num_lookahead_tokens=2) is not None
-        with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens: expected an int of at least 0"):
-            manager.allocate_slots(Sequence(1, [1]), num_lookahead_tokens=-1)
+        assert manager.allocate_slots(sequence, num_total_tokens=8) is not None
+        with pytest.raises(InvalidArgumentError, match="num_total_tokens: expected an int of at least 1"):
+            manager.allocate_slots(Sequence(1, [1]), num_total_tokens=-1)
 
 
 class TestRenew:
@@ -311,7 +321,7 @@ class TestRenew:
         manager.truncate(first, 4)
         manager.abort(first, 0)
         started(manager, "longer", range(13))
-        pin = manager.pin(range(12))
+        pin = manager.pins.pin(range(12))
         manager.renew(twin)
         assert pin.num_held_blocks == 3
         assert manager.get_computed_blocks(Sequence("probe", range(13))).num_tokens == 12

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from model.bytecodes import count_bytecodes, uncompiled
 
-from kvblocks import KVCacheManager, Sequence
+from kvblocks import FullAttention, KVCacheBlock, KVCacheManager, Sequence, SlidingWindow
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +24,9 @@ def worst_cases(monkeypatch):
 
 
 @uncompiled
-@pytest.mark.parametrize("case", ["evict", "evict-duplicate", "evict-copies", "chunks-keys-events", "chunks-groups"])
+@pytest.mark.parametrize(
+    "case", ["evict", "evict-duplicate", "evict-copies", "free-copies", "chunks-keys-events", "chunks-groups"]
+)
 def test_work_grows_with_what_is_done(worst_cases, case: str) -> None:
     few, many = (count_bytecodes(worst_cases[case].make(size)) for size in (100, 400))
     assert many < 4.2 * few
@@ -35,6 +37,31 @@ def test_work_grows_with_what_is_done(worst_cases, case: str) -> None:
 def test_work_does_not_grow_with_what_is_not_touched(worst_cases, case: str) -> None:
     few, many = (count_bytecodes(worst_cases[case].make(size)) for size in (100, 400))
     assert many < 1.1 * few
+
+
+@uncompiled
+def test_blocks_that_leave_a_window_are_compared_with_few_others(monkeypatch) -> None:
+    """A list that is searched for each block compares it with all before it. Only this counts that, as work in C."""
+    num_compared = 0
+
+    class Counted(KVCacheBlock):
+        __slots__ = ()
+        __hash__ = KVCacheBlock.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return self is other
+
+    monkeypatch.setattr("kvblocks.core.pool.KVCacheBlock", Counted)
+    groups = [FullAttention(4), SlidingWindow(4, 8)]
+    manager = KVCacheManager(1000, groups=groups, eviction="lru")
+    sequence = Sequence("prompt", tokens(0, 400))
+    manager.allocate_slots(sequence)
+    num_compared = 0
+    manager.append_slots(sequence, [0])
+    assert sequence.first_live_block(1) > 390
+    assert num_compared < 400
 
 
 def test_the_oldest_of_many_copies_is_the_one_that_is_hit() -> None:

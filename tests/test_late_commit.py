@@ -90,7 +90,7 @@ def test_behind_a_gap_nothing_is_cached_whatever_call_comes(manager):
     assert num_hit(manager, PROMPT) == 5
 
 
-@pytest.mark.parametrize("way", ["append_slots", "append_step", "append_group_step"])
+@pytest.mark.parametrize("way", ["append_slots", "append_step"])
 def test_the_short_ways_see_the_gap(way):
     manager = KVCacheManager(64, 4)  # in debug mode a token that fills a block goes a longer way
     sequence = start(manager, "a", 4, late=False)
@@ -98,7 +98,7 @@ def test_the_short_ways_see_the_gap(way):
     if way == "append_slots":
         manager.append_slots(sequence, [7])
     else:
-        getattr(manager, way)([sequence], [7])
+        manager.append_step([sequence], [7])
     assert num_hit(manager, PROMPT) == 1
     assert manager.cache_blocks(sequence, 8) == 8
     manager.check()
@@ -251,7 +251,7 @@ def test_a_delayed_call_caches_nothing_that_an_earlier_one_could_not(way):
     manager.allocate_slots(sequence)
     manager.cache_blocks(first, 4)
     if way == "allocate_slots":
-        sequence.append_token(8)
+        sequence.append_tokens([8])
         manager.allocate_slots(sequence, delay_cache_blocks=True)
     elif way == "append_slots":
         manager.append_slots(sequence, [8], delay_cache_blocks=True)
@@ -260,7 +260,7 @@ def test_a_delayed_call_caches_nothing_that_an_earlier_one_could_not(way):
     assert manager.stats.num_cached_blocks == 1
     assert manager.cache_blocks(sequence, 9) == 8
     stored = [name for event in manager.take_events()[-1:] for name in event.block_hashes]
-    assert stored == [sequence.blocks[1].block_hash] == manager.block_hashes(sequence)[1:2]
+    assert stored == [sequence.blocks[1].block_hash] == manager.inspect.block_hashes(sequence)[1:2]
 
 
 def test_windows_slide_by_what_is_written():

@@ -9,6 +9,7 @@ from kvblocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    HeldBlocks,
     InvalidArgumentError,
     KVCacheManager,
     Sequence,
@@ -36,9 +37,9 @@ class TestHits:
         sequence = Sequence("a", range(9))
         start(manager, sequence)
         manager.free(sequence)
-        before = manager.free_block_ids(), manager.stats
+        before = manager.inspect.free_block_ids(), manager.stats
         assert hit_tokens(manager, list(range(9))) == 8
-        assert (manager.free_block_ids(), manager.stats) == before
+        assert (manager.inspect.free_block_ids(), manager.stats) == before
 
     def test_a_full_hit_computes_one_token_and_takes_no_block(self) -> None:
         manager = KVCacheManager(8, 4)
@@ -113,7 +114,7 @@ class TestHits:
         hit = manager.get_computed_blocks(sequence)
         assert hit.num_tokens == 12
         if by_step:
-            assert manager.append_step([running], [1]) == [(0, 1, 3)]
+            assert manager.append_step([running], [1]) == [(0, 0, 1, 3)]
         else:
             manager.append_slots(running, [1])  # takes block 3, with which the hit ends
         with pytest.raises(StaleHitError):
@@ -169,11 +170,11 @@ class TestFullPool:
         manager = KVCacheManager(3, 4)
         sequence, other = Sequence("a", range(8)), Sequence("b", range(20, 26))
         start(manager, sequence)
-        before = manager.free_block_ids(), manager.stats
+        before = manager.inspect.free_block_ids(), manager.stats
         assert manager.allocate_slots(other) is None
         assert manager.append_slots(sequence, [0] * 5) is None
-        assert manager.reserve_slots(sequence, 5) is None
-        assert (manager.free_block_ids(), manager.stats) == before
+        assert manager.allocate_slots(sequence, 0, num_total_tokens=13) is None
+        assert (manager.inspect.free_block_ids(), manager.stats) == before
         assert (sequence.num_tokens, other.is_allocated, other.block_ids) == (8, False, [])
         manager.free(sequence)
         assert manager.allocate_slots(other) is not None
@@ -203,7 +204,7 @@ class TestFullPool:
         manager = KVCacheManager(4, 4)
         sequence = Sequence("a", range(3))
         start(manager, sequence)
-        assert len(manager.reserve_slots(sequence, 6) or []) == 2
+        assert len(manager.allocate_slots(sequence, 0, num_total_tokens=9) or []) == 2
         assert manager.stats.num_cached_blocks == 0
         assert manager.append_slots(sequence, [3, 4, 5]) == []
         assert manager.stats.num_cached_blocks == 1
@@ -216,7 +217,7 @@ class TestAppendStep:
         sequences = [Sequence(number, range(number, number + 3 + number)) for number in range(4)]  # 3 to 6 tokens
         for sequence in sequences:
             start(manager, sequence)
-        assert manager.append_step(sequences, [7, 8, 9, 10]) == [(1, 1, 6)]
+        assert manager.append_step(sequences, [7, 8, 9, 10]) == [(1, 0, 1, 6)]
         assert [sequence.block_ids for sequence in sequences] == [[0], [1, 6], [2, 3], [4, 5]]
         assert [sequence.token_ids()[-1] for sequence in sequences] == [7, 8, 9, 10]
         assert manager.append_step([], []) == []
@@ -227,11 +228,11 @@ class TestAppendStep:
         sequences = [Sequence(0, range(4)), Sequence(1, range(10, 14))]
         for sequence in sequences:
             start(manager, sequence)
-        before = manager.free_block_ids(), manager.stats
+        before = manager.inspect.free_block_ids(), manager.stats
         assert manager.append_step(sequences, [1, 2]) is None
-        assert (manager.free_block_ids(), manager.stats) == before
+        assert (manager.inspect.free_block_ids(), manager.stats) == before
         assert [sequence.num_tokens for sequence in sequences] == [4, 4]
-        assert manager.append_step(sequences[:1], [1]) == [(0, 1, 2)]
+        assert manager.append_step(sequences[:1], [1]) == [(0, 0, 1, 2)]
 
     def test_misuse_changes_nothing(self) -> None:
         manager = KVCacheManager(16, 4)
@@ -386,7 +387,7 @@ class TestMisuse:
             with pytest.raises(SequenceStateError, match=r"holds no blocks \(never allocated, or freed\)"):
                 call(sequence)
         start(other, sequence)
-        for call in (manager.free, manager.allocate_slots, lambda s: manager.reserve_slots(s, 1)):
+        for call in (manager.free, manager.allocate_slots, lambda s: manager.append_slots(s, [1])):
             with pytest.raises(SequenceStateError, match="belongs to another manager"):
                 call(sequence)
         other.free(sequence)
@@ -429,7 +430,7 @@ class TestMisuse:
         sequence = Sequence("a", range(6))
         start(manager, sequence)
         sequence.sequence_id = "b"
-        for call in (manager.free, lambda s: manager.abort(s, 0), lambda s: manager.reserve_slots(s, 1)):
+        for call in (manager.free, lambda s: manager.abort(s, 0), lambda s: manager.rewind(s, 0)):
             with pytest.raises(SequenceStateError, match="was renamed"):
                 call(sequence)
         sequence.sequence_id = "a"
@@ -475,12 +476,12 @@ class TestMisuse:
             "allocate": lambda: manager.allocate_slots(sequence),
             "append": lambda: manager.append_slots(sequence, [7]),
         }[call]
-        before = manager.free_block_ids(), manager.stats, sequence.num_tokens
+        before = manager.inspect.free_block_ids(), manager.stats, sequence.num_tokens
         broken = True
         with pytest.raises(OSError, match="no entropy left"):
             grow()
         manager.check()
-        assert (manager.free_block_ids(), manager.stats, sequence.num_tokens) == before
+        assert (manager.inspect.free_block_ids(), manager.stats, sequence.num_tokens) == before
         assert manager.take_events() == []
         broken = False
         assert grow() is not None
@@ -598,21 +599,39 @@ def test_a_sequence_is_found_by_its_id_while_it_holds_blocks():
         manager.sequence([])
 
 
+def test_leaks_are_the_sequences_that_nobody_freed_with_their_ages():
+    manager = KVCacheManager(16, 2)
+    lost, kept = Sequence("lost", [1, 2, 3]), Sequence("kept", [4])
+    manager.allocate_slots(lost)
+    for number in range(3):  # each begins and ends, and makes the lost one older
+        passing = Sequence(number, [5, 6])
+        manager.allocate_slots(passing)
+        manager.free(passing)
+    manager.allocate_slots(kept)
+    twin = manager.fork(kept, "twin")
+    assert manager.sequences() == [lost, kept, twin]
+    assert manager.inspect.leaks() == [HeldBlocks(lost, 2, 5), HeldBlocks(kept, 1, 1), HeldBlocks(twin, 1, 0)]
+    assert [held.sequence for held in manager.inspect.leaks(min_age=2)] == [lost]
+    for sequence in manager.sequences():
+        manager.free(sequence)
+    assert manager.inspect.leaks() == manager.sequences() == []
+
+
 def test_a_block_is_found_by_its_digest_while_it_is_cached():
     """With duplicates it finds the block that hits get, and never one that was cached before a reset."""
     manager = KVCacheManager(8, 2)
     first, second = Sequence("first", [1, 2, 3]), Sequence("second", [1, 2, 4])
     manager.allocate_slots(first)
     manager.allocate_slots(second, num_new_tokens=3, hit=None)
-    (name,) = manager.block_hashes(first)
-    assert manager.find_block(name) is first.blocks[0] is not second.blocks[0]
-    assert manager.find_block(name[::-1]) is None
+    (name,) = manager.inspect.block_hashes(first)
+    assert manager.inspect.find_block(name) is first.blocks[0] is not second.blocks[0]
+    assert manager.inspect.find_block(name[::-1]) is None
     manager.free(first)
-    assert manager.find_block(name) is first_cached(manager, [1, 2])
+    assert manager.inspect.find_block(name) is first_cached(manager, [1, 2])
     manager.reset_prefix_cache()
-    assert manager.find_block(name) is None
+    assert manager.inspect.find_block(name) is None
     with pytest.raises(InvalidArgumentError, match="digest: expected bytes, got 'name'"):
-        manager.find_block("name")
+        manager.inspect.find_block("name")
 
 
 def first_cached(manager: KVCacheManager, tokens: list[int]) -> object:

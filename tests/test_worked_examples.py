@@ -45,9 +45,9 @@ def first_two_requests() -> tuple[KVCacheManager, Sequence, Sequence]:
 def test_the_example() -> None:
     manager, request_0, request_1 = first_two_requests()
     manager.free(request_0)
-    assert manager.free_block_ids() == [4, 7, 8, 9, 3, 2]  # block 4 isn't full, so it holds nothing
+    assert manager.inspect.free_block_ids() == [4, 7, 8, 9, 3, 2]  # block 4 isn't full, so it holds nothing
     manager.free(request_1)
-    assert manager.free_block_ids() == [6, 4, 7, 8, 9, 3, 2, 5, 1, 0]
+    assert manager.inspect.free_block_ids() == [6, 4, 7, 8, 9, 3, 2, 5, 1, 0]
 
     request_2 = Sequence("2", [*REQUEST_0[:12], *range(200, 217)])
     assert request_2.num_tokens == 29

@@ -7,7 +7,7 @@ WHOLE = "kvblocks"
 SPLIT = ("engine", "integrations")
 """Rooms that are shown by folder, since one page would be too long."""
 
-HIDDEN = ("cli", "replay/report", "engine/demo", "engine/server/page")
+HIDDEN = ("cli", "replay/report", "engine/demo", "server/page")
 """Nothing here is called from outside: it is the command line, and what it shows."""
 
 

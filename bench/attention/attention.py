@@ -61,7 +61,7 @@ def conditions(device: torch.device) -> dict[str, object]:
     return facts
 
 
-def contestants(batches: "Sequence[Batch]") -> Iterator[Attempt]:
+def contestants(batches: "Sequence[Batch]", *, has_peers: bool) -> Iterator[Attempt]:
     """Yield a workload's contestants: ours, then the peers that work here. Prints why a peer is left out."""
     from bench.attention import cases as attention_cases
     from bench.attention import peers as attention_peers
@@ -69,7 +69,7 @@ def contestants(batches: "Sequence[Batch]") -> Iterator[Attempt]:
     workload = batches[0].workload
     for name, way, reads_once in attention_cases.our_contestants(workload):
         yield name, [lambda way=way, batch=batch: way(batch) for batch in batches], reads_once
-    for name, plan in attention_peers.peers(workload):
+    for name, plan in attention_peers.peers(workload) if has_peers else ():
         try:
             calls = [plan(batch) for batch in batches]
             calls[0]()
@@ -80,7 +80,9 @@ def contestants(batches: "Sequence[Batch]") -> Iterator[Attempt]:
         yield name, calls, name.endswith("cascade")
 
 
-def run_workload(workload: "Workload", device: torch.device, facts: dict[str, object]) -> Iterator[Row]:
+def run_workload(
+    workload: "Workload", device: torch.device, facts: dict[str, object], *, has_peers: bool = True
+) -> Iterator[Row]:
     """Check and, on a GPU, time all contestants."""
     from bench.attention import cases as attention_cases
     from bench.attention import timing as attention_timing
@@ -90,7 +92,7 @@ def run_workload(workload: "Workload", device: torch.device, facts: dict[str, ob
     num_copies = attention_timing.count_copies(cache_bytes, device) if is_timed else 1
     batches = [attention_cases.build(workload, device, seed) for seed in range(num_copies)]
     checker = attention_cases.Checker(batches[0])
-    for name, calls, reads_once in contestants(batches):
+    for name, calls, reads_once in contestants(batches, has_peers=has_peers):
         error = checker.error(calls[0]())
         row: Row = {"workload": workload.name, "contestant": name, "error": error, "pools": num_copies}
         row["is_right"] = error <= attention_cases.LARGEST_ERROR
@@ -125,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write conditions and results to this file")
     parser.add_argument("--rehearse", action="store_true", help="run everything once, small, without a GPU")
     parser.add_argument("--only", default="", help="workloads whose name has this in it")
+    parser.add_argument("--no-peers", action="store_true", help="our kernels alone, which takes less than a minute")
     given = parser.parse_args(arguments)
     if not given.rehearse and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
@@ -143,11 +146,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(workload.name + (", shrunk" if given.rehearse else ""), flush=True)
             shape = attention_cases.shrink(workload) if given.rehearse else workload
             first = None
-            for row in run_workload(shape, device, facts):
+            for row in run_workload(shape, device, facts, has_peers=not given.no_peers):
                 print(show(row, first), flush=True)
                 first = first or row.get("median_us")
                 results.append(row)
-    keep(given.json, facts, results)
+                keep(given.json, facts, results)  # whatever comes later, this is kept
     wrong = [row for row in results if not row["is_right"] and row["contestant"].startswith("kvblocks")]
     return 1 if wrong else 0
 

@@ -4,7 +4,7 @@ All have 32 query heads, 8 heads of K and V, a head_dim of 128, bf16 and blocks 
 random order. A rehearsal keeps the shapes' kinds and shrinks their sizes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,10 @@ Rounding to bf16 causes about 0.003, and 0.005 in the interpreter. Leaving out o
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of step. lengths: (rows, tokens in context) of each sequence. num_shared: tokens that all share."""
+    """One kind of step. lengths: (rows, tokens in context) of each sequence. num_shared: tokens that all share.
+
+    dtype: of queries, and of K and V unless these are e4m3. options: further keywords of the kernels.
+    """
 
     name: str
     lengths: list[tuple[int, int]] = field(repr=False)
@@ -37,6 +40,8 @@ class Workload:
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
     block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
@@ -53,13 +58,14 @@ class Workload:
         num_tokens = sum(context for _, context in self.lengths)
         if shared_once:
             num_tokens -= self.num_shared * (len(self.lengths) - 1)
-        return num_tokens * 2 * self.heads[1] * self.head_dim * (1 if self.is_fp8 else 2)
+        return num_tokens * 2 * self.heads[1] * self.head_dim * (1 if self.is_fp8 else self.dtype.itemsize)
 
     def moved_bytes(self, *, shared_once: bool) -> int:
         """Bytes of K and V, queries, outputs and block tables."""
         num_rows = sum(rows for rows, _ in self.lengths)
         tables = sum(-(-context // self.block_size) for _, context in self.lengths) * 4
-        return self.cache_bytes(shared_once=shared_once) + 2 * num_rows * self.heads[0] * self.head_dim * 2 + tables
+        rows = 2 * num_rows * self.heads[0] * self.head_dim * self.dtype.itemsize
+        return self.cache_bytes(shared_once=shared_once) + rows + tables
 
     def num_flops(self) -> int:
         """Operations of the two matrix products, over the keys that the causal mask leaves."""
@@ -93,7 +99,7 @@ class Batch:
         scales = {
             name: torch.full((num_kv_heads,), value, device=device) for name, value in self.workload.scales.items()
         }
-        return {"scale": self.scale, **scales}
+        return {"scale": self.scale, **scales, **self.workload.options}
 
 
 Contestant = Callable[[Batch], Tensor]
@@ -143,8 +149,9 @@ def build(workload: Workload, device: torch.device, seed: int) -> Batch:
     rows = torch.tensor([0, *(rows for rows, _ in workload.lengths)])
     seq_lens = torch.tensor([context for _, context in workload.lengths], dtype=torch.int32, device=device)
     shape = (len(pages), block_size, num_kv_heads, workload.head_dim)
-    on_device = torch.Generator(device).manual_seed(seed)
-    caches = [torch.randn(shape, generator=on_device, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    # Tensors of the device "meta" have shapes alone: for what only compiles.
+    on_device = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+    caches = [torch.randn(shape, generator=on_device, dtype=workload.dtype, device=device) for _ in range(2)]
     if workload.is_fp8:
         caches = [(c / s).to(FP8) for c, s in zip(caches, workload.scales.values(), strict=True)]
     query = torch.randn(int(rows.sum()), num_heads, workload.head_dim, generator=on_device, device=device)
@@ -153,7 +160,7 @@ def build(workload: Workload, device: torch.device, seed: int) -> Batch:
         runs = SharedRuns.build([(range(len(num_blocks)), 0, num_shared)], len(num_blocks), device)
         own = own_parts(tables, seq_lens, runs, block_size)
     start = rows.cumsum(0).int().to(device)
-    return Batch(workload, query.bfloat16(), *caches, tables, start, seq_lens, runs, own)
+    return Batch(workload, query.to(workload.dtype), *caches, tables, start, seq_lens, runs, own)
 
 
 def our_contestants(workload: Workload) -> Iterator[tuple[str, Contestant, bool]]:

@@ -5,6 +5,7 @@ contiguously, which is an advantage. Plans are made once and never timed.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -170,7 +171,7 @@ def plan_flex(batch: Batch) -> Attend:
     query, key, value = (tensor.transpose(1, 2) for tensor in contiguous(batch))
     rows, context = batch.workload.lengths[0]
     is_gpu = batch.query.device.type == "cuda"
-    attend = torch.compile(flex_attention) if is_gpu else flex_attention
+    attend = _compiled_flex() if is_gpu else flex_attention
     options = {"scale": batch.scale, "enable_gqa": True}
     if rows > 1:
 
@@ -179,6 +180,15 @@ def plan_flex(batch: Batch) -> Attend:
 
         options["block_mask"] = create_block_mask(is_visible, None, None, rows, context, device=batch.query.device)
     return lambda: attend(query, key, value, **options).transpose(1, 2).flatten(0, 1)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """One function for all pools, so that it is compiled once for a shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    return compiled
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -58,7 +58,7 @@ def ours() -> Contestant:
     def match(tokens: Any) -> object:
         return cache.match_prefix(tokens).packed_kv_blocks
 
-    return Contestant(pack, cache.insert_prefix, insert_and_hold, match, match_and_hold, cache.evict_lru)
+    return Contestant(pack, cache.insert_prefix, insert_and_hold, match, match_and_hold, cache.evict)
 
 
 def contestants() -> dict[str, Callable[[], Contestant]]:

@@ -21,6 +21,7 @@ from bench.core.ours import fill_manager, free_all, start
 from bench.core.workload import BLOCK_SIZE, FILLER_BLOCKS, FreshPrompts, filler
 from bench.timing import Case, measure
 from kvblocks import CacheView, FreeBlock, KVCacheManager, Sequence
+from kvblocks.retention.policies import NAMED
 
 CALL_BLOCKS = 16
 
@@ -52,10 +53,7 @@ class UsersPolicy:
 
 POLICIES: dict[str, Any] = {
     "none": None,
-    "lru": "lru",
-    "slru": "slru",
-    "s3fifo": "s3fifo",
-    "sessions": "sessions",
+    **{name: name for name in NAMED},
     "sessions, none told": "sessions",
     "users": UsersPolicy,
 }

@@ -82,7 +82,7 @@ def insert_cases(num_blocks: int) -> dict[str, Case]:
             free.extend(cache.insert_prefix(prompt, ids).evicted_kv_blocks)
 
     def empty(_: object) -> None:
-        free.extend(roomy.evict_lru(num_blocks))
+        free.extend(roomy.evict(num_blocks))
 
     def into_new(kept: Kept) -> PrefixCache:
         new = PrefixCache(num_blocks, BLOCK_SIZE)
@@ -120,7 +120,7 @@ def evict_case(num_blocks: int) -> Case:
     num_made = num_blocks
 
     def evict(_: object) -> list[list[int]]:
-        return [cache.evict_lru(EVICTED_BLOCKS) for _ in range(CALLS)]
+        return [cache.evict(EVICTED_BLOCKS) for _ in range(CALLS)]
 
     def insert_again(evicted: list[list[int]]) -> None:
         nonlocal num_made

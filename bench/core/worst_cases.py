@@ -58,14 +58,43 @@ def _evict_interleaved(num_blocks: int, *, with_duplicate: bool) -> Work:
 
 
 def _evict_copies(num_blocks: int) -> Work:
-    """One prefix of a block, computed by as many sequences at once."""
+    """One prefix of a block, computed by as many sequences at once. Each that ends has the block that hits get."""
+    manager, copies = _copies(num_blocks)
+
+    def work() -> None:
+        for number, sequence in enumerate(copies):
+            manager.free(sequence)
+            manager.allocate_slots(Sequence(("last", number), _tokens(1 + number, 1)))
+
+    return work
+
+
+def _free_copies(num_blocks: int) -> Work:
+    """One prefix of a block, computed by as many sequences at once. The last one that was computed ends first."""
+    manager, copies = _copies(num_blocks)
+
+    def work() -> None:
+        for sequence in reversed(copies):
+            manager.free(sequence)
+
+    return work
+
+
+def _copies(num_blocks: int) -> tuple[Any, list[Sequence]]:
     manager = KVCacheManager(num_blocks, BLOCK_SIZE)
     copies = [Sequence(number, _tokens(0, 1)) for number in range(num_blocks)]
     for sequence in copies:
         manager.allocate_slots(sequence)
-    for sequence in copies:
-        manager.free(sequence)
-    return lambda: manager.allocate_slots(Sequence("last", _tokens(1, num_blocks)))
+    return manager, copies
+
+
+def _leave_window(num_blocks: int) -> Work:
+    """A prompt was computed in one call, with an eviction policy. All but a few blocks leave the window at once."""
+    groups = [kvblocks.FullAttention(BLOCK_SIZE), kvblocks.SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)]
+    manager = KVCacheManager(2 * num_blocks + 2, groups=groups, eviction="lru")
+    prompt = Sequence("prompt", _tokens(0, num_blocks))
+    manager.allocate_slots(prompt)
+    return lambda: manager.append_slots(prompt, [0])
 
 
 def _prefill(num_chunks: int, *, has_keys: bool, enable_events: bool, in_groups: bool = False) -> Work:
@@ -98,7 +127,7 @@ def _chain_of_runs(num_runs: int) -> tuple[Any, "array[int]"]:
 def _explain(num_runs: int) -> Work:
     manager, tokens = _chain_of_runs(num_runs)
     probe = Sequence("probe", tokens + _tokens(FRESH // 2, 1))
-    return lambda: manager.explain(probe)
+    return lambda: manager.inspect.explain(probe)
 
 
 def _look_up(num_runs: int) -> Work:
@@ -110,7 +139,7 @@ def _look_up(num_runs: int) -> Work:
 def _tenants_in_use(num_tenants: int) -> Work:
     """All tenants are over their quota and use all their blocks. A tenant without quota cached the free blocks."""
     manager = KVCacheManager(num_tenants + 100, BLOCK_SIZE)
-    manager.set_default_quota(0)
+    manager.quotas.set_default(0)
     for number in range(num_tenants):
         manager.allocate_slots(Sequence(number, _tokens(0, 1), salt=str(number)))
     others = Sequence("others", _tokens(1, 100))
@@ -125,7 +154,7 @@ def _pinned(num_blocks: int, priority: int, num_left: int) -> Any:
     for first in range(0, num_blocks, 100):
         prompt = Sequence(first, _tokens(first, 100))
         manager.allocate_slots(prompt)
-        manager.pin(_tokens(first, 100), priority=priority)
+        manager.pins.pin(_tokens(first, 100), priority=priority)
         manager.free(prompt)
     running = Sequence("running", _tokens(num_blocks, num_blocks - num_left))
     manager.allocate_slots(running)
@@ -172,7 +201,9 @@ CASES = {
     "evict-duplicate": Worst(
         "the same, one has a duplicate", 16_000, lambda n: _evict_interleaved(n, with_duplicate=True)
     ),
-    "evict-copies": Worst("evict copies of one block", 50_000, _evict_copies),
+    "evict-copies": Worst("evict copies one by one", 50_000, _evict_copies),
+    "free-copies": Worst("free copies of one block", 50_000, _free_copies),
+    "leave-window": Worst("leave a window, policy", 4000, _leave_window),
     "chunks": Worst("prefill by blocks", 8000, lambda n: _prefill(n, has_keys=False, enable_events=False)),
     "chunks-keys": Worst("the same, with keys", 8000, lambda n: _prefill(n, has_keys=True, enable_events=False)),
     "chunks-events": Worst("the same, with events", 8000, lambda n: _prefill(n, has_keys=False, enable_events=True)),

@@ -26,8 +26,9 @@ import httpx2
 from bench.conditions import conditions, keep, print_conditions
 from bench.fleet.drive import Drive, Outcome
 from bench.fleet.routes import SGLANG_FLAGS, Precise, RoundRobin, Route, precise, sglang, wait_until
-from bench.fleet.servers import Server, fleet, free_ports
+from bench.fleet.servers import Server, fleet
 from bench.fleet.workload import QUICK, Conversation, Sizes, make_conversations
+from bench.ports import free_ports
 from bench.serving.serving import percentile
 from examples.route_by_prefix import RECOMPUTE_WEIGHT, DynamoIndex
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import httpx2
 
-from bench.fleet.servers import Server, free_ports
+from bench.fleet.servers import Server
+from bench.ports import free_ports
 from examples.route_by_prefix import Errand, Index, MirrorIndex, Router
 
 SGLANG_FLAGS = (

@@ -3,13 +3,13 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from bench.ports import free_ports
 from examples.route_by_prefix import Worker
 from kvblocks.wire import Source
 
@@ -79,12 +79,3 @@ def fleet(num_servers: int, flags: tuple[str, ...]) -> Iterator[dict[str, Server
         for server in servers.values():
             server.wait()
         yield servers
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports at which nothing listens, all different."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -39,7 +39,7 @@ from kvblocks import Sequence as Prompt
 from kvblocks.errors import KVBlocksError
 from kvblocks.replay.options import parse_range
 from kvblocks.replay.readers import read_trace
-from kvblocks.replay.run import ARRIVAL, STORE, Agenda, Place, Run, Setup, SharedBlocks, push_arrivals
+from kvblocks.replay.run import ARRIVAL, STORE, Agenda, FleetMember, Setup, SharedBlocks, TraceRun, push_arrivals
 from kvblocks.replay.sample import SAMPLE
 from kvblocks.replay.trace import Trace, arrival_times, think_times
 from kvblocks.wire.codecs import EventBatch
@@ -105,7 +105,7 @@ class Fleet:
         self.store = None if case.store_blocks is None else SharedBlocks(case.store_blocks)
         setup = Setup("lru", case.worker_blocks)
         self.runs = [
-            Run(trace, self.arrivals, thinks, setup, place=Place(self.agenda, self.manager(), self.store))
+            TraceRun(trace, self.arrivals, thinks, setup, place=FleetMember(self.agenda, self.manager(), self.store))
             for _ in range(case.num_workers)
         ]
         self.choose: Callable[[int], int] = {
@@ -163,7 +163,7 @@ class Fleet:
         found: dict[str, int] = {}
         if len(path):
             salt = self.trace.tenants[self.trace.sessions[request]]
-            names = self.names.block_hashes(Prompt(request, path, salt=salt))
+            names = self.names.inspect.block_hashes(Prompt(request, path, salt=salt))
             found = {holder.worker: number for holder, number in self.events.mirror.overlaps(names).items()}
         in_turn = [(self.next + number) % len(self.runs) for number in range(1, len(self.runs) + 1)]
         missing = {str(worker): len(path) - found.get(str(worker), 0) for worker in in_turn}

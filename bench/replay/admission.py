@@ -105,7 +105,7 @@ def replay(
         sequence = Sequence(next(numbers), ids[: sizes[0] // 2])
         hit = manager.get_computed_blocks(sequence)
         loads = manager.tiers.find(hit)
-        if manager.allocate_slots(sequence, 0 if loads else None, hit=hit, loads=loads) is None:
+        if manager.tiers.allocate(sequence, hit, loads, 0 if loads else None) is None:
             raise ValueError(f"expected room for {sequence}, got {manager.last_refusal}")
         _move(manager)
         if sequence.num_computed_tokens < sequence.num_tokens:

@@ -91,7 +91,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
         for salt in self.tenants:  # a quota as large as the pool limits nothing; it makes the manager count
-            self.manager.set_quota(salt, self.quota if salt == GREEDY and self.quota is not None else NUM_BLOCKS)
+            self.manager.quotas.set(salt, self.quota if salt == GREEDY and self.quota is not None else NUM_BLOCKS)
         self._random = random.Random(self.seed)
         self._tokens = count()
         self._names = count()
@@ -180,7 +180,7 @@ class Simulation:
         others lose theirs. num_held: blocks that the greedy tenant's sequences owned before the call.
         """
         before = self._cached
-        counts = {quota.salt: quota.num_cached_blocks for quota in self.manager.quotas()}
+        counts = {quota.salt: quota.num_cached_blocks for quota in self.manager.quotas}
         self._cached = {salt: counts.get(salt, 0) for salt in self.tenants}
         lost = {salt: before[salt] + num_added * (salt == caller) - self._cached[salt] for salt in self.tenants}
         for salt in self.tenants:

@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx2
 
+from bench.serving.hostile_bodies import NEW_BODIES, OLD_BODIES
+
 _WORDS = (
     "kettle",
     "lid",
@@ -33,27 +35,7 @@ _NUM_FAMILIES = 6
 _TIMEOUT_S = 150.0
 _JSON = "Content-Type: application/json\r\n"
 # The server must answer each of them with a status other than 500, or close the connection.
-_HOSTILE: dict[str, bytes] = {
-    "not json": b'{"prompt": "a',
-    "nested": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "digits": json.dumps({"messages": [{"role": "user", "content": "1234567890" * 200_000}]}).encode(),
-    "unknown": b'{"prompt": "a", "max_token": 5}',
-    "wrong types": b'{"prompt": {"a": 1}, "n": "many", "temperature": "hot"}',
-    "huge numbers": b'{"prompt": "a", "max_tokens": 99999999999999999999999, "seed": -1}',
-    "surrogates": b'{"prompt": "\\ud800", "stop": "\\udfff"}',
-    "ids": b'{"prompt": [4294967295], "max_tokens": 1}',
-    "many items": json.dumps({"messages": [{"role": "user", "content": "a"}] * 60_000}).encode(),
-    "template": b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": '
-    + b'{"a":' * 900
-    + b"1"
-    + b"}" * 901,
-    "schema": b'{"prompt": "a", "max_tokens": 8, "response_format": {"type": "json_schema", "json_schema": {"name": '
-    b'"a", "schema": {"type": "string", "pattern": "(a|b|ab)*c{1,900}(x|y){900}"}}}}',
-    "logprobs": b'{"prompt": "a", "logprobs": 1000000, "echo": true, "n": 1000000}',
-    "penalties": b'{"prompt": "a", "presence_penalty": 1e300, "repetition_penalty": 0, "min_p": 7}',
-    "empty": b"",
-    "binary": bytes(range(256)) * 16,
-}
+_HOSTILE = {name: make for name, (_, make) in {**OLD_BODIES, **NEW_BODIES}.items()}
 
 
 class Clients:
@@ -160,7 +142,7 @@ class Clients:
         headers = {"content-type": "application/json"}
         if self._random.random() < 0.2:
             headers["host"] = "evil.example"
-        response = await http.post(f"{self.url}{path}", content=_HOSTILE[name], headers=headers)
+        response = await http.post(f"{self.url}{path}", content=_HOSTILE[name](), headers=headers)
         return self._status("hostile", response)
 
     async def _administer(self, http: httpx2.AsyncClient) -> str:

@@ -8,11 +8,11 @@ import torch
 
 from bench.tiers.first_token import SECRET, folder
 from bench.timing import Case, Spread, measure
-from kvblocks import BlockIdentity
+from kvblocks import BlockIdentity, Tier
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.tiers.block_bytes import BlockBytes
-from kvblocks.engine.tiers.carrier import Move
+from kvblocks.engine.tiers.block_bytes import BlockBytes, Staging
+from kvblocks.engine.tiers.place import Move
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.tiers.disk import DiskStore
 
@@ -32,7 +32,8 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
     cache = KVCache.allocate(config, number, 16)
     cache.memory[0].copy_(torch.randn(cache.memory[0].shape))
     block_bytes_of = BlockBytes(cache)
-    host = HostPlace(block_bytes_of, number)
+    staging = Staging(block_bytes_of)
+    host = HostPlace(Tier("host", number, block_bytes), block_bytes_of.new_rows(number))
     order = torch.randperm(number).tolist()
     whole, copied = (
         torch.randn(NUM_BATCHES, BATCH * block_bytes // 4),
@@ -52,30 +53,34 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
         slots = order[first : first + BATCH]
         return slots, slots[::-1], [identities[slot] for slot in slots]
 
+    def move(at: "Batch") -> Move:
+        return Move(*at, block_bytes_of, staging)
+
     with folder() as plain, folder() as keyed, folder() as files:
         sizes = {"num_block_bytes": block_bytes, "block_size": 16, "max_bytes": 2 * number * block_bytes + 2**24}
         stores = (
             DiskStore(plain, fingerprint=bytes(32), **sizes),
             DiskStore(keyed, fingerprint=bytes(32), secret=SECRET, **sizes),
         )
-        disk, sealed = (DiskPlace(block_bytes_of, store, BATCH, (block_bytes,)) for store in stores)
+        tier = Tier("disk", number, block_bytes, is_persistent=True)
+        disk, sealed = (DiskPlace(tier, store, "", (block_bytes,)) for store in stores)
         for place in (host, disk, sealed):
             for _ in range(NUM_BATCHES):
-                place.store(Move(*batch()))
+                place.store(move(batch()))
         for _ in range(NUM_BATCHES):
             _write_file(files / "file", block_bytes_of, batch())
         cases = {
             "one copy": Case(lambda at: copied[at[0]].copy_(whole[at[1]]), BATCH * block_bytes, places),
-            "host, store": Case(lambda at: host.store(Move(*at)), BATCH * block_bytes, batch),
-            "host, load": Case(lambda at: host.load(Move(*at)), BATCH * block_bytes, batch),
+            "host, store": Case(lambda at: host.store(move(at)), BATCH * block_bytes, batch),
+            "host, load": Case(lambda at: host.load(move(at)), BATCH * block_bytes, batch),
             "a file, write": Case(
                 lambda at: _write_file(files / "file", block_bytes_of, at), BATCH * block_bytes, batch
             ),
             "a file, read": Case(lambda at: _read_file(files / "file", block_bytes_of, at), BATCH * block_bytes, batch),
-            "disk, store": Case(lambda at: disk.store(Move(*at)), BATCH * block_bytes, batch),
-            "disk, load": Case(lambda at: _check(disk.load(Move(*at))), BATCH * block_bytes, batch),
-            "disk keyed, store": Case(lambda at: sealed.store(Move(*at)), BATCH * block_bytes, batch),
-            "disk keyed, load": Case(lambda at: _check(sealed.load(Move(*at))), BATCH * block_bytes, batch),
+            "disk, store": Case(lambda at: disk.store(move(at)), BATCH * block_bytes, batch),
+            "disk, load": Case(lambda at: _check(disk.load(move(at))), BATCH * block_bytes, batch),
+            "disk keyed, store": Case(lambda at: sealed.store(move(at)), BATCH * block_bytes, batch),
+            "disk keyed, load": Case(lambda at: _check(sealed.load(move(at))), BATCH * block_bytes, batch),
         }
         found = measure(cases, num_rounds, 2)
         disk.close()

@@ -13,6 +13,7 @@ from bench.timing import Spread
 from kvblocks import Sequence
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.tiers.options import TierOptions
 
 PLACES = ("computed", "device", "host", "disk", "disk, keyed", "disk, cold")
 SECRET = b"sixteen bytes or more"
@@ -57,7 +58,7 @@ class Rounds:
         found: dict[str, float] = {}
         prefix = self.tokens(self._num_prefix_tokens)
         with folder() as plain, folder() as keyed:
-            engine = self.engine(host_cache=self._num_bytes, disk_cache=plain)
+            engine = self.engine(f"host:{self._num_bytes}", f"disk:{plain}")
             found["computed"] = self.ask(engine, prefix, 0, None)
             found["device"] = self.ask(engine, prefix, self._num_prefix_tokens, None)
             self._settle(engine)
@@ -65,16 +66,16 @@ class Rounds:
             found["host"] = self.ask(engine, prefix, self._num_prefix_tokens, "host")
             engine.close()
             start = perf_counter()
-            engine = self.engine(disk_cache=plain)
+            engine = self.engine(f"disk:{plain}")
             opened = 1e3 * (perf_counter() - start)
             found["disk"] = self.ask(engine, prefix, self._num_prefix_tokens, "disk")
             self.num_loaded_bytes = engine.offload.traffic()[0].num_bytes["load"] if engine.offload else 0
             engine.close()
             found["disk, cold"] = self._ask_cold(plain, prefix)
-            engine = self.engine(disk_cache=keyed, disk_cache_secret=SECRET)
+            engine = self.engine(TierOptions(f"disk:{keyed}", secret=SECRET))
             self.ask(engine, prefix, 0, None)
             engine.close()
-            engine = self.engine(disk_cache=keyed, disk_cache_secret=SECRET)
+            engine = self.engine(TierOptions(f"disk:{keyed}", secret=SECRET))
             found["disk, keyed"] = self.ask(engine, prefix, self._num_prefix_tokens, "disk")
             engine.close()
         if counts:
@@ -89,7 +90,7 @@ class Rounds:
             descriptor = os.open(file, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        engine = self.engine(disk_cache=path)
+        engine = self.engine(f"disk:{path}")
         took = self.ask(engine, prefix, self._num_prefix_tokens, "disk")
         engine.close()
         return took
@@ -101,9 +102,9 @@ class Rounds:
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self._model.dtype.itemsize
         return 2 * self._num_blocks * self._block_size * per_token
 
-    def engine(self, **tiers: object) -> Engine:
+    def engine(self, *tiers: str | TierOptions) -> Engine:
         """Return an engine with room for two prompts, and these tiers."""
-        return Engine(self._model, num_blocks=self._num_blocks, block_size=self._block_size, **tiers)  # type: ignore[arg-type]
+        return Engine(self._model, num_blocks=self._num_blocks, block_size=self._block_size, tiers=tiers)
 
     def ask(self, engine: Engine, prefix: list[int], num_cached: int, tier: str | None) -> float:
         """Return the milliseconds to the first token. Raises ValueError if the prefix doesn't come from `tier`."""

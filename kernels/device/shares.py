@@ -1,10 +1,10 @@
 """Even shares of the tiles of keys of a call, for a fixed number of programs: stream-K.
 
 A *unit* is a tile of query rows, with the keys that they attend to. In `decode` it is a sequence, in `extend` some rows
-of a sequence, in `prefix_decode` some members of a group. For each head of K and V, a unit has the same number of tiles
-of keys. All tiles of a call form one line: ordered by unit, then by head, then by key. Each program takes an equal
-section of the line, its *share*. If the line can't be divided evenly, the first programs take one tile more. (After
-Osama and others, "Stream-K", 2023, which splits matrix products.)
+of a sequence, in `prefix_decode` some members of a cohort. For each head of K and V, a unit has the same number of
+tiles of keys. All tiles of a call form one line: ordered by unit, then by head, then by key. Each program takes an
+equal section of the line, its *share*. If the line can't be divided evenly, the first programs take one tile more.
+(After Osama and others, "Stream-K", 2023, which splits matrix products.)
 
 So a program shares at most two heads with other programs: the first head of its share and the last one. It writes at
 most two *parts* for them, which a second launch merges. A head of a unit that lies wholly in one share is written

@@ -12,6 +12,7 @@ from kvblocks.kernels.reference.attention import (
 )
 from kvblocks.kernels.reference.plan import (
     AttentionPlan,
+    Sight,
     StorePlan,
     UnreadStorePlan,
     plan_paged,
@@ -22,6 +23,7 @@ from kvblocks.kernels.reference.plan import (
 
 __all__ = [
     "AttentionPlan",
+    "Sight",
     "StorePlan",
     "UnreadStorePlan",
     "as_indexed",

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: store K and V in slots, and attend over block tables, with windows and softcaps.
+"""Paged attention in plain torch: store K and V in slots, and attend over block tables, with windows, chunks, softcaps.
 
 Two kinds of attention take the same shapes. `paged_attention` is the natural one: a whole prompt is one causal call,
 the later chunks of a prompt are cut into slices that skip the keys no row of the slice may see, and single queries
@@ -9,7 +9,7 @@ on what was cached, or on the rest of the batch.
 
 Invariant: a slot that no row of the batch sees is never read.
 
-`plan_paged` and `plan_tiled` (`plan`) compute once what all layers with the same window share. `attend` then runs the
+`plan_paged` and `plan_tiled` (`plan`) compute once what all layers that see alike share. `attend` then runs the
 plan in each of these layers.
 """
 
@@ -23,6 +23,7 @@ from kvblocks.kernels.reference.plan import (
     TILE_ROWS,
     AttentionPlan,
     DecodeGroup,
+    Sight,
     StorePlan,
     UnreadStorePlan,
     plan_paged,
@@ -36,6 +37,7 @@ __all__ = [
     "E4M3_MAX",
     "TILE_ROWS",
     "AttentionPlan",
+    "Sight",
     "as_indexed",
     "attend",
     "copy_blocks",
@@ -122,6 +124,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch over block tables: prefill chunks and decodes in one call.
@@ -131,10 +134,11 @@ def paged_attention(
     int32 [num_seqs, max_blocks]; query_start: int32 [num_seqs + 1], each sequence's first row, then num_tokens;
     seq_lens: int32 [num_seqs], the tokens in context, this step's included. Row i of a sequence with n rows is at
     position `seq_len - n + i` and attends to the positions up to its own: the last `window` of them, its own included,
-    or all. Blocks before all windows are not read. A score is `scale * (q . k)`, then `softcap * tanh(score / softcap)`
-    if there is a softcap. A sequence may have no rows. Returns [num_tokens, num_heads, head_dim]. Changes nothing.
+    those from the last multiple of `chunk_size` on, or all. Blocks before all that are not read. A score is
+    `scale * (q . k)`, then `softcap * tanh(score / softcap)` if there is a softcap. A sequence may have no rows.
+    Returns [num_tokens, num_heads, head_dim]. Changes nothing.
     """
-    plan = plan_paged(block_tables, query_start, seq_lens, key_cache.shape[1], window)
+    plan = plan_paged(block_tables, query_start, seq_lens, key_cache.shape[1], Sight(window, chunk_size))
     return attend(plan, query, key_cache.flatten(0, 1), value_cache.flatten(0, 1), scale=scale, softcap=softcap)
 
 
@@ -148,13 +152,14 @@ def tiled_paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """`paged_attention`, where each row's bits depend only on its own sequence's K and V and its query and position.
 
     Shapes as in `paged_attention`. A decode costs as much as 16 queries would. Changes nothing.
     """
-    plan = plan_tiled(block_tables, query_start, seq_lens, key_cache.shape[1], window)
+    plan = plan_tiled(block_tables, query_start, seq_lens, key_cache.shape[1], Sight(window, chunk_size))
     return attend(plan, query, key_cache.flatten(0, 1), value_cache.flatten(0, 1), scale=scale, softcap=softcap)
 
 

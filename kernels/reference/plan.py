@@ -1,11 +1,11 @@
 """Which slots, rows and masks paged attention in plain torch needs: the same in all layers that see equally far.
 
-A step makes one plan for every window that a model has.
+A step makes one plan for every way to see that a model's layers have.
 
 Invariant: a plan names only slots of positions that some row of the sequence sees. It names no position at or above
-`seq_len`, and none before every row's window, whose block may belong to another sequence by now. Where shapes need more
-keys than that, the first visible key is repeated and masked. (Another slot might hold NaN, and masking would not help:
-0 * NaN is NaN.)
+`seq_len`, and none before what every row sees, whose block may belong to another sequence by now. Where shapes need
+more keys than that, the first visible key is repeated and masked. (Another slot might hold NaN, and masking would not
+help: 0 * NaN is NaN.)
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,26 @@ _SLICE_ROWS = 128
 
 _GROUP_KEYS = 2048
 """Keys of a group of decodes. Groups save calls, but larger ones no longer fit in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which positions a row sees: those up to its own; with a window, the last `window` of them, its own included.
+
+    With a chunk size, those of its own chunk: chunks begin at multiples of `chunk_size`. At most one of both.
+    """
+
+    window: int | None = None
+    chunk_size: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a row at `position` sees."""
+        if self.chunk_size is not None:
+            return position // self.chunk_size * self.chunk_size
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+EVERYTHING = Sight()
 
 
 @dataclass(frozen=True)
@@ -85,7 +105,7 @@ class UnreadStorePlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What one step attends to, in every layer with the same window and block tables."""
+    """What one step attends to, in every layer with the same sight and block tables."""
 
     decodes: tuple[DecodeGroup, ...]
     sequences: tuple[SequenceTiles, ...]
@@ -107,25 +127,25 @@ def plan_store_unread(slot_mapping: Tensor) -> UnreadStorePlan:
 
 
 def plan_paged(
-    block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, window: int | None = None
+    block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, sight: Sight = EVERYTHING
 ) -> AttentionPlan:
     """The plan of `paged_attention`. Shapes as there. O(tokens seen). Changes nothing."""
     decodes: list[tuple[int, int, int, int]] = []
     sequences: list[SequenceTiles] = []
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):
         start = end - num_rows
-        first = _first_seen(start, window)
+        first = sight.first_seen(start)
         if num_rows == 1:
             decodes.append((end - first, end, index, first_row))
             continue
-        if start == 0 and _first_seen(end - 1, window) == 0:
+        if start == 0 and sight.first_seen(end - 1) == 0:
             tiles = [QueryTile(first_row, end, 0, end, 0, end, None)]
         else:
-            mask = _mask(_SLICE_ROWS, end - first, window, block_tables)
+            masks = _Masks(sight, _SLICE_ROWS, end - first, block_tables.device)
             tiles = []
             for low in range(start, end, _SLICE_ROWS):
-                high, lowest = min(low + _SLICE_ROWS, end), _first_seen(low, window)
-                seen = mask[low - high :, lowest - high :]
+                high, lowest = min(low + _SLICE_ROWS, end), sight.first_seen(low)
+                seen = masks.of(range(low, high), lowest)
                 row = first_row + low - start
                 tiles.append(QueryTile(row, high - low, 0, high - low, lowest - first, high - first, seen))
         slots = _slots(block_tables[index], block_size, first, range(first, end))
@@ -134,7 +154,7 @@ def plan_paged(
 
 
 def plan_tiled(
-    block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, window: int | None = None
+    block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, sight: Sight = EVERYTHING
 ) -> AttentionPlan:
     """The plan of `tiled_paged_attention`. Shapes as there. O(tokens seen). Changes nothing.
 
@@ -145,24 +165,19 @@ def plan_tiled(
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):
         start = end - num_rows
         first_tile = start // TILE_ROWS * TILE_ROWS
-        first = _first_seen(first_tile, window) // TILE_ROWS * TILE_ROWS
+        first = sight.first_seen(first_tile) // TILE_ROWS * TILE_ROWS
         num_keys = -(-end // TILE_ROWS) * TILE_ROWS - first
-        mask = _mask(TILE_ROWS, num_keys, window, block_tables)
+        masks = _Masks(sight, TILE_ROWS, num_keys, block_tables.device)
         tiles: list[QueryTile] = []
         for at in range(first_tile, end, TILE_ROWS):
             low, high, stop = max(at, start), min(at + TILE_ROWS, end), at + TILE_ROWS
-            lowest = _first_seen(at, window) // TILE_ROWS * TILE_ROWS
-            seen, row = mask[:, lowest - stop :], first_row + low - start
+            lowest = sight.first_seen(at) // TILE_ROWS * TILE_ROWS
+            seen, row = masks.of(range(at, stop), lowest), first_row + low - start
             tiles.append(QueryTile(row, high - low, low - at, TILE_ROWS, lowest - first, stop - first, seen))
-        seen_positions = range(_first_seen(start, window), end)
+        seen_positions = range(sight.first_seen(start), end)
         slots = _slots(block_tables[index], block_size, first, seen_positions, num_keys)
         sequences.append(SequenceTiles(slots, tuple(tiles)))
     return AttentionPlan((), tuple(sequences))
-
-
-def _first_seen(position: int, window: int | None) -> int:
-    """The first position that a row at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1)
 
 
 def _runs(query_start: Tensor, seq_lens: Tensor) -> list[tuple[int, int, int, int]]:
@@ -172,14 +187,27 @@ def _runs(query_start: Tensor, seq_lens: Tensor) -> list[tuple[int, int, int, in
     return [(i, starts[i], starts[i + 1] - starts[i], end) for i, end in enumerate(ends) if starts[i + 1] > starts[i]]
 
 
-def _mask(num_rows: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
-    """bool [num_rows, num_keys]: which of the last `num_keys` positions each of the last `num_rows` of them may see.
+class _Masks:
+    """Which keys the rows of a sequence's tiles may see. A tile has at most `num_rows` rows, `num_keys` keys in front.
 
-    Its last r rows and k columns are the mask of the last r of k positions, so one tensor serves all tiles of a
-    sequence.
+    Without chunks, which begin at fixed positions, one tensor serves all tiles: its last r rows and k columns are the
+    mask of the last r of any k positions.
     """
-    seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=like.device).tril(num_keys - num_rows)
-    return seen if window is None else seen.triu(num_keys - num_rows - window + 1)
+
+    def __init__(self, sight: Sight, num_rows: int, num_keys: int, device: torch.device) -> None:
+        self._chunk_size, self._device, self._shared = sight.chunk_size, device, None
+        if sight.chunk_size is None:
+            seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_rows)
+            self._shared = seen if sight.window is None else seen.triu(num_keys - num_rows - sight.window + 1)
+
+    def of(self, rows: range, first_key: int) -> Tensor:
+        """bool [len(rows), rows.stop - first_key]: which keys from the first one on each of these positions may see."""
+        if self._shared is not None:
+            return self._shared[-len(rows) :, first_key - rows.stop :]
+        assert self._chunk_size is not None
+        positions = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
+        keys = torch.arange(first_key, rows.stop, device=self._device)
+        return (keys <= positions) & (keys >= positions - positions % self._chunk_size)
 
 
 def _slots(block_table: Tensor, block_size: int, first: int, seen: range, num_keys: int | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """The `kvblocks` command: one typer app, one function for each command.
 
 Torch and other heavy packages are imported inside the commands, so that `kvblocks --help` answers at once. An error
-that a user can act on (KVBlocksError) becomes one line on stderr and exit code 1. Results go to stdout, progress to
-stderr.
+that a user can act on (KVBlocksError) becomes one line on stderr. The exit status is 2 if a value is wrong, whoever
+says so, and 1 for all else. Results go to stdout, progress to stderr.
 """
 
 import os
@@ -37,15 +37,14 @@ from kvblocks.cli.models import (  # noqa: E402
 from kvblocks.cli.replay import replay_commands  # noqa: E402
 from kvblocks.cli.server import server_commands  # noqa: E402
 
-_SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httpx2"})
+_SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httptools", "httpx2"})
 _NO_SERVER = "kvblocks: this command needs the server: pip install 'kvblocks[engine,server]'"
 
 app = typer.Typer(
     name="kvblocks",
-    help="KV-cache blocks with exact prefix caching for LLM engines, and a small reference engine.",
+    help="KV-cache blocks with exact prefix caching for LLM engines, and a reference engine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -90,8 +89,8 @@ def demo(
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
-    Then a server is killed and started again, and its first answer comes from the disk. That needs `kvblocks[server]`;
-    without its packages it is left out.
+    Then a server is killed and started again, and its first answer comes from the disk. That needs the
+    extra `server`; without its packages it is left out.
 
     With --no-prefix-caching the second engine caches nothing either. So the comparison shows how much two equal runs
     differ on this machine. The server is left out then, too.
@@ -203,13 +202,14 @@ app.add_typer(cache_commands, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command line (default: sys.argv's) and exit: 0 success, 1 error, 2 bad usage, 130 Ctrl-C."""
+    """Run a command line (default: sys.argv's) and exit: 0 success, 1 error, 2 a wrong value, 130 Ctrl-C."""
     # Torch reads this when it first allocates memory. A CPU reads weights on huge pages a few per cent faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         app(args=arguments, prog_name="kvblocks")
     except KVBlocksError as error:
-        sys.exit(f"kvblocks: {error}")
+        print(f"kvblocks: {error}", file=sys.stderr)
+        sys.exit(2 if _is_wrong_value(error) else 1)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
             raise  # one of our modules: a bug
@@ -217,3 +217,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"{needed} (Python has no module {error.name!r})")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _is_wrong_value(error: KVBlocksError) -> bool:
+    """Whether the command line has to be changed: an argument is wrong, as kvblocks says, or a server (400)."""
+    from kvblocks.server.errors import ApiError
+
+    return isinstance(error, InvalidArgumentError) or (isinstance(error, ApiError) and error.status == 400)

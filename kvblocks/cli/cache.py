@@ -17,6 +17,7 @@ cache_commands = typer.Typer(
 
 _Url = Annotated[str, typer.Option(envvar="KVBLOCKS_URL", help="The server.")]
 _URL = "http://127.0.0.1:8000"
+_FORGET_S = 90.0  # a deletion may take the server a minute
 _Key = Annotated[
     str | None,
     typer.Option(
@@ -53,7 +54,9 @@ def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
         "memory": f"{_mb(memory['pool_bytes'])}: {_mb(memory['used_bytes'])} in use,"
         f" {_mb(memory['cached_bytes'])} cached",
         "average lookup": "none yet" if mean_s is None else f"{mean_s * 1e6:.1f} us, of {lookups['num_lookups']}",
-        "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks",
+        "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks"
+        if pins["num_pins"]
+        else "none",
         **{f"tier {tier['name']}": _tier_line(tier) for tier in values["tiers"]},
     }
     for name, value in rows.items():
@@ -176,7 +179,7 @@ def forget(
     json: _Json = False,
 ) -> None:
     """Delete what is cached of a salt, on the device and in all tiers. A disk's bytes are overwritten."""
-    with _client(url, api_key) as client:
+    with _client(url, api_key, timeout_s=_FORGET_S) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/forget", {"cache_salt": salt})
     print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
 
@@ -299,7 +302,7 @@ def _read(path: Path) -> str:
 
 
 def _tier_line(tier: dict[str, Any]) -> str:
-    moved, disk, store = tier["num_bytes"], tier["disk"], tier.get("store")
+    moved, place = tier["num_bytes"], tier["place"] or {}
     line = (
         f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
         f" loaded {tier['num_loaded_blocks']} blocks ({_mb(moved['load'])}),"
@@ -307,17 +310,18 @@ def _tier_line(tier: dict[str, Any]) -> str:
         f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
         f" {tier['num_failed_blocks']} failed"
     )
-    if store is not None:
-        state = "unreachable now" if store["is_away"] else "reachable"
+    if "is_away" in place:
+        state = "unreachable now" if place["is_away"] else "reachable"
         return (
-            f"{line}; {state}, {store['num_failures']} calls failed, {store['num_skipped']} not made;"
-            f" {store['num_missing_blocks']} blocks gone, {store['num_damaged_blocks']} damaged,"
-            f" {store['num_refused_blocks']} refused, {store['num_present_blocks']} there already"
+            f"{line}; {state}, {place['num_failures']} calls failed, {place['num_skipped']} not made;"
+            f" {place['num_missing_blocks']} blocks gone, {place['num_damaged_blocks']} damaged,"
+            f" {place['num_refused_blocks']} refused, {place['num_present_blocks']} there already"
         )
-    if disk is None:
-        return line
-    failures = f"{disk['num_failed_writes']} writes and {disk['num_failed_syncs']} syncs failed"
-    return f"{line}; {disk['num_damaged_blocks']} damaged, {failures}"
+    if "num_failed_syncs" in place:
+        failures = f"{place['num_failed_writes']} writes and {place['num_failed_syncs']} syncs failed"
+        return f"{line}; {place['num_damaged_blocks']} damaged, {failures}"
+    own = ", ".join(f"{name} {value}" for name, value in place.items())
+    return f"{line}; {own}" if own else line
 
 
 def _pin_line(entry: dict[str, Any]) -> str:

@@ -4,13 +4,13 @@ The chat doesn't know where its answers come from: a server, or an engine in thi
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvblocks.cli.client import ServerClient
-from kvblocks.engine.completion import Completion
+from kvblocks.cli.terminal import HOW_TO_END, deferred_interrupts
 from kvblocks.engine.errors import ModelError
 from kvblocks.errors import KVBlocksError
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-HOW_TO_END = "An empty line or Ctrl-D ends the chat."
-
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """One answer and its cost. ttft_s: seconds to the first piece of text. seconds: to the end."""
 
     text: str
@@ -44,8 +42,11 @@ class Turn:
 class Answerer(Protocol):
     """A source of answers."""
 
-    def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
-        """Yield the pieces of an answer as they come, and its cost last. Raises KVBlocksError."""
+    def answer(self, messages: list[Message]) -> Generator[str | ChatTurn]:
+        """Yield the pieces of an answer as they come, and its cost last. Raises KVBlocksError, or KeyboardInterrupt.
+
+        Closing it ends the answer, so that nothing more is computed.
+        """
 
 
 class EngineAnswerer:
@@ -59,20 +60,30 @@ class EngineAnswerer:
         self._tokenizer = tokenizer
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
 
-    def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
-        """As `Answerer`."""
+    def answer(self, messages: list[Message]) -> Generator[str | ChatTurn]:
+        """As `Answerer`. An interrupt waits for the step under way, which would leave the cache half changed."""
         start_s, first_s = time.perf_counter(), None
         prompt = self._tokenizer.apply_chat_template(list(messages))
-        completion: Completion | None = None
-        for piece in self._engine.stream(
-            [prompt], max_tokens=self._max_tokens, temperature=self._temperature, seed=self._seed
-        ):
-            first_s = first_s or time.perf_counter()
-            completion = piece.completion
-            yield piece.text
+        engine = self._engine
+        with deferred_interrupts() as check_interrupt:
+            (generation,) = engine.submit(
+                prompt, max_tokens=self._max_tokens, temperature=self._temperature, seed=self._seed
+            )
+            try:
+                while generation.finish_reason is None:
+                    check_interrupt()
+                    engine.step()
+                    while generation.pieces:
+                        first_s = first_s or time.perf_counter()
+                        yield generation.pieces.popleft().text
+            finally:
+                engine.cancel(generation)
+        if generation.error is not None:
+            raise generation.error
+        completion = generation.completion
         assert completion is not None and first_s is not None, "the last piece has the completion"
         end_s = time.perf_counter()
-        yield Turn(
+        yield ChatTurn(
             completion.text,
             completion.num_prompt_tokens,
             completion.num_cached_tokens,
@@ -92,22 +103,23 @@ class ServerAnswerer:
         options = {"max_completion_tokens": max_tokens, "temperature": temperature, "seed": seed, "cache_salt": salt}
         self._options = {name: value for name, value in options.items() if value is not None}
 
-    def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
+    def answer(self, messages: list[Message]) -> Generator[str | ChatTurn]:
         """As `Answerer`."""
         body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **self._options}
         start_s, first_s = time.perf_counter(), None
         texts: list[str] = []
         usage: dict[str, Any] = {}
-        for event in self._client.stream("/v1/chat/completions", body):
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                text = choice["delta"].get("content") or ""
-                if text or choice["finish_reason"]:
-                    first_s = first_s or time.perf_counter()
-                texts.append(text)
-                yield text
+        with closing(self._client.stream("/v1/chat/completions", body)) as events:
+            for event in events:
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    text = choice["delta"].get("content") or ""
+                    if text or choice["finish_reason"]:
+                        first_s = first_s or time.perf_counter()
+                    texts.append(text)
+                    yield text
         end_s = time.perf_counter()
-        yield Turn(
+        yield ChatTurn(
             "".join(texts),
             usage.get("prompt_tokens", 0),
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
@@ -125,12 +137,13 @@ def chat(
     system: str | None = None,
     note: Callable[[str], None] | None = None,
     while_answering: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> list[Turn]:
+) -> list[ChatTurn]:
     """Chat until a line is empty or there are no more, and return the turns.
 
     lines: what the user says, one per turn. write: gets the text of answers as it comes. note: gets a line about each
     turn; default: `write`. while_answering: entered while an answer and its note are written. If a turn fails, that is
-    reported, the turn is forgotten, and the chat goes on.
+    reported, the turn is forgotten, and the chat goes on. Ctrl-C ends an answer; the chat goes on with what there is of
+    it.
     """
     remark = note or (lambda text: write(f"[{text}]\n"))
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -140,26 +153,35 @@ def chat(
         if not question:
             break
         asked = [*messages, {"role": "user", "content": question}]
+        told: list[str] = []
         with while_answering():
             try:
-                turn = _show(answerer.answer(asked), write)
+                turn = _show(answerer.answer(asked), write, told)
             except KVBlocksError as error:
                 write("\n")
                 remark(f"no answer: {error}")
                 continue
-            write("\n")
-            remark(str(turn))
-        messages = [*asked, {"role": "assistant", "content": turn.text}]
-        turns.append(turn)
+            except KeyboardInterrupt:
+                write("\n")
+                remark("the answer was ended")
+                if not any(told):
+                    continue
+            else:
+                write("\n")
+                remark(str(turn))
+                turns.append(turn)
+        messages = [*asked, {"role": "assistant", "content": "".join(told)}]
     return turns
 
 
-def _show(pieces: Iterator[str | Turn], write: Callable[[str], None]) -> Turn:
-    """Write an answer's pieces, and return its cost."""
-    for piece in pieces:
-        if isinstance(piece, Turn):
-            return piece
-        write(piece)
+def _show(pieces: Generator[str | ChatTurn], write: Callable[[str], None], told: list[str]) -> ChatTurn:
+    """Write an answer's pieces, add them to `told`, and return the answer's cost."""
+    with closing(pieces):
+        for piece in pieces:
+            if isinstance(piece, ChatTurn):
+                return piece
+            told.append(piece)
+            write(piece)
     raise AssertionError("the last piece says what the turn cost")
 
 

@@ -1,16 +1,20 @@
 """A small client of the server, for the command line: JSON requests and answers, and streams of events."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, Self
 
 import httpx2
 
-from kvblocks.engine.server.access.hosts import is_loopback
-from kvblocks.engine.server.errors import ApiError
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.server.access.hosts import is_loopback
+from kvblocks.server.errors import ApiError
 
 Json = dict[str, Any]
+
+
+class UnreachableError(KVBlocksError):
+    """No server answers at the URL: start one, or try later."""
 
 
 class ServerClient:
@@ -48,7 +52,7 @@ class ServerClient:
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
         """Send a request and return the JSON of the answer.
 
-        Raises ApiError with the server's message, and InvalidArgumentError if no server can be reached.
+        Raises ApiError with the server's message, and UnreachableError.
         """
         try:
             response = self._http.request(method, path, **_content(body))
@@ -56,8 +60,11 @@ class ServerClient:
             raise self._unreachable(error) from error
         return _checked(response)
 
-    def stream(self, path: str, body: Json) -> Iterator[Json]:
-        """Send a request whose answer is a stream, and yield its events. Raises as `ask` does."""
+    def stream(self, path: str, body: Json) -> Generator[Json]:
+        """Send a request whose answer is a stream, and yield its events. Raises as `ask` does.
+
+        Closing it closes the connection, so that the server drops the answer.
+        """
         try:
             with self._http.stream("POST", path, **_content(body)) as response:
                 if response.status_code != 200:
@@ -74,8 +81,8 @@ class ServerClient:
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
 
-    def _unreachable(self, error: Exception) -> InvalidArgumentError:
-        return InvalidArgumentError(f"expected a kvblocks server at {self.url}, got {type(error).__name__}: {error}")
+    def _unreachable(self, error: Exception) -> UnreachableError:
+        return UnreachableError(f"expected a kvblocks server at {self.url}, got {type(error).__name__}: {error}")
 
 
 def _content(body: Json | None) -> dict[str, Any]:

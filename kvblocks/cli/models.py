@@ -6,27 +6,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvblocks.arguments import check_one_of
+from kvblocks.cli import completion
+from kvblocks.cli.flags import option_of
+from kvblocks.retention.policies import NAMED
+from kvblocks.server.settings import CacheSettings
+
 if TYPE_CHECKING:
     from kvblocks.engine.model.fetch import Progress
     from kvblocks.engine.run.runner import LoadedModel
 
-CACHE_PANEL = "KV cache"
+ModelOption = Annotated[
+    str,
+    typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.", autocompletion=completion.models),
+]
+NumBlocksOption = Annotated[int | None, option_of(CacheSettings, "num_blocks")]
+NoPrefixCachingOption = Annotated[bool, option_of(CacheSettings, "prefix_caching")]
 
-ModelOption = Annotated[str, typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.")]
-NumBlocksOption = Annotated[
-    int | None, typer.Option(help="Blocks in the pool. Default: as many as 512 MB hold.", rich_help_panel=CACHE_PANEL)
-]
-NoPrefixCachingOption = Annotated[
-    bool, typer.Option("--no-prefix-caching", help="Compute every prompt in full.", rich_help_panel=CACHE_PANEL)
-]
-EvictionOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Which cached block goes first: lru, slru, s3fifo, or sessions, which goes by prompt_cache_key."
-        " Default: the least recently used. See docs/policies.md.",
-        rich_help_panel=CACHE_PANEL,
-    ),
-]
+
+def _check_eviction(name: str | None) -> str | None:
+    """Refuse an unknown policy while the command line is read, before anything is loaded."""
+    if name is not None:
+        check_one_of("--eviction", name, NAMED)
+    return name
+
+
+EvictionOption = Annotated[str | None, option_of(CacheSettings, "eviction", callback=_check_eviction)]
 
 
 def load_model(model: str, device: str = "auto", dtype: str | None = None) -> "LoadedModel":

@@ -1,22 +1,22 @@
 """`kvblocks replay`: traces through the production manager. Needs no torch."""
 
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvblocks.cli.replay_output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies import NAMED
 
 if TYPE_CHECKING:
     from kvblocks.replay.result import Result
-    from kvblocks.replay.sweep import Job, Progress
 
 _TRACE, _MODEL, _OUTPUT = "Trace", "Model", "Output"
+_STATES, _SERVED = "Recurrent states", "A server that takes time"
+
+_ALL_POLICIES = ",".join(NAMED)
 
 replay_commands = typer.Typer()
 
@@ -34,8 +34,8 @@ def replay(
         str, typer.Option(help="Blocks of the pool: 5000, or 2% of the trace's unique blocks; with commas.")
     ] = "1%,2%,5%,10%,20%",
     policies: Annotated[
-        str, typer.Option(help="Eviction policies, with commas: lru, slru, s3fifo, sessions, lru-drop.")
-    ] = "lru,slru,s3fifo,sessions",
+        str, typer.Option(help=f"Eviction policies, with commas: {', '.join(NAMED)}, lru-drop.")
+    ] = _ALL_POLICIES,
     block_size: Annotated[
         int | None,
         typer.Option(
@@ -82,6 +82,48 @@ def replay(
     groups: Annotated[
         str | None, typer.Option(help="The model's groups of layers: gemma3-4b.", rich_help_panel=_MODEL)
     ] = None,
+    state_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of a sequence's recurrent state, such as 39.5MB: compare ways to keep states, with the same"
+            " memory. --sizes then takes bytes, too: 60GB.",
+            rich_help_panel=_STATES,
+        ),
+    ] = None,
+    kv_bytes: Annotated[
+        str | None,
+        typer.Option(help="Bytes of K and V of a token, in all layers. With --state-bytes.", rich_help_panel=_STATES),
+    ] = None,
+    large_block: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Also compare blocks of so many tokens, as an engine has them whose blocks hold a layer's state.",
+            rich_help_panel=_STATES,
+        ),
+    ] = None,
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate",
+            help="Compare no gate, caps on sessions, a session gate and an infinite cache, on a server that takes time."
+            " Needs the next two options.",
+            rich_help_panel=_SERVED,
+        ),
+    ] = False,
+    prefill_rate: Annotated[
+        float | None, typer.Option(help="Tokens of prompts that it computes a second.", rich_help_panel=_SERVED)
+    ] = None,
+    decode_step: Annotated[
+        float | None, typer.Option(help="Seconds of a step without tokens of prompts.", rich_help_panel=_SERVED)
+    ] = None,
+    loads: Annotated[
+        str | None,
+        typer.Option(
+            help="By what the times between sessions are divided, with commas. Default: 0.25,0.5,0.75,1,1.5.",
+            rich_help_panel=_SERVED,
+        ),
+    ] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Leave out the columns 'attainable' and 'one order'.", rich_help_panel=_OUTPUT),
@@ -112,7 +154,7 @@ def replay(
     from kvblocks.replay.readers import read_trace
     from kvblocks.replay.report import render_report
     from kvblocks.replay.sample import SAMPLE
-    from kvblocks.replay.sweep import Options, sweep
+    from kvblocks.replay.sweep import SweepOptions, sweep
 
     check_can_write(json_file, "--json")
     check_can_write(report, "--report")
@@ -126,7 +168,28 @@ def replay(
         read = read.take_sessions(*parse_range(sessions))
     read = read.with_durations(decode_time)
     num_unique = read.num_unique_blocks
-    options = Options(
+    if state_bytes is not None or kv_bytes is not None or large_block is not None:
+        if policies != _ALL_POLICIES or closed_loop or session_ends or quick or host_size or groups:
+            raise InvalidArgumentError(
+                "--state-bytes: expected none of --policies, --closed-loop, --session-ends, --host-size, --groups and"
+                " --quick beside it, got some"
+            )
+        from kvblocks.cli.replay_comparisons import compare_designs
+
+        compare_designs(read, (sizes, arrivals, seed), (state_bytes, kv_bytes, large_block), jobs, (json_file, report))
+        return
+    if gate or prefill_rate is not None or decode_step is not None or loads is not None:
+        from kvblocks.cli.replay_comparisons import compare_entrances
+
+        if policies != _ALL_POLICIES or closed_loop or session_ends or quick or groups or not gate:
+            raise InvalidArgumentError(
+                "--gate: expected it with --prefill-rate, --decode-step and --loads, and none of --policies,"
+                " --closed-loop, --session-ends, --groups and --quick beside it, got others"
+            )
+        common = (sizes, arrivals, seed, host_size)
+        compare_entrances(read, common, (prefill_rate, decode_step, loads), jobs, (json_file, report))
+        return
+    options = SweepOptions(
         policies=tuple(dict.fromkeys(name.strip() for name in policies.split(","))),
         sizes=parse_sizes(sizes, num_unique),
         mean_arrival_s=parse_arrivals(arrivals, read),
@@ -137,50 +200,9 @@ def replay(
         optima=not quick,
         tells_ends=session_ends,
     )
-    with _show_progress() as progress:
+    with show_progress() as progress:
         result = sweep(read, options, jobs, progress)
-    # Files first: the table's reader may be gone. If one file can't be written, the others still are.
-    with ExitStack() as left:
-        left.callback(_print, result)
-        if report is not None:
-            left.callback(_write, report, lambda: render_report(result))
-        if json_file is not None:
-            left.callback(_write, json_file, lambda: json.dumps(result.to_rows(), indent=1) + "\n")
-
-
-def _write(path: Path, make_text: Callable[[], str]) -> None:
-    """Write a whole file, or nothing."""
-    part = path.with_name(f".{os.getpid()}.part")
-    try:
-        try:
-            part.write_text(make_text(), encoding="utf-8", errors="replace")  # a file name may be invalid Unicode
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InvalidArgumentError(f"expected to write {path}, got {error.strerror}") from error
-
-
-@contextmanager
-def _show_progress() -> Iterator["Progress"]:
-    """Show a bar for each job, if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    tasks: dict[Job, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-
-        def report(jobs: list[tuple["Job", float]]) -> None:
-            for job, share in jobs:
-                if share and job not in tasks:
-                    tasks[job] = bars.add_task(job.title, total=1.0)
-                if share:
-                    bars.update(tasks[job], completed=share)
-
-        yield report
+    publish(lambda: _print(result), (json_file, result.to_rows), (report, lambda: render_report(result)))
 
 
 def _print(result: "Result") -> None:

@@ -155,8 +155,8 @@ def _wait_until_stored(client: ServerClient, num_blocks: int) -> None:
     num_syncs, since_s = -1, time.monotonic()
     while (now_s := time.monotonic()) < end_s:
         (tier,) = client.ask("GET", "/v1/cache/stats")["tiers"]
-        if tier["num_stored_blocks"] < num_blocks or tier["disk"]["num_syncs"] != num_syncs:
-            num_syncs, since_s = tier["disk"]["num_syncs"], now_s
+        if tier["num_stored_blocks"] < num_blocks or tier["place"]["num_syncs"] != num_syncs:
+            num_syncs, since_s = tier["place"]["num_syncs"], now_s
         elif now_s - since_s > _QUIET_S:
             return
         time.sleep(_POLL_S)

@@ -1,9 +1,14 @@
 """A terminal in which somebody may type while an answer is written. The two texts don't mix."""
 
 import os
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+HOW_TO_END = "Ctrl-C ends an answer. An empty line or Ctrl-D ends the chat."
 
 
 class Terminal:
@@ -11,21 +16,44 @@ class Terminal:
 
     def __init__(self) -> None:
         self._typed = ""
+        self._waiting = ExitStack()
 
     def read_lines(self) -> Iterator[str]:
-        """Yield the lines that the user types, until Ctrl-D."""
+        """Yield the lines that the user types, until Ctrl-D.
+
+        Ctrl-C discards a line: it may have been meant for an answer that ended just before. The second one in a row
+        raises KeyboardInterrupt, and so does the first one if nobody types.
+        """
+        was_interrupted = False
         while True:
             try:
-                yield self._read_line() if sys.stdin.isatty() else input()
+                line = self._read_line() if sys.stdin.isatty() else input()
             except EOFError:
                 return
+            except KeyboardInterrupt:
+                if was_interrupted or not sys.stdin.isatty():
+                    raise
+                was_interrupted = True
+                self.write("\n[Ctrl-D, or Ctrl-C once more, ends the chat]\n")
+            else:
+                was_interrupted = False
+                yield line
 
     def write(self, text: str) -> None:
-        """Write text at once."""
-        print(text, end="", flush=True)
+        """Write text at once. The first one of an answer takes the place of the sign that it is waited for."""
+        if text:
+            self._waiting.close()
+            print(text, end="", flush=True)
 
     @contextmanager
-    def hold_typing(self) -> Iterator[None]:
+    def answering(self) -> Iterator[None]:
+        """Until an answer is written: show that it is waited for, and keep what is typed for the next line."""
+        with self._hold_typing(), self._waiting:
+            self._waiting.enter_context(_show_waiting())
+            yield
+
+    @contextmanager
+    def _hold_typing(self) -> Iterator[None]:
         """Hide what is typed meanwhile, and keep it for the next line. Ctrl-C works as usual."""
         try:
             import termios
@@ -61,3 +89,46 @@ class Terminal:
             return input("> ")
         finally:
             readline.set_startup_hook(None)
+
+
+@contextmanager
+def _show_waiting() -> Iterator[None]:
+    """Show on a terminal that something is waited for, and for how long. Nothing is left of it at the end."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
+        progress.add_task("waiting for the first token", total=None)
+        yield
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C wait for calls that it must not break off. Gives what raises KeyboardInterrupt if one has come.
+
+    Does nothing outside the main thread, which alone gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    has_come = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        nonlocal has_come
+        has_come = True
+
+    def check() -> None:
+        if has_come:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

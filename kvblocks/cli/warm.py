@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvblocks.engine.server.errors import ApiError
-from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.server.errors import ApiError
 
 Json = dict[str, Any]
 
@@ -36,7 +36,8 @@ def warm_prompts(
     """Have prompts cached, and print a line for each; with json, the server's whole answer.
 
     Prompts that the server refuses are reported on stderr, and the others go on. Any other error ends the call. Raises
-    KVBlocksError at the end if any prompt was refused. An error of `ask` is raised after printing how many are done.
+    InvalidArgumentError at the end if any prompt was refused. An error of `ask` is raised after printing how many are
+    done.
     """
     done: list[Json] = []
     num_refused = 0
@@ -60,7 +61,7 @@ def warm_prompts(
         if json:
             print(json_module.dumps({"prompts": done}))
     if num_refused:
-        raise KVBlocksError(f"expected {len(prompts)} prompts that can be cached, got {num_refused} that can't")
+        raise InvalidArgumentError(f"expected {len(prompts)} prompts that can be cached, got {num_refused} that can't")
 
 
 def _cost_line(cost: Json) -> str:

@@ -205,11 +205,9 @@ class Run:
 
         Stops at a position that has duplicates.
         """
-        end, duplicates, count = len(self.blocks), self.duplicates or {}, 0
+        own, end, duplicates, count = self.blocks, len(self.blocks), self.duplicates or {}, 0
         most = min(end, len(blocks) - first)
-        while (
-            count < most and blocks[first + count] is self.blocks[end - 1 - count] and end - 1 - count not in duplicates
-        ):
+        while count < most and blocks[first + count] is own[end - 1 - count] and end - 1 - count not in duplicates:
             count += 1
         return count
 
@@ -242,6 +240,7 @@ class Run:
         held += [(index, block) for index, duplicates in (self.duplicates or {}).items() for block in duplicates]
         for index, block in held:
             assert block.run is self and block.index == index, f"{block}: doesn't lead to where it is cached"
+            assert block.ref_cnt or self.blocks[index] is block, f"{block}: a duplicate that is free"
         return len(held)
 
     def retire(self) -> None:

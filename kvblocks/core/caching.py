@@ -5,6 +5,7 @@ sequence's first `num_cached_blocks` blocks were hit or cached here, so the next
 """
 
 from kvblocks.core.block import ROOT, Epoch, KVCacheBlock
+from kvblocks.core.hooks import Digests
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 
@@ -22,41 +23,34 @@ def find_blocks(index: PrefixIndex, sequence: Sequence, max_tokens: int | None =
 
 def digests_ahead(
     index: PrefixIndex, sequence: Sequence, epoch: Epoch | None, held: list[KVCacheBlock], num_held: int, end: int
-) -> bytearray | None:
+) -> Digests | None:
     """Return the digests that caching the sequence's first `end` tokens will record; None when nothing records them.
 
-    epoch: the sequence's, now or when it is allocated. held: a table whose first `num_held` blocks are cached: the
-    sequence's own, or the hit that it starts with. This runs before anything is changed, so that a hash function that
+    epoch: the sequence's from this call on. held: a table whose first `num_held` blocks are cached: the sequence's own,
+    or the hit that it starts with. This runs before anything is changed, so that a hash function that
     raises does no harm. Changes nothing. O(new full blocks).
     """
     first, last = num_held, end // index.block_size
     if not index.needs_digests or first >= last or epoch is not index.epoch:
         return None
     node = held[first - 1].node if first else ROOT
-    if first and node[0] is None:
-        return None
     keys = sequence.encoded_keys(index.block_size)
-    return index.digests(node, sequence.packed_tokens(), keys, first, last)
+    return Digests(index.digests(node, sequence.packed_tokens(), keys, first, last), sequence.sequence_id)
 
 
-def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
+def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: Digests | None) -> None:
     """Cache those of the sequence's blocks that have become full. O(their number).
 
-    Caches nothing if the sequence is from before a reset, if an abort removed the prefix before these blocks, or while
-    some of its tokens are delayed (`cache_from` caches them later).
+    Caches nothing if the sequence is from before a reset, or while some of its tokens are delayed or lost (`cache_from`
+    caches them later).
     """
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
     if first >= end or sequence.delayed_from is not None or sequence.epoch is not index.epoch:
         return
-    node = ROOT
-    if first:
-        last = sequence.blocks[first - 1]
-        if last.run is None:
-            return
-        node = last.run, last.index
+    if sequence.lost_from is not None:
+        return
+    node = sequence.blocks[first - 1].node if first else ROOT
     keys = None if sequence.keys is None else sequence.encoded_keys(index.block_size)
-    if digests is not None and index.events is not None:
-        index.events.storing = sequence.sequence_id
     index.cache(node, sequence.blocks[first:end], memoryview(sequence.tokens).cast("B"), keys, first, digests)
     sequence.num_cached_blocks = end
     sequence.run = sequence.blocks[end - 1].run
@@ -71,7 +65,7 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         first = sequence.num_cached_blocks
         is_next = sequence.num_computed_tokens == (first + 1) * block_size and sequence.delayed_from is None
-        if is_next and first and sequence.keys is None and sequence.epoch is epoch:
+        if is_next and first and sequence.keys is None and sequence.epoch is epoch and sequence.lost_from is None:
             parent = sequence.blocks[first - 1]
             run = sequence.run or parent.run
             if run is not None and index.cache_one(run, parent, sequence.blocks[first], sequence.tokens[-block_size:]):
@@ -81,36 +75,12 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
         cache_full_blocks(index, sequence, None)
 
 
-def first_uncached(sequence: Sequence) -> int:
-    """Return how many first blocks of a sequence are still cached: fewer than it cached if some were forgotten.
-
-    O(1 + blocks forgotten).
-    """
-    first = sequence.num_cached_blocks
-    while first and not sequence.blocks[first - 1].is_cached:
-        first -= 1
-    return first
-
-
-def digests_from(index: PrefixIndex, sequence: Sequence, first: int, end: int) -> bytearray | None:
-    """Return the digests that `cache_from` will record for blocks first to end - 1; None when nothing records them.
-
-    As `digests_ahead`.
-    """
-    if not index.needs_digests or first >= end:
-        return None
-    node = sequence.blocks[first - 1].node if first else ROOT
-    return index.digests(node, sequence.packed_tokens(), sequence.encoded_keys(index.block_size), first, end)
-
-
-def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, digests: bytearray | None) -> None:
+def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, digests: Digests | None) -> None:
     """Cache blocks first to end - 1 of a sequence. All must be full, and those before them cached. O(their number).
 
     Blocks that are cached already, by sequences that share them, stay as they are.
     """
     blocks, size = sequence.blocks, index.epoch.num_digest_bytes
-    if index.events is not None:
-        index.events.storing = sequence.sequence_id
     tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(index.block_size)
     node, start = blocks[first - 1].node if first else ROOT, first
     while start < end:
@@ -119,22 +89,12 @@ def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, dig
             index.forget(blocks[stop])  # in case it was cached before a reset
             stop += 1
         if stop > start:
-            ahead = None if digests is None else digests[(start - first) * size : (stop - first) * size]
+            ahead = digests
+            if digests is not None:
+                ahead = Digests(digests.packed[(start - first) * size : (stop - first) * size], digests.sequence_id)
             index.cache(node, blocks[start:stop], tokens, keys, start, ahead)
         while stop < end and blocks[stop].is_cached:
             stop += 1
         node, start = blocks[stop - 1].node, stop
     sequence.epoch = index.epoch
     sequence.num_cached_blocks = end
-
-
-def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:
-    """Stop caching the sequence's own blocks beyond its first `num_computed_tokens`, and everything below them.
-
-    This includes blocks that another sequence cached. A fork that was renewed may have cached a block that only this
-    sequence writes.
-    """
-    block_size = index.block_size
-    first_unwritten = max(sequence.num_readonly_tokens, num_computed_tokens) // block_size
-    for block in reversed(sequence.blocks[first_unwritten : sequence.num_computed_tokens // block_size]):
-        index.forget(block)

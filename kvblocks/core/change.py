@@ -15,34 +15,34 @@ DEBUGGING: Final = 1
 CHANGING: Final = 2
 
 
-class Changeable:
-    """Base of what can be left half done: a manager or a cache.
+class Change:
+    """The mark of a manager or a cache: whether a change is under way. A manager's also stands for it as an owner.
 
-    kind: which of them, for messages. debug: whether each change is followed by a check. change_state: IDLE or
-    DEBUGGING between changes, CHANGING during one. The code that makes a change may write it directly, since a call
-    would cost as much as some changes.
+    kind: which of them, for messages. debug: whether each change is followed by a check. rest: the state between
+    changes, IDLE or DEBUGGING. state: CHANGING during a change, else `rest`. The code that makes a change may write it
+    directly, since a call would cost as much as some changes.
     """
 
     def __init__(self, kind: str, *, debug: bool = False) -> None:
         self._kind = kind
-        self._rest_state: int = DEBUGGING if debug else IDLE
-        self.change_state: int = self._rest_state
+        self.rest: int = DEBUGGING if debug else IDLE
+        self.state: int = self.rest
 
     def check_whole(self) -> None:
         """Raise CorruptStateError if a call was left half done. O(1)."""
-        if self.change_state == CHANGING:
+        if self.state == CHANGING:
             raise CorruptStateError(
                 f"expected a {self._kind} none of whose calls was left half done, got one where an exception (a"
                 " KeyboardInterrupt, say) came in the middle of a change, or one that is called in the middle of its"
                 f" own call: make a new {self._kind}, and new sequences from their token_ids()"
             )
 
-    def begin_change(self) -> None:
-        """Mark the beginning of a change, which `end_change` ends. Raises CorruptStateError. O(1)."""
-        if self.change_state:
+    def begin(self) -> None:
+        """Mark the beginning of a change, which `end` ends. Raises CorruptStateError. O(1)."""
+        if self.state:
             self.check_whole()
-        self.change_state = CHANGING
+        self.state = CHANGING
 
-    def end_change(self) -> None:
+    def end(self) -> None:
         """Mark the end of a change: all is consistent again. O(1)."""
-        self.change_state = self._rest_state
+        self.state = self.rest

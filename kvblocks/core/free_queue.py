@@ -126,7 +126,7 @@ class FreeBlockQueue:
         num_linked = 0
         for block in blocks:
             if block.ref_cnt or block.prev_free_block is not block:
-                self._unlink_last(last, num_linked)
+                self._unlink_last(last)
                 state = f"owned {block.ref_cnt} times" if block.ref_cnt else "queued already"
                 raise BlockStateError(f"expected a block that is neither queued nor owned, got {block} {state}")
             block.prev_free_block = last
@@ -138,13 +138,14 @@ class FreeBlockQueue:
         root.prev_free_block = last
         self.num_free_blocks += num_linked
 
-    def _unlink_last(self, last: KVCacheBlock, num_blocks: int) -> None:
-        """Unlink the `num_blocks` blocks up to `last`, which a failing call has linked behind the queue's end."""
-        for _ in range(num_blocks):
-            previous = last.prev_free_block
-            last.prev_free_block = last
-            last = previous
+    def _unlink_last(self, last: KVCacheBlock) -> int:
+        """Unlink the blocks up to `last`, which a failing call has linked behind the queue's end. Returns how many."""
+        num_unlinked, end = 0, self._root.prev_free_block
+        while last is not end:
+            last.prev_free_block, last = last, last.prev_free_block
+            num_unlinked += 1
         last.next_free_block = self._root
+        return num_unlinked
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give up one reference to each block. Blocks that lose their last reference are appended, in the order given.
@@ -154,8 +155,7 @@ class FreeBlockQueue:
         root = self._root
         last = root.prev_free_block
         num_kept = 0  # blocks that stay owned; mostly they are few, so counting them costs little
-        rest = iter(blocks)
-        for block in rest:
+        for block in blocks:
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
                 block.prev_free_block = last
@@ -165,8 +165,7 @@ class FreeBlockQueue:
                 block.ref_cnt -= 1
                 num_kept += 1
             else:
-                num_done = len(blocks) - 1 - len(list(rest))
-                self._unlink_last(last, num_done - num_kept)
+                num_done = self._unlink_last(last) + num_kept
                 for released in blocks[:num_done]:
                     released.ref_cnt += 1
                 raise BlockStateError(f"double free: expected a block with an owner, got {block}")
@@ -246,9 +245,13 @@ class FreeBlockQueue:
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Move queued blocks, which hold nothing any more, to the front of the queue, in the order given. O(blocks)."""
-        for block in reversed(blocks):
-            self._unlink(block)
-            self._link(block, self._root.next_free_block)
+        self.touch(blocks)
+        self.release_empty(blocks)
+
+    def move_before(self, block: KVCacheBlock, other: KVCacheBlock) -> None:
+        """Move a queued block in front of `other`, which was queued later. O(1)."""
+        self._unlink(block)
+        self._link(block, other)
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add one reference to each block; those that were free leave the queue. O(blocks)."""

@@ -1,4 +1,4 @@
-"""The digest chain: how a cached block is named outside this process.
+"""Extra keys, and the digest chain: what a block's KV depends on besides tokens, and its name outside this process.
 
 A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the
 block. It names the block in events, in other processes and in tiers. It never decides a hit: matching compares
@@ -15,15 +15,16 @@ Kinds: 1 salt, 2 LoRA name, 3 position key given as str, 4 position key given as
 begins relative to the block's first token (negative when it began in an earlier block), `length` is the span's whole
 length. Kinds and lengths make the encoding injective: no two different sets of keys have the same bytes.
 
-The chain of digests follows vLLM's automatic prefix caching; the typed, length-prefixed keys are this project's.
+`kvblocks.wire.extra_keys` decodes keys. The chain of digests follows vLLM's automatic prefix caching; the typed,
+length-prefixed keys are this project's.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable
-from struct import pack, unpack
+from struct import pack
 from typing import Any
 
-from kvblocks.arguments import Given, is_a, plain_bytes, shown, wrong
+from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, listed, plain_text, shown, wrong
 from kvblocks.errors import InvalidArgumentError
 
 HashFunction = Callable[[bytes], bytes]
@@ -35,12 +36,6 @@ PositionKey = tuple[int, int, str | bytes]
 PositionKeys = Iterable[PositionKey]
 """Several position keys, in any order."""
 
-ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
-"""A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
-
-start: where the keyed span begins relative to the block's first token; length: of the whole span. In tokens.
-"""
-
 SALT_KIND, LORA_KIND, STR_KEY_KIND, BYTES_KEY_KIND = 1, 2, 3, 4
 
 
@@ -51,7 +46,7 @@ def sha256_digest(preimage: bytes) -> bytes:
 
 def check_digest(digest: Any, num_bytes: int | None) -> bytes:
     """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
-    if type(digest) is not bytes or not digest:  # the __len__ of a subclass may lie
+    if type(digest) is not bytes or not digest:
         raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {shown(digest)}")
     if num_bytes is not None and len(digest) != num_bytes:
         raise InvalidArgumentError(f"hash function: expected {num_bytes} bytes as before, got {len(digest)}")
@@ -124,46 +119,6 @@ def encode_extra_keys(
     return {block: b"".join(entries) for block, entries in encoded.items()}
 
 
-def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
-    """Return a block's extra keys in the order of their encoding; the inverse of `encode_extra_keys`.
-
-    encoded: one block's, as in `BlockStored.extra_keys`; b"" for none. Raises InvalidArgumentError for bytes that are
-    no block's encoding. O(bytes).
-    """
-    given: Any = encoded
-    if not is_a(given, bytes):
-        raise wrong("extra keys", "bytes", given)
-    return _decoded_keys(plain_bytes(given))
-
-
-def decode_names(encoded: bytes | None) -> tuple[str | None, str | None]:
-    """Return the salt and the LoRA name among a first block's encoded keys, None for none."""
-    keys = [] if encoded is None else _decoded_keys(encoded)
-    names = {kind: text for kind, _, text in keys if isinstance(text, str)}
-    return names.get("salt"), names.get("lora")
-
-
-def _decoded_keys(encoded: bytes) -> list[ExtraKey]:
-    keys: list[ExtraKey] = []
-    offset, previous = 0, (0, 0, 0, 0, b"")
-    while offset < len(encoded):
-        kind, start, length = encoded[offset], 0, 0
-        offset += 1
-        if kind in (STR_KEY_KIND, BYTES_KEY_KIND):
-            start, length = unpack("<qQ", _cut(encoded, offset, 16))
-            offset += 16
-        payload = _cut(encoded, offset + 4, unpack("<I", _cut(encoded, offset, 4))[0])
-        offset += 4 + len(payload)
-        order = (min(kind, STR_KEY_KIND), start, start + length, kind, payload)
-        is_in_order = order >= previous if kind >= STR_KEY_KIND else kind > previous[0]
-        if not is_in_order or (kind >= STR_KEY_KIND and not 0 < start + length > start):
-            got = f"{_decoded(kind, start, length, payload)} after {keys}"
-            raise InvalidArgumentError(f"extra keys: expected salt, LoRA, then non-empty spans by position, got {got}")
-        keys.append(_decoded(kind, start, length, payload))
-        previous = order
-    return keys
-
-
 def _typed(key: PositionKey) -> tuple[int, int, int, bytes]:
     start, end, payload = key
     if isinstance(payload, str):
@@ -175,20 +130,49 @@ def _entry(kind: int, span: bytes, payload: bytes) -> bytes:
     return pack("<B", kind) + span + pack("<I", len(payload)) + payload
 
 
-def _cut(encoded: bytes, offset: int, num_bytes: int) -> bytes:
-    part = encoded[offset : offset + num_bytes]
-    if len(part) < num_bytes:
-        raise InvalidArgumentError(f"extra keys: expected {num_bytes} bytes from {offset} on, got {part!r}")
-    return part
+class SequenceKeys:
+    """The salt, the adapter and the extra keys of a sequence that has any of them; see `Sequence`. Never changed."""
+
+    __slots__ = ("_encoded", "extra_keys", "lora", "salt")
+
+    def __init__(self, salt: str | None, lora: str | None, extra_keys: tuple[PositionKey, ...]) -> None:
+        self.salt = salt
+        self.lora = lora
+        self.extra_keys = extra_keys
+        self._encoded: tuple[int, dict[int, bytes]] | None = None
+
+    def encoded(self, block_size: int) -> dict[int, bytes]:
+        """Return the encoded extra keys by block. O(blocks that spans touch) once, then O(1)."""
+        if self._encoded is None or self._encoded[0] != block_size:
+            keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
+            self._encoded = block_size, keys
+        return self._encoded[1]
 
 
-def _decoded(kind: int, start: int, length: int, payload: bytes) -> ExtraKey:
-    if not SALT_KIND <= kind <= BYTES_KEY_KIND:
-        raise InvalidArgumentError(f"extra keys: expected a kind from {SALT_KIND} to {BYTES_KEY_KIND}, got {kind}")
-    try:
-        text: str | bytes = payload if kind == BYTES_KEY_KIND else payload.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"extra keys: expected UTF-8, got {payload!r}: {error.reason}") from None
-    if kind >= STR_KEY_KIND:
-        return "key", (start, length), text
-    return "salt" if kind == SALT_KIND else "lora", None, text
+def check_keys(
+    salt: Text | None, lora: Text | None, extra_keys: Iterable[PositionKey], num_tokens: int
+) -> SequenceKeys | None:
+    """Return the keys of a sequence of `num_tokens` tokens, None if there are none. Raises InvalidArgumentError."""
+    name, adapter = check_name("salt", salt), check_name("lora", lora)
+    keys = _check_position_keys(extra_keys, num_tokens)
+    return SequenceKeys(name, adapter, keys) if name is not None or adapter is not None or keys else None
+
+
+def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:
+    return tuple(
+        [_check_position_key(key, num_tokens) for key in listed("extra_keys", "an iterable of (start, end, key)", keys)]
+    )
+
+
+def _check_position_key(key: Any, num_tokens: int) -> PositionKey:
+    items: list[Any] = [*key] if is_a(key, tuple) or is_a(key, list) else []
+    if len(items) != 3:
+        raise wrong("extra_keys", "(start, end, key)", key)
+    start = check_count("extra_keys: start", items[0], 0, num_tokens - 1)
+    end = check_count("extra_keys: end", items[1], start + 1, num_tokens)
+    payload: Any = items[2]
+    if is_a(payload, str):
+        payload = check_text("extra_keys", plain_text(payload))
+    if not (is_a(payload, str) or is_a(payload, bytes)) or not payload:
+        raise wrong("extra_keys", "a non-empty str or bytes as key", items[2])
+    return start, end, payload

@@ -27,22 +27,6 @@ class HitSource:
         """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody."""
 
 
-class HitLimit:
-    """Why a hit is shorter than the primary group's cached prefix: `group` lacks tokens first_token to end_token - 1.
-
-    window: of the group. removal_key: the key of the group's missing block in the removal history. Read-only.
-    """
-
-    __slots__ = ("end_token", "first_token", "group", "removal_key", "window")
-
-    def __init__(self, group: int, window: int | None, first_token: int, end_token: int, removal_key: bytes) -> None:
-        self.group = group
-        self.window = window
-        self.first_token = first_token
-        self.end_token = end_token
-        self.removal_key = removal_key
-
-
 class CacheHit:
     """The longest cached prefix of a sequence, as of one moment.
 

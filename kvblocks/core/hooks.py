@@ -1,10 +1,11 @@
 """Where the other rooms plug in: base classes whose methods do nothing, or are abstract.
 
-The core never imports another room. It calls an object in an attribute of one of these types. The attribute is None
+The core never imports another room. It calls objects in attributes of these types. An attribute is None, or empty,
 until another room sets it:
 
-- `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (removal history, metrics, quotas);
-- `PrefixIndex.accounts`: who is charged for cached blocks, and which are evicted first (quotas, eviction policies);
+- `PrefixIndex.watchers`: told what happens to blocks and to cached prefixes (removal history, metrics, quotas);
+- `PrefixIndex.accounts`: who is charged for cached blocks (quotas);
+- `BlockPool.chooser`: which blocks are taken first (eviction policies, quotas);
 - `PrefixIndex.events`: where changes of the cached set are recorded;
 - `SlotAllocator.soft_holds`: owners of blocks other than sequences, which may give blocks up for sequences (pins).
 
@@ -31,7 +32,8 @@ class Watcher:
     """Told what happens to blocks and cached prefixes. This base class does nothing, in O(1).
 
     No method may change what it is told of. needs_digests: whether it needs the digests of removed prefixes, which are
-    then computed as blocks are cached. needs_takers: whether `note_taking` is called.
+    then computed as blocks are cached. needs_takers: whether `note_taking` must be
+    called for each sequence by itself.
     """
 
     needs_digests: bool = False
@@ -46,8 +48,18 @@ class Watcher:
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Each of these blocks got one more owner."""
 
-    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
-        """Each of these blocks lost an owner, in this order."""
+    def note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None = None) -> None:
+        """Each of these blocks lost an owner, in this order. Renewed blocks are among them, for their duplicates.
+
+        giver: the sequence that ended or went back, and so gave them back; None: something else.
+        """
+
+    def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
+        """Each of these cached blocks left a window, lost an owner, and goes before other cached blocks."""
+        self.note_released(blocks)
+
+    def note_renewed(self, blocks: Items[KVCacheBlock]) -> None:
+        """These free blocks are queued anew, in place of duplicates that were released. `note_released` follows."""
 
     def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
         """The prefixes with these digests stopped being cached."""
@@ -56,53 +68,24 @@ class Watcher:
         """The cache is about to be reset. `runs` are all runs in it."""
 
 
-class Watchers(Watcher):
-    """Several watchers as one: each is told everything, in the order in which they were added."""
+class Digests:
+    """The digests of blocks that are about to be cached. packed: one after the other.
 
-    def __init__(self, watchers: list[Watcher]) -> None:
-        self._watchers = watchers
-        self.needs_takers = any(watcher.needs_takers for watcher in watchers)
+    sequence_id: of the sequence whose blocks they are, for events; None: of no sequence.
+    """
 
-    def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.note_taking(num_blocks, sequence_id)
+    __slots__ = ("packed", "sequence_id")
 
-    def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.note_taken(blocks)
-
-    def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.note_touched(blocks)
-
-    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.note_released(blocks)
-
-    def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.note_removed(digests, cause)
-
-    def note_clearing(self, runs: Iterable[Run]) -> None:
-        """Tell all."""
-        for watcher in self._watchers:
-            watcher.note_clearing(runs)
+    def __init__(self, packed: bytearray, sequence_id: Hashable = None) -> None:
+        self.packed = packed
+        self.sequence_id = sequence_id
 
 
 class EventLog:
-    """Records what gets cached and what is removed on one medium.
-
-    storing: the id of the sequence whose blocks are being cached, None if there is none.
-    """
+    """Records what gets cached and what is removed on one medium."""
 
     def __init__(self, medium: str) -> None:
         self.medium = medium
-        self.storing: Hashable | None = None
 
     @abstractmethod
     def of_tier(self, medium: str) -> "EventLog | None":
@@ -113,8 +96,8 @@ class EventLog:
         """Add a record about a side group."""
 
     @abstractmethod
-    def note_stored(self, run: Run, base: int) -> None:
-        """`run` has grown from `base` blocks to what it has now."""
+    def note_stored(self, run: Run, base: int, sequence_id: Hashable = None) -> None:
+        """`run` has grown from `base` blocks to what it has now. sequence_id: as in `Digests`."""
 
     @abstractmethod
     def note_removed(self, names: Items[bytes]) -> None:
@@ -126,16 +109,20 @@ class EventLog:
 
 
 class Accounts(Watcher):
-    """Who is charged for cached blocks, and which blocks are taken first."""
+    """Who is charged for cached blocks."""
+
+    @abstractmethod
+    def account_of(self, extra_keys: bytes | None) -> Account | None:
+        """Return who is charged for prefixes whose first block has these encoded keys, None if nobody is."""
+
+
+class Chooser(Watcher):
+    """Which blocks are taken first. It isn't told what happens unless it is also a watcher of the index."""
 
     @property
     @abstractmethod
     def is_choosing(self) -> bool:
         """Whether it chooses the next block to be taken. If not, the first of the queue is taken. O(1)."""
-
-    @abstractmethod
-    def account_of(self, extra_keys: bytes | None) -> Account | None:
-        """Return who is charged for prefixes whose first block has these encoded keys, None if nobody is."""
 
     @abstractmethod
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
@@ -147,8 +134,8 @@ class Accounts(Watcher):
     def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
         """These blocks are detached: they stopped being cached though nobody took them."""
 
-    def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
-        """These blocks left a window, and go before other cached blocks. `note_released` follows for them."""
+    def note_starting(self, sequence: Sequence) -> None:
+        """This sequence of a session starts, and is about to touch and take blocks."""
 
 
 class SoftHolds:

@@ -6,7 +6,7 @@ let a sequence wait for tokens that another one will compute anyway.
 """
 
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.change import Changeable
+from kvblocks.core.change import Change
 from kvblocks.core.hit import HitSource
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
@@ -16,18 +16,15 @@ from kvblocks.core.tokens import num_equal
 class InFlight(HitSource):
     """The allocated sequences that have tokens without slots, or delayed tokens, oldest first.
 
-    index: where the tokens will be cached. sequences: a dict used as an ordered set. manager: the sequences' owner.
+    index: where the tokens will be cached. sequences: a dict used as an ordered set. change: of their manager.
     """
 
-    __slots__ = ("_manager", "sequences")
+    __slots__ = ("_change", "sequences")
 
-    def __init__(self, index: PrefixIndex, manager: Changeable) -> None:
+    def __init__(self, index: PrefixIndex, change: Change) -> None:
         super().__init__(index)
-        self._manager = manager
+        self._change = change
         self.sequences: dict[Sequence, None] = {}
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
     def note(self, sequence: Sequence) -> None:
         """Add a sequence that got slots if it has tokens in flight, else remove it. O(1)."""
@@ -44,17 +41,17 @@ class InFlight(HitSource):
     def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
         """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody will.
 
-        Sequences from before a reset of the cache don't count. Changes nothing. Raises CorruptStateError. One lookup,
-        O(sequences in flight), and O(tokens) for each sequence that shares the next block; O(1) when nothing is in
-        flight.
+        Sequences from before a reset of the cache don't count, nor do those that lost KV. Changes nothing. Raises
+        CorruptStateError. One lookup, O(sequences in flight), and O(tokens) for each sequence that shares the next
+        block; O(1) when nothing is in flight.
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         if not self.sequences:
             return None
         num_blocks = len(find_blocks(self.index, sequence))
         best: tuple[Sequence, int] | None = None
         for other in self.sequences:
-            if other is not sequence and other.epoch is self.index.epoch and _caches(other):
+            if other is not sequence and other.epoch is self.index.epoch and other.lost_from is None:
                 num_more = self._num_common_blocks(sequence, other, num_blocks) - num_blocks
                 if num_more > 0 and (best is None or num_more > best[1]):
                     best = other, num_more
@@ -74,9 +71,3 @@ class InFlight(HitSource):
         if bytes(tokens[start : start + 4 * size]) != bytes(other_tokens[start : start + 4 * size]):
             return 0  # the next block differs, so the long common beginning needs no comparison
         return num_equal(tokens[:end], other_tokens[:end]) // (4 * size)
-
-
-def _caches(sequence: Sequence) -> bool:
-    """Whether the blocks that the sequence will compute will be cached."""
-    first = sequence.num_cached_blocks
-    return not first or sequence.blocks[first - 1].is_cached

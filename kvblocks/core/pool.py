@@ -5,14 +5,16 @@ index whether it is cached or not; all four combinations exist. A later request 
 block is taken for something else and so stops being cached. The roles are those of vLLM v1's BlockPool.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
-from kvblocks.core.hooks import Watcher
+from kvblocks.core.hooks import Chooser, RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.core.sequence import Sequence
 
 
 class BlockPool:
@@ -21,7 +23,8 @@ class BlockPool:
     At first they are handed out in order of their ids; later blocks that hold nothing come first, then the least
     recently used ones. index: where their contents may be cached. blocks: all blocks, by id. end_block_id: the last
     block's id + 1. queue: the free blocks, in the order of their reuse. detached: blocks that stopped being cached
-    while they were owned, and are still owned; rarely any. Raises InvalidArgumentError. O(num_blocks).
+    while they were owned, and are still owned; rarely any. chooser: which blocks are taken first; None: the first of
+    the queue. Raises InvalidArgumentError. O(num_blocks).
 
     This part of the manager is public for those who build a manager of their own; its other calls check no types.
     """
@@ -33,6 +36,7 @@ class BlockPool:
         self.index = index
         self.num_evicted_blocks = 0
         self.detached: set[KVCacheBlock] = set()
+        self.chooser: Chooser | None = None
         self.queue = self._make_queue()
 
     @property
@@ -41,18 +45,9 @@ class BlockPool:
         return self.queue.num_free_blocks
 
     @property
-    def num_shared_changes(self) -> int:
-        """How often a reference was added to or dropped from a block that stayed owned. O(1)."""
-        return self.queue.num_shared_changes
-
-    @property
     def num_cached_blocks(self) -> int:
         """Blocks whose contents are cached. O(1)."""
         return self.index.num_cached_blocks
-
-    def free_blocks(self) -> list[KVCacheBlock]:
-        """Return the free blocks, next to be taken first. O(free blocks)."""
-        return list(self.queue)
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
@@ -61,11 +56,11 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks and evict what they hold. O(num_blocks).
 
-        `Accounts` may choose which cached blocks go first, for quotas or an eviction policy. Raises PoolExhaustedError,
+        A `Chooser` may say which cached blocks go first, for quotas or an eviction policy. Raises PoolExhaustedError,
         changing nothing, when too few blocks are free.
         """
-        if self.index.watcher is not None:
-            return self._take_watched(num_blocks, self.index.watcher)
+        if self.index.watchers:
+            return self._take_watched(num_blocks)
         blocks = self.queue.popleft_n(num_blocks)
         for block in blocks:  # twice as fast as making a list of the cached ones
             if block.run is not None:
@@ -77,8 +72,8 @@ class BlockPool:
 
     def take_one(self) -> KVCacheBlock:
         """`take` of one block; there must be one. O(1)."""
-        if self.index.watcher is not None:
-            return self._take_watched(1, self.index.watcher)[0]
+        if self.index.watchers:
+            return self._take_watched(1)[0]
         block = self.queue.popleft()
         if block.run is not None:
             self.num_evicted_blocks += self.index.evict_one(block)
@@ -86,48 +81,58 @@ class BlockPool:
                 self.requeue_detached()
         return block
 
-    def _take_watched(self, num_blocks: int, watcher: Watcher) -> list[KVCacheBlock]:
-        """`take` of a pool that has a watcher."""
-        accounts, blocks = self.index.accounts, list[KVCacheBlock]()
-        if accounts is not None and accounts.is_choosing and 0 < num_blocks <= self.queue.num_free_blocks:
+    def _take_watched(self, num_blocks: int) -> list[KVCacheBlock]:
+        """`take` of a pool that somebody watches."""
+        chooser, blocks = self.chooser, list[KVCacheBlock]()
+        if chooser is not None and chooser.is_choosing and 0 < num_blocks <= self.queue.num_free_blocks:
             while len(blocks) < num_blocks:
-                blocks += self._empty(accounts.take_next(self.queue, num_blocks - len(blocks)), watcher)
+                blocks += self._empty(chooser.take_next(self.queue, num_blocks - len(blocks)))
             return blocks
-        return self._empty(self.queue.popleft_n(num_blocks), watcher)
+        return self._empty(self.queue.popleft_n(num_blocks))
 
-    def _empty(self, blocks: list[KVCacheBlock], watcher: Watcher) -> list[KVCacheBlock]:
+    def _empty(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Evict what these blocks hold, which were just taken, and return them."""
-        watcher.note_taken(blocks)
+        for watcher in self.index.watchers:
+            watcher.note_taken(blocks)
         self.num_evicted_blocks += self.index.evict(blocks)
         if self.index.detached:
             self.requeue_detached()
         return blocks
 
-    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def touch(self, blocks: Items[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`, free or not. They stay cached. O(blocks)."""
         self.queue.touch(blocks)
-        if self.index.watcher is not None:
-            self.index.watcher.note_touched(blocks)
+        for watcher in self.index.watchers:
+            watcher.note_touched(blocks)
 
-    def uncache(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def uncache(self, blocks: Iterable[KVCacheBlock], cause: RemovalCause = "dropped") -> None:
         """Stop caching `blocks` and everything below them; the free ones are reused next. O(blocks + those below)."""
         for block in blocks:
-            self.index.forget(block, "dropped")
-        self.requeue_detached()
+            self.index.forget(block, cause)
+        if self.index.detached:
+            self.requeue_detached()
 
-    def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
+    def release_table(self, blocks: Items[KVCacheBlock], num_cached: int = 0, giver: Sequence | None = None) -> None:
         """Remove an owner from each block of a table or a part of it. Those without another owner become free.
 
         Of these, cached blocks are reused last, a prefix's end before its beginning, and blocks that hold nothing are
         reused next: see `FreeBlockQueue.release_table`. num_cached: how many first blocks their owner has cached, with
-        no reset since. Raises BlockStateError, changing nothing, when a block has no owner. O(blocks).
+        no reset since. giver: as in `Watcher.note_released`. Raises BlockStateError, changing nothing, when a block has
+        no owner. O(blocks).
+
+        A duplicate without another owner is detached. The block that hits get stands in for it, and is reused where the
+        duplicate would have been, if it is free.
         """
         if num_cached == len(blocks) and not self.detached:
             self.queue.release(blocks[::-1])
         else:
             self.queue.release_table(blocks, 0 if self.detached else num_cached)
-        if self.detached or self.index.watcher is not None:
-            self._note_released(blocks[::-1])
+        if self.index.num_duplicates:
+            blocks = drop_duplicates(self.index, self.queue, blocks)
+            if self.index.detached:
+                self.requeue_detached()
+        if self.detached or self.index.watchers:
+            self._note_released(blocks[::-1], giver)
 
     def requeue_detached(self) -> None:
         """Move the free ones of the blocks that were detached to the front of the queue. O(blocks detached).
@@ -135,13 +140,13 @@ class BlockPool:
         An abort detaches the blocks that weren't written, and those below them.
         """
         detached, self.index.detached = self.index.detached, []
-        if self.index.accounts is not None:
-            self.index.accounts.note_detached(detached)
+        if self.chooser is not None:
+            self.chooser.note_detached(detached)
         free = [block for block in detached if not block.ref_cnt]
         self.detached.update([block for block in detached if block.ref_cnt])
         self.queue.move_to_front(sorted(free, key=_block_id))
 
-    def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
+    def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
         """Raise AssertionError unless each block has the owners that `tables`, all block tables, give it. O(pool)."""
         owners = [0] * len(self.blocks)
         for table in tables:
@@ -163,14 +168,38 @@ class BlockPool:
         # All blocks that the index finds have `is_cached`. If the numbers are equal, these are all such blocks.
         assert num_cached == self.num_cached_blocks, f"pool: {num_cached} cached, {self.num_cached_blocks} found"
 
-    def _note_released(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def _note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None) -> None:
         if self.detached:
-            self.detached.difference_update([block for block in blocks if not block.ref_cnt])
-        if self.index.watcher is not None:
-            self.index.watcher.note_released(blocks)
+            self._drop_detached(blocks)
+        for watcher in self.index.watchers:
+            watcher.note_released(blocks, giver)
+
+    def _drop_detached(self, blocks: Items[KVCacheBlock]) -> None:
+        self.detached.difference_update([block for block in blocks if not block.ref_cnt])
 
     def _make_queue(self) -> FreeBlockQueue:
         return FreeBlockQueue(self.blocks)
+
+
+def drop_duplicates(index: PrefixIndex, queue: FreeBlockQueue, table: Items[KVCacheBlock]) -> list[KVCacheBlock]:
+    """Detach the duplicates of a table, or a part of it, that was just released and that nobody else owns.
+
+    Where the block that hits get is free, it is renewed: it takes the duplicate's place in the queue. Returns the table
+    with renewed blocks behind their duplicates. The caller requeues what was detached. O(blocks).
+    """
+    released: list[KVCacheBlock] = []
+    renewed: list[KVCacheBlock] = []
+    for block in table:
+        released.append(block)
+        first = None if block.ref_cnt else index.drop_duplicate(block)
+        if first is not None and not first.ref_cnt:
+            queue.move_before(first, block)
+            renewed.append(first)
+            released.append(first)
+    if renewed:
+        for watcher in index.watchers:
+            watcher.note_renewed(renewed)
+    return released
 
 
 def _block_id(block: KVCacheBlock) -> int:

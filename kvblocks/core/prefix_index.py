@@ -26,7 +26,7 @@ from collections import OrderedDict
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run, RunKey
 from kvblocks.core.hashing import Names
-from kvblocks.core.hooks import Accounts, EventLog, RemovalCause, Watcher, Watchers
+from kvblocks.core.hooks import Accounts, Digests, EventLog, RemovalCause, Watcher
 
 ExtraKeys = dict[int, bytes] | None
 
@@ -50,11 +50,12 @@ def map_key(key: RunKey) -> MapKey:
 class PrefixIndex:
     """Finds, adds and removes cached prefixes of blocks of `block_size` tokens.
 
-    version: increases whenever a block stops being cached; while it stays the same, every earlier match is valid.
-    num_cached_blocks: blocks that hold a cached prefix, duplicates included. detached: blocks that stopped being cached
-    though nobody took them and nothing was reset; the pool requeues them. events: where changes are recorded; None:
-    nowhere. needs_digests: whether events or a watcher need digests, which are then computed as blocks are cached.
-    watcher: who is told what happens; None: nobody. accounts: who is charged; None: nobody.
+    version: increases whenever a block that a match may name stops being cached; while it stays the same, every earlier
+    match is valid. num_cached_blocks: blocks that hold a cached prefix, duplicates included. num_duplicates: those of
+    them that hits don't get. detached: blocks that stopped being cached though nobody took them and nothing was reset;
+    the pool requeues them. events: where changes are recorded; None: nowhere. needs_digests: whether events or a
+    watcher need digests, which are then computed as blocks are cached. watchers: who is told what happens, in order.
+    needs_takers: whether one needs to know for which sequence blocks are taken. accounts: who is charged; None: nobody.
     """
 
     def __init__(self, block_size: int, names: Names) -> None:
@@ -64,11 +65,12 @@ class PrefixIndex:
         self.epoch = Epoch(names, self._block_bytes)
         self.version = 0
         self.num_cached_blocks = 0
+        self.num_duplicates = 0
         self.detached: list[KVCacheBlock] = []
         self.events: EventLog | None = None
         self.needs_digests = False
-        self._watchers: list[Watcher] = []
-        self.watcher: Watcher | None = None
+        self.watchers: tuple[Watcher, ...] = ()
+        self.needs_takers = False
         self.accounts: Accounts | None = None
 
     def record(self, events: EventLog, names: Names) -> None:
@@ -79,30 +81,12 @@ class PrefixIndex:
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` what happens from now on. If it needs digests, nothing may be cached yet."""
         self.needs_digests = self.needs_digests or watcher.needs_digests
-        self._watchers = [*self._watchers, watcher]
-        self._tell_watchers()
+        self.needs_takers = self.needs_takers or watcher.needs_takers
+        self.watchers = (*self.watchers, watcher)
 
     def unwatch(self, watcher: Watcher) -> None:
         """Remove a watcher, if it is one."""
-        self._watchers = [other for other in self._watchers if other is not watcher]
-        self._tell_watchers()
-
-    def charge(self, accounts: Accounts | None) -> None:
-        """Charge `accounts` for what is cached from now on; None: charge nobody. They are added as a watcher, too."""
-        if self.accounts is not None:
-            self.unwatch(self.accounts)
-        self.accounts = accounts
-        if accounts is not None:
-            self.watch(accounts)
-
-    def _tell_watchers(self) -> None:
-        watchers = self._watchers
-        self.watcher = None if not watchers else watchers[0] if len(watchers) == 1 else Watchers(watchers)
-
-    @property
-    def num_runs(self) -> int:
-        """Runs in the map. O(1)."""
-        return len(self._runs)
+        self.watchers = tuple([other for other in self.watchers if other is not watcher])
 
     def runs(self) -> list[Run]:
         """Return the runs in the map, parents before their children. O(runs)."""
@@ -187,7 +171,7 @@ class PrefixIndex:
         tokens: memoryview,
         extra_keys: ExtraKeys,
         first: int,
-        digests: bytearray | None = None,
+        digests: Digests | None = None,
     ) -> None:
         """Cache `blocks`, a sequence's blocks from index `first` on, below the cached `node`.
 
@@ -215,9 +199,9 @@ class PrefixIndex:
         if target.account is not None:
             target.account.add(len(blocks))
         if digests is not None:
-            target.digests += digests[num_done * self.epoch.num_digest_bytes :]
+            target.digests += digests.packed[num_done * self.epoch.num_digest_bytes :]
             if self.events is not None:
-                self.events.note_stored(target, base)
+                self.events.note_stored(target, base, digests.sequence_id)
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
         """Stop caching those of `blocks` that are cached, in order; they are about to be reused.
@@ -266,19 +250,33 @@ class PrefixIndex:
             if self.needs_digests:
                 self._note_removal(removed, cause)
 
+    def drop_duplicate(self, block: KVCacheBlock) -> KVCacheBlock | None:
+        """Stop caching `block`, and detach it, if it is a duplicate. Returns the block that hits get instead, or None.
+
+        Its prefix stays cached, and no earlier match names the block, so all of them stay valid. O(1).
+        """
+        run = block.run
+        if run is None or not run.duplicates or not run.epoch.is_current:
+            return None
+        if block not in run.duplicates.get(block.index, ()):
+            return None
+        self._forget(block, run, [])
+        self.detached.append(block)
+        return run.blocks[block.index]
+
     def clear(self) -> None:
         """Stop caching everything. No earlier node is cached any more.
 
         O(1), except for giving memory back and for what a watcher does: a removal history takes O(cached blocks).
         """
-        if self.watcher is not None:
-            self.watcher.note_clearing(self._runs.values())
+        for watcher in self.watchers:
+            watcher.note_clearing(self._runs.values())
         ended = self.epoch
         ended.is_current = False
         self.epoch = Epoch(ended.names, ended.block_bytes)
         self._runs = {}
         self.version += 1
-        self.num_cached_blocks = 0
+        self.num_cached_blocks = self.num_duplicates = 0
         if self.events is not None:
             self.events.note_cleared()
 
@@ -294,16 +292,11 @@ class PrefixIndex:
         run, position = node
         start, size = first * self._block_bytes, self._block_bytes
         tokens_of_first = tokens[start : start + size]
-        if (
-            run is not None
-            and position + 1 < len(run.blocks)
-            and run.tokens.startswith(
-                tokens_of_first, (position + 1) * size
-            )  # faster than to let `num_common` find it out
-        ):
-            count = run.num_common(position + 1, tokens, extra_keys, first, max_blocks)
+        after = position + 1  # comparing its first block is faster than to let `num_common` find it out
+        if run is not None and after < len(run.blocks) and run.tokens.startswith(tokens_of_first, after * size):
+            count = run.num_common(after, tokens, extra_keys, first, max_blocks)
             if count:
-                return run, position + 1, count
+                return run, after, count
         extra = None if extra_keys is None else extra_keys.get(first)
         packed = tokens_of_first.tobytes()
         key = packed if node[0] is None and extra is None else (node[0], node[1], packed, extra)  # `map_key`, inlined
@@ -335,11 +328,12 @@ class PrefixIndex:
                 block.index = index
                 duplicates.setdefault(index, {})[block] = None
                 num_added += 1
+        self.num_duplicates += num_added
         self._count(run, num_added)
 
     def _check_runs(self) -> int:
         """Check the runs. Returns how many blocks they hold, duplicates included."""
-        num_cached = 0
+        num_cached = num_duplicates = 0
         for key, run in self._runs.items():
             is_live = run.epoch is self.epoch and run.blocks
             assert map_key(run.key) == key and is_live, f"{run}: not a live run under its key"
@@ -350,6 +344,8 @@ class PrefixIndex:
             for child in run.children_from(0):
                 assert self._runs.get(map_key(child.key)) is child, f"{run}: a child isn't in the map"
             num_cached += run.check()
+            num_duplicates += run.num_cached_blocks() - len(run.blocks)
+        assert num_duplicates == self.num_duplicates, f"index: {num_duplicates} duplicates, not {self.num_duplicates}"
         return num_cached
 
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
@@ -399,6 +395,7 @@ class PrefixIndex:
         if not duplicates:
             del run.duplicates[block.index]
         block.run = None
+        self.num_duplicates -= 1
         self._count(run, -1)
 
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
@@ -422,6 +419,7 @@ class PrefixIndex:
         if run.duplicates:
             for index in run.keys_from(position, run.duplicates):
                 dropped += run.duplicates.pop(index, ())
+            self.num_duplicates -= len(dropped) - (len(run.blocks) - position)
         for block in dropped:
             block.run = None
         del run.blocks[position:]
@@ -453,7 +451,9 @@ class PrefixIndex:
             run.account.add(num_blocks)
 
     def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
-        if removed and self.events is not None:
+        if not removed:
+            return
+        if self.events is not None:
             self.events.note_removed(removed)
-        if removed and self.watcher is not None:
-            self.watcher.note_removed(removed, cause)
+        for watcher in self.watchers:
+            watcher.note_removed(removed, cause)

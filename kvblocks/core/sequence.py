@@ -2,9 +2,9 @@
 
 A sequence keeps several counts, since in engines they differ: the tokens that are known (`num_tokens`), the tokens
 whose KV is computed, or will be by the step that they were allocated for (`num_computed_tokens`), and the tokens whose
-blocks may be cached (`num_written_tokens`). The blocks may have room for more tokens than are known. The caller makes a
-sequence and adds tokens to it; only the manager writes what concerns blocks. A sequence keeps its tokens when it is
-freed, so it can be allocated again.
+KV counts as written, so that their blocks may be cached (`num_written_tokens`). The blocks may have room for more
+tokens than are known. The caller makes a sequence and adds tokens to it; only the manager writes what concerns blocks.
+A sequence keeps its tokens when it is freed, so it can be allocated again.
 """
 
 from abc import abstractmethod
@@ -14,8 +14,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_id, check_integer, is_a, shown, wrong
 from kvblocks.core.block import Epoch, KVCacheBlock, Run
-from kvblocks.core.hashing import PositionKey
-from kvblocks.core.keys import SequenceKeys, check_keys
+from kvblocks.core.hashing import PositionKey, SequenceKeys, check_keys
 from kvblocks.core.tokens import TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError
 
@@ -26,16 +25,21 @@ class SideTables:
     """The block tables of a sequence's side groups.
 
     num_groups: number of groups, the primary one included. has_primary: whether a primary group has the table
-    `Sequence.blocks`. new_blocks: by group, the new blocks of the last call that made room.
+    `Sequence.blocks`. new_blocks: by group, the new blocks of the last call that made room. state_slot: where the
+    sequence's recurrent state is; None: it has none.
     """
 
     num_groups: int
     has_primary: bool
     new_blocks: list[list[KVCacheBlock]]
+    state_slot: int | None
 
     @abstractmethod
     def block_ids(self, group: int) -> list[int] | None:
-        """Return the block ids of a group's table, as the list itself; None for the primary group. O(groups)."""
+        """Return the block ids of a group's table, as the list itself; None for the primary group. O(1).
+
+        Empty for a group without a table; the same holds for `blocks`.
+        """
 
     @abstractmethod
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
@@ -70,9 +74,13 @@ class Sequence:
 
     num_prompt_tokens: number of prompt tokens. blocks: the blocks of the block table, in order. num_computed_tokens:
     tokens whose KV is computed, or will be by the step that they were last allocated for. delayed_from: position of the
-    first token that isn't cached before `cache_blocks` says that it is written; None: no token is delayed.
+    first token that isn't cached before `cache_blocks` says that it is written; None: no token is delayed. lost_from:
+    position of the first token whose KV was never written or is bad; None: none is lost. What is computed behind it is
+    lost, too.
     num_readonly_tokens: positions below it lie in full blocks that were hit or shared by a fork; their KV is there and
-    must not be written. It is a multiple of the block size. The other attributes are for the manager.
+    must not be written. It is a multiple of the block size. num_given_tokens: as many, not rounded down: tokens that
+    came with a hit or a fork, and that others were to write. state_marks: where `manager.states.mark` was called. The
+    other attributes are for the manager.
     """
 
     __slots__ = (
@@ -82,8 +90,10 @@ class Sequence:
         "epoch",
         "fits_below",
         "keys",
+        "lost_from",
         "num_cached_blocks",
         "num_computed_tokens",
+        "num_given_tokens",
         "num_prompt_tokens",
         "num_readonly_tokens",
         "owner",
@@ -91,6 +101,8 @@ class Sequence:
         "sequence_id",
         "session",
         "side_tables",
+        "start_number",
+        "state_marks",
         "tail_owner",
         "tokens",
         "was_truncated",
@@ -123,10 +135,12 @@ class Sequence:
         self._block_ids: list[int] | None = None  # made when it is first used
         self.num_computed_tokens = 0
         self.delayed_from: int | None = None
-        self.num_readonly_tokens = 0
-        self.num_cached_blocks = 0
+        self.lost_from: int | None = None
+        self.num_readonly_tokens = self.num_given_tokens = 0
+        self.num_cached_blocks = self.start_number = 0
+        self.state_marks: tuple[int, ...] = ()
         self.was_truncated = False  # an earlier hit may be for tokens that it no longer has
-        self.owner: object | None = None
+        self.owner: object | None = None  # of its blocks: its manager's `Change`; None: it has none
         self.tail_owner: object | None = None  # the owner, while the next token certainly goes to an unshared block
         self.fits_below = 0  # if num_computed_tokens is smaller, one more token fits the last block without filling it
         self.epoch: Epoch | None = None
@@ -140,8 +154,12 @@ class Sequence:
 
     @property
     def num_written_tokens(self) -> int:
-        """How many first tokens may be cached: all with slots, or those before the first delayed one. O(1)."""
-        return self.num_computed_tokens if self.delayed_from is None else self.delayed_from
+        """How many first tokens count as written, whether or not their blocks are cached. O(1).
+
+        All with slots, or those before the first one that is delayed or lost. Only such tokens are ever cached.
+        """
+        num_written = self.num_computed_tokens if self.delayed_from is None else self.delayed_from
+        return num_written if self.lost_from is None else min(num_written, self.lost_from)
 
     @property
     def salt(self) -> str | None:
@@ -188,7 +206,10 @@ class Sequence:
         return self.block_ids if ids is None else ids
 
     def group_blocks(self, group: SupportsIndex = 0) -> list[KVCacheBlock | None]:
-        """Return the blocks of a KV-cache group's table, None for dead entries. As `group_block_ids`. O(blocks)."""
+        """Return the blocks of a KV-cache group's table, None for dead entries. As `group_block_ids`. O(blocks).
+
+        For a group that keeps a state: the blocks of checkpoints that copies of a step in flight read or write.
+        """
         number = self._check_group(group)
         blocks = None if self.side_tables is None else self.side_tables.blocks(number)
         return [*self.blocks] if blocks is None else blocks
@@ -202,6 +223,11 @@ class Sequence:
     def new_group_blocks(self) -> list[list[KVCacheBlock]]:
         """By group, the new blocks of the last call that made room; empty with only one group. O(1)."""
         return [] if self.side_tables is None else self.side_tables.new_blocks
+
+    @property
+    def state_slot(self) -> int | None:
+        """The slot with its recurrent state while it is allocated; None where no layers keep a state. O(1)."""
+        return None if self.side_tables is None else self.side_tables.state_slot
 
     def _check_group(self, group: SupportsIndex) -> int:
         return check_count("group", group, 0, 0 if self.side_tables is None else self.side_tables.num_groups - 1)
@@ -240,12 +266,8 @@ class Sequence:
             return
         self.append_packed(packed)
 
-    def append_token(self, token_id: SupportsIndex) -> None:
-        """Add one token, as `append_tokens`. O(1), and once O(prompt) if the prompt is a buffer."""
-        self.append_packed(pack_tokens([token_id]))
-
     def append_checked(self, token_id: int) -> None:
-        """Add one token that was checked. Only for the manager. As `append_token`."""
+        """Add one token that was checked. Only for the manager. O(1), and once O(prompt) if the prompt is a buffer."""
         self.fits_below = 0
         try:
             self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
@@ -266,6 +288,40 @@ class Sequence:
             own.extend(more)
         except BufferError:  # a view of the old array exists, in a traceback for example: make a new array
             self.tokens = own + more
+
+    def lose(self, num_tokens: int, block_size: int) -> None:
+        """Take note that the KV behind the first `num_tokens` tokens is lost. Only for the manager. O(1).
+
+        block_size: of the primary group.
+        """
+        if num_tokens < self.num_written_tokens:
+            self.lost_from = num_tokens
+            self.num_cached_blocks = min(self.num_cached_blocks, num_tokens // block_size)
+
+    def settle(self, num_written_tokens: int = 0) -> None:
+        """Take note that so many first tokens are written, and that the others behind those with slots are gone.
+
+        Only for the manager. O(1).
+        """
+        if self.delayed_from is not None:
+            start = max(self.delayed_from, num_written_tokens)
+            self.delayed_from = start if start < self.num_computed_tokens else None
+        if self.lost_from is not None:
+            start = max(self.lost_from, num_written_tokens)
+            self.lost_from = start if start < self.num_computed_tokens else None
+
+    def unwritten(
+        self, blocks: list[KVCacheBlock], num_dead: int, block_size: int, num_tokens: int
+    ) -> list[KVCacheBlock]:
+        """Return the blocks of one of its tables that are lost if it wrote only its first `num_tokens` tokens.
+
+        blocks: the table, without its first `num_dead` entries. As `SlotAllocator.unwritten_blocks`. Only for the
+        manager.
+        """
+        start = max(self.num_given_tokens, num_tokens)
+        end = self.num_computed_tokens if self.delayed_from is None else self.delayed_from
+        first = max(start // block_size - num_dead, 0)
+        return blocks[first : max(-(-end // block_size) - num_dead, 0)] if start < end else []
 
     def truncate_tokens(self, num_tokens: int) -> None:
         """Drop the tokens that were appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
@@ -300,6 +356,7 @@ class Sequence:
         twin.session = self.session
         twin.tokens = own[:] if isinstance(own, array) else own
         twin.keys = self.keys
+        twin.state_marks = self.state_marks
         twin.num_prompt_tokens = self.num_prompt_tokens
         return twin
 
@@ -323,11 +380,16 @@ class Sequence:
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_cached_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
         num_full = self.num_computed_tokens // block_size
-        assert self.num_readonly_tokens in range(0, num_full * block_size + 1, block_size), (
-            f"{self}: read-only tokens in part of a block"
-        )
+        is_whole = self.num_readonly_tokens in range(0, num_full * block_size + 1, block_size)
+        assert is_whole, f"{self}: read-only tokens in part of a block"
+        num_given = self.num_given_tokens
+        assert self.num_readonly_tokens == num_given // block_size * block_size, f"{self}: {num_given} tokens given"
         assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: its delayed_from"
+        assert self.lost_from is None or self.lost_from < self.num_computed_tokens, f"{self}: its lost_from"
         assert self.num_cached_blocks <= self.num_written_tokens // block_size, f"{self}: cached before it is written"
+        if self.epoch is not None and self.epoch.is_current:
+            for block in self.blocks[: self.num_cached_blocks]:
+                assert block.is_cached, f"{self}: {block} counts as cached by it"
         for index, block in enumerate(self.blocks[num_full:]):  # sequences that share full blocks may cache them
             is_shared = self.tail_owner is None and not index
             assert is_shared or not block.is_cached, f"{self}: {block} is cached, and not full"
@@ -359,8 +421,9 @@ class Sequence:
         """Forget the block tables. Only for the manager that releases them."""
         self.blocks = []
         self._block_ids = None
-        self.num_computed_tokens = self.num_readonly_tokens = self.num_cached_blocks = self.fits_below = 0
-        self.tail_owner = self.epoch = self.run = self.delayed_from = self.side_tables = None
+        self.num_computed_tokens = self.num_cached_blocks = self.fits_below = 0
+        self.num_readonly_tokens = self.num_given_tokens = 0
+        self.tail_owner = self.epoch = self.run = self.delayed_from = self.lost_from = self.side_tables = None
         self.owner = None  # last, so that after an interruption no other manager takes the sequence
 
 

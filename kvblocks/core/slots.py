@@ -4,72 +4,55 @@ This is one module, so that all calls follow the order that keeps a failing call
 can serve the call. Then compute digests, since the caller's hash function may raise. Only then touch, take, copy and
 cache blocks. From there on a change is under way. The manager ends it, since it has more to change.
 
-Copy on write: a token must not be written to a block that somebody else may read, through another block table or
-through the cache. Full blocks are never written again. So this concerns only the last, partly filled block of a
-sequence that was forked or truncated. The sequence gets a block of its own instead, and `copies` says what the engine
-has to copy there.
+Copy on write: a token must not be written to a block that somebody else may read. This concerns only the last, partly
+filled block of a sequence that was forked or truncated. It gets a block of its own, and `copies` says what to copy.
 
-A decode step adds one token to each of many sequences. With blocks of 16, 14 of 16 tokens fit the last block of their
-sequence without filling it; `fits_below` tells. These tokens cost two passes: one finds the other sequences, which are
-at a boundary, and one adds the tokens. Blocks are taken and cached only at boundaries.
-
-Early and late. With a call that isn't `delayed`, the next step writes the tokens that the call makes room for. So the
-blocks that they fill are cached at once. After a delayed call it isn't known when they are written.
-`Sequence.delayed_from` is the first such token. From there on nothing is cached, even by other calls, until `commit`
-says how much is written.
+Behind a sequence's `delayed_from` and `lost_from` nothing is cached, whatever call comes; `commit` says how much is
+written. docs/design/core/when-cached.md has the rules.
 
 `fits_below` and `tail_owner` of sequences are written here, in `groups`, and by the sequence itself.
 """
 
 from array import array
-from operator import index
+from collections.abc import Iterable
 from typing import Any
 
 from kvblocks.core.block import Epoch, KVCacheBlock
-from kvblocks.core.caching import (
-    cache_filled_blocks,
-    cache_from,
-    cache_full_blocks,
-    digests_ahead,
-    digests_from,
-    first_uncached,
-)
-from kvblocks.core.change import CHANGING, Changeable
-from kvblocks.core.hit import CacheHit, HitLimit, HitSource
-from kvblocks.core.hooks import SoftHolds
+from kvblocks.core.caching import cache_filled_blocks, cache_from, cache_full_blocks, digests_ahead
+from kvblocks.core.change import CHANGING, Change
+from kvblocks.core.hit import CacheHit, HitSource
+from kvblocks.core.hooks import Digests, SoftHolds
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.tokens import pack_tokens, refuse_tokens
+from kvblocks.core.steps import append_each, remove_last, shared_indices
+from kvblocks.core.tokens import pack_tokens
 from kvblocks.stats import Refusal
 
-Change = tuple[int, int, int]
-"""A table entry that a step changed: (index of the sequence in the step, index in its table, block id)."""
+TableChange = tuple[int, int, int, int]
+"""A table entry that a step changed: (index of the sequence in the step, group, index in its table, block id)."""
 
-GroupChange = tuple[int, int, int, int]
-"""A `Change` with the group of the table: (index of the sequence in the step, group, index in its table, block id)."""
-
-
-Commit = tuple[Sequence, int, int, bytearray | None]
+Commit = tuple[Sequence, int, int, Digests | None]
 """What `commit` caches: (sequence, how many tokens are written, first block that isn't cached, digests)."""
 
 
 class SlotAllocator:
-    """Gives the blocks of `pool` to sequences of `manager`, for one group of layers.
+    """Gives the blocks of `pool` to the sequences of a manager, for one group of layers.
 
     `groups.slots` overrides what differs with several groups.
 
     soft_holds: owners that may give blocks up for sequences; None: there are none. num_taken_blocks: how many blocks it
-    gave. copies: (source, destination) block ids to copy, in order, since last taken. smallest_block_size: the smallest
-    block size of a group. groups: the groups that the engine described, in its order; None: it described none.
+    gave. copies: (group, source, destination) of blocks to copy, in order, since last taken. smallest_block_size: the
+    smallest block size of a group. groups: the groups that the engine described, in its order; None: it described none.
     num_groups: how many groups there are. has_side_groups: whether there are groups other than a primary one.
     alignment: the largest block size of a group; every hit is a multiple of it. primary_group: the number of the group
     whose table is `Sequence.blocks`; None: there is none. last_refusal: why the last call that returned None did so.
     num_limited_tokens: tokens that the primary group had cached for starting sequences, and another group had not.
+    num_started: how many calls have begun a sequence.
     """
 
-    def __init__(self, pool: BlockPool, manager: Changeable) -> None:
+    def __init__(self, pool: BlockPool, change: Change) -> None:
         self.pool = pool
-        self._manager = manager
+        self._change = change
         self._index = pool.index
         self._block_size = self.smallest_block_size = pool.index.block_size
         self.soft_holds: SoftHolds | None = None
@@ -79,23 +62,12 @@ class SlotAllocator:
         self.alignment = self._block_size
         self.primary_group: int | None = 0
         self.last_refusal: Refusal | None = None
-        self.num_taken_blocks = self.num_limited_tokens = 0
-        self.copies: list[tuple[int, int]] = []
+        self.num_taken_blocks = self.num_limited_tokens = self.num_started = 0
+        self.copies: list[tuple[int, int, int]] = []
 
     def find_hit(self, sequence: Sequence, matched: list[KVCacheBlock], source: HitSource) -> CacheHit:
         """Return the longest hit in `matched`, the primary group's cached blocks. Changes nothing."""
         return CacheHit(sequence, matched, len(matched) * self._block_size, sequence.num_tokens, source)
-
-    def find_limit(
-        self,
-        matched: list[KVCacheBlock],
-        num_tokens: int,  # noqa: ARG002  # several groups need it
-    ) -> tuple[int, HitLimit | None]:
-        """Return how many tokens of `matched`, the primary group's cached prefix, can be hit, and why no more can.
-
-        num_tokens: of the sequence. The reason is None if only the alignment limits the hit. Changes nothing.
-        """
-        return len(matched) * self._block_size, None
 
     def num_cached_by_group(self) -> list[int]:
         """Return how many blocks of each group are cached. O(1) for one group."""
@@ -104,14 +76,7 @@ class SlotAllocator:
     # Room for tokens.
 
     def start(
-        self,
-        sequence: Sequence,
-        epoch: Epoch | None,
-        end: int,
-        num_slots: int,
-        hit: CacheHit | None,
-        *,
-        delayed: bool,
+        self, sequence: Sequence, epoch: Epoch | None, end: int, num_slots: int, hit: CacheHit | None, *, delayed: bool
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks the blocks of `hit`, and new blocks for the rest of `num_slots` slots.
 
@@ -130,18 +95,17 @@ class SlotAllocator:
         digests = None
         if self._index.needs_digests and not delayed:
             digests = digests_ahead(self._index, sequence, epoch, held, num_held, end)
-        sequence.owner = sequence.tail_owner = self._manager  # first, so that no other manager can take it
+        sequence.owner = sequence.tail_owner = self._change  # first, so that no other manager can take it
+        if sequence.session is not None and self.pool.chooser is not None:
+            self.pool.chooser.note_starting(sequence)
         if held:
             self.pool.touch(held)
             sequence.blocks += held
-            sequence.num_readonly_tokens = num_held * self._block_size
+            sequence.num_readonly_tokens = sequence.num_given_tokens = num_held * self._block_size
         sequence.epoch = epoch
         sequence.num_cached_blocks = num_held
-        if num_missing:
-            blocks = self._take(num_missing, sequence)
-            sequence.blocks += blocks
-        else:
-            blocks = []
+        blocks = self._take(num_missing, sequence) if num_missing else []
+        sequence.blocks += blocks
         self._count(sequence, end)
         if delayed and num_held * self._block_size < end:
             sequence.delayed_from = num_held * self._block_size
@@ -168,23 +132,10 @@ class SlotAllocator:
         if num_wanted > self.pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
         digests = None if delayed else self._digests_ahead(sequence, end)
-        self._manager.change_state = CHANGING
+        self._change.state = CHANGING
         if delayed:
             self._delay(sequence, sequence.num_computed_tokens)
         return self._grow(sequence, end, num_missing, shared, digests)
-
-    def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Give a sequence slots for `num_tokens` more tokens than are known. As `start`. O(new blocks)."""
-        shared = self._shared_index(sequence, sequence.num_computed_tokens) if num_tokens else None
-        num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
-        num_wanted = num_missing + (shared is not None)
-        if num_wanted > self.pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
-            return None
-        self._manager.change_state = CHANGING
-        blocks = self._add_blocks(sequence, num_missing, shared)
-        if num_tokens:
-            self._count(sequence, sequence.num_computed_tokens)
-        return blocks
 
     def append(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
@@ -238,7 +189,7 @@ class SlotAllocator:
         indices: dict[Sequence, int],
         *,
         delayed: bool,
-    ) -> list[Change] | None:
+    ) -> list[TableChange] | None:
         """Add one token to each sequence, as `append`. Returns the changes of block tables.
 
         at_boundary: the sequences at a boundary. indices: of all sequences, in `sequences`.
@@ -258,12 +209,12 @@ class SlotAllocator:
                 others.append(sequence)
             if num_tokens >= len(sequence.blocks) * block_size:
                 growing.append(sequence)
-        shared = self._shared_indices(unsure) if unsure else {}
+        shared = shared_indices(unsure, self._shared_index) if unsure else {}
         if shared:
             growing = sorted({*growing, *shared}, key=indices.__getitem__)
         if len(growing) > self.pool.queue.num_free_blocks and self._note_step_refusal(len(growing), tokens):
             return None
-        self._append_each(sequences, tokens)
+        append_each(self._change, sequences, tokens)
         if delayed:
             for sequence in sequences:
                 self._delay(sequence, sequence.num_computed_tokens - 1)
@@ -279,19 +230,6 @@ class SlotAllocator:
             cache_filled_blocks(self._index, filling)
         return changes
 
-    def append_group_step(
-        self,
-        sequences: list[Sequence],
-        tokens: list[Any],
-        at_boundary: list[Sequence],
-        indices: dict[Sequence, int],
-        *,
-        delayed: bool,
-    ) -> list[GroupChange] | None:
-        """`append_step`, with the group of each change."""
-        changes = self.append_step(sequences, tokens, at_boundary, indices, delayed=delayed)
-        return None if changes is None else [(i, 0, position, block_id) for i, position, block_id in changes]
-
     # Sequences that part, go back and end.
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
@@ -302,12 +240,15 @@ class SlotAllocator:
         twin.epoch = sequence.epoch
         twin.num_computed_tokens = num_tokens
         twin.num_cached_blocks = sequence.num_cached_blocks
-        twin.delayed_from = sequence.delayed_from
+        twin.delayed_from, twin.lost_from = sequence.delayed_from, sequence.lost_from
         twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
-        twin.owner = twin.tail_owner = self._manager
+        twin.num_given_tokens = num_tokens
+        twin.owner = self._change
         if self._parts_in_block(num_tokens):
-            sequence.tail_owner = twin.tail_owner = None
+            sequence.tail_owner = None
             sequence.fits_below = 0
+        else:
+            twin.tail_owner = self._change
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Release the blocks that the first `num_tokens` tokens don't need. All tokens stay. O(blocks released)."""
@@ -317,18 +258,14 @@ class SlotAllocator:
         dropped = sequence.truncate_blocks(-(-num_tokens // block_size))
         num_left = min(sequence.num_computed_tokens, num_tokens)
         sequence.num_computed_tokens = num_left
-        self._undelay(sequence)
+        sequence.settle()
         sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_left // block_size)
         # Rounded down to a whole block: the last, partly filled one may be written once nobody else reads it.
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // block_size * block_size)
+        sequence.num_given_tokens = min(sequence.num_given_tokens, num_left)
         sequence.tail_owner = None  # its last block may be cached or shared
         sequence.fits_below = 0
-        self.pool.release_table(dropped)
-
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
-        self.rewind(sequence, num_tokens)
-        sequence.truncate_tokens(num_tokens)
+        self.pool.release_table(dropped, 0, sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. O(blocks)."""
@@ -337,11 +274,31 @@ class SlotAllocator:
         self._release_tables(sequence)
         sequence.reset_blocks()
 
-    def digests_from(self, sequence: Sequence, first: int, num_tokens: int) -> bytearray | None:
-        """Return the digests that `cache_from` will record for full blocks from `first` on. Changes nothing."""
-        return digests_from(self._index, sequence, first, num_tokens // self._block_size)
+    def unwritten_blocks(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock]:
+        """Return the blocks that are lost if a sequence wrote only its first `num_tokens` tokens. O(their number).
 
-    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
+        These are its own blocks, whoever cached them. Not those of which it only has tokens that came with a hit or a
+        fork, and not those that are awaited: of these only `cache_blocks` says that they are written.
+        """
+        return sequence.unwritten(sequence.blocks, 0, self._block_size, num_tokens)
+
+    def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
+        """Have the sequences that own any of these lost blocks lose what is from the first of them on.
+
+        num_written: how many first tokens are written nevertheless. O(blocks of the sequences).
+        """
+        size = self._block_size
+        for sequence in sequences:
+            for position, block in enumerate(sequence.blocks):
+                if block in blocks:
+                    sequence.lose(max(position * size, num_written), size)
+                    break
+
+    def digests_from(self, sequence: Sequence, first: int, num_tokens: int) -> Digests | None:
+        """Return the digests that `cache_from` will record for full blocks from `first` on. Changes nothing."""
+        return digests_ahead(self._index, sequence, self._index.epoch, sequence.blocks, first, num_tokens)
+
+    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: Digests | None) -> None:
         """Cache the blocks that the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
         cache_from(self._index, sequence, first, num_tokens // self._block_size, digests)
 
@@ -353,25 +310,16 @@ class SlotAllocator:
         num_written = max(num_tokens, sequence.num_written_tokens)
         if sequence.epoch is not self._index.epoch:
             return sequence, num_written, num_written // self._block_size, None
-        first = first_uncached(sequence)
+        first = sequence.num_cached_blocks
         return sequence, num_written, first, self.digests_from(sequence, first, num_written)
 
     def commit(self, prepared: Commit) -> None:
         """Begin a change by caching the blocks that a sequence's written tokens fill. O(blocks to cache)."""
         sequence, num_written, first, digests = prepared
-        self._manager.change_state = CHANGING
-        sequence.delayed_from = num_written if num_written < sequence.num_computed_tokens else None
+        self._change.state = CHANGING
+        sequence.settle(num_written)
         if first < num_written // self._block_size:
             self.cache_from(sequence, first, num_written, digests)
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the copies since the last call, and forget them. O(1)."""
-        copies, self.copies = self.copies, []
-        return copies
-
-    def copy_groups(self) -> list[int]:
-        """Return the group of each of `copies`. O(their number)."""
-        return [0] * len(self.copies)
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return a sequence's block tables. O(1)."""
@@ -408,7 +356,7 @@ class SlotAllocator:
 
     def _release_tables(self, sequence: Sequence) -> None:
         num_cached = sequence.num_cached_blocks if sequence.epoch is self._index.epoch else 0
-        self.pool.release_table(sequence.blocks, num_cached)
+        self.pool.release_table(sequence.blocks, num_cached, sequence)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         """Whether sequences that fork after `num_tokens` share a block that both would write to."""
@@ -416,13 +364,13 @@ class SlotAllocator:
 
     def _append_tokens(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
-    ) -> bytearray | None:
+    ) -> Digests | None:
         """Begin a change by adding packed tokens. Returns the digests of the blocks that they fill, if needed.
 
         If the hash function raises, the tokens are removed and no change is under way.
         """
         num_before, fits_below = sequence.num_tokens, sequence.fits_below
-        self._manager.change_state = CHANGING
+        self._change.state = CHANGING
         sequence.append_packed(tokens)
         if delayed:
             self._delay(sequence, num_before)
@@ -431,12 +379,12 @@ class SlotAllocator:
         except BaseException:
             sequence.truncate_tokens(num_before)
             sequence.fits_below = fits_below
-            self._undelay(sequence)
-            self._manager.end_change()
+            sequence.settle()
+            self._change.end()
             raise
 
     def _grow(
-        self, sequence: Sequence, end: int, num_missing: int, shared: int | None, digests: bytearray | None
+        self, sequence: Sequence, end: int, num_missing: int, shared: int | None, digests: Digests | None
     ) -> list[KVCacheBlock]:
         """Add blocks to a sequence, count its first `end` tokens as computed, and cache the blocks that they fill."""
         blocks = self._add_blocks(sequence, num_missing, shared)
@@ -456,11 +404,6 @@ class SlotAllocator:
         """Delay the tokens behind the first `num_tokens`, if no earlier one is delayed."""
         if sequence.delayed_from is None:
             sequence.delayed_from = num_tokens
-
-    def _undelay(self, sequence: Sequence) -> None:
-        """End the delay if the delayed tokens no longer have slots."""
-        if sequence.delayed_from is not None and sequence.delayed_from >= sequence.num_computed_tokens:
-            sequence.delayed_from = None
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
@@ -495,9 +438,10 @@ class SlotAllocator:
             self.soft_holds.extend(sequence)
         sequence.replace_block(shared, block)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, shared * self._block_size)
+        sequence.num_given_tokens = min(sequence.num_given_tokens, shared * self._block_size)
         sequence.tail_owner = sequence.owner
         self.pool.release_table([source])
-        self.copies.append((source.block_id, block.block_id))
+        self.copies.append((0, source.block_id, block.block_id))
 
     def _take(self, num_blocks: int, sequence: Sequence) -> list[KVCacheBlock]:
         """Take new blocks from the pool. There must be so many, free or given up by soft holds. O(num_blocks)."""
@@ -505,56 +449,22 @@ class SlotAllocator:
             return []
         pool = self.pool
         self.num_taken_blocks += num_blocks
-        watcher = self._index.watcher
-        if watcher is not None and watcher.needs_takers:
-            watcher.note_taking(num_blocks, sequence.sequence_id)
+        if self._index.needs_takers:
+            for watcher in self._index.watchers:
+                watcher.note_taking(num_blocks, sequence.sequence_id)
         if num_blocks > pool.queue.num_free_blocks and self.soft_holds is not None:
             self.soft_holds.give_up(num_blocks - pool.queue.num_free_blocks)
         return pool.take(num_blocks)
 
-    def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
-        """Begin a change by adding a token to each sequence, counted as computed.
-
-        Raises InvalidTokensError, or what a token's own code raises. Then all tokens are removed again and no change is
-        under way.
-        """
-        self._manager.change_state = CHANGING
-        for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
-            try:
-                try:
-                    sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
-                except (AttributeError, BufferError):
-                    fits_below = sequence.fits_below
-                    sequence.truncate_tokens(
-                        sequence.num_computed_tokens
-                    )  # drop the item of an append whose `__index__` raised late
-                    sequence.append_packed(array("I", (index(token),)))
-                    sequence.fits_below = fits_below
-            except BaseException as error:  # this token isn't counted yet, so the count says what to remove
-                sequence.truncate_tokens(sequence.num_computed_tokens)
-                self._remove_last(sequences[: sequences.index(sequence)])
-                if isinstance(error, (TypeError, OverflowError, ValueError)):
-                    refuse_tokens(tokens)
-                raise
-            sequence.num_computed_tokens += 1
-
-    def _remove_last(self, sequences: list[Sequence]) -> None:
-        """Remove the last token of each sequence, and end the change."""
-        for sequence in sequences:
-            sequence.num_computed_tokens -= 1
-            sequence.truncate_tokens(sequence.num_computed_tokens)
-            self._undelay(sequence)
-        self._manager.end_change()
-
-    def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
-        if not self._index.needs_digests or sequence.delayed_from is not None:
+    def _digests_ahead(self, sequence: Sequence, end: int) -> Digests | None:
+        if not self._index.needs_digests or sequence.delayed_from is not None or sequence.lost_from is not None:
             return None
         num_held = sequence.num_cached_blocks
         return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, num_held, end)
 
     def _digests_of_step(
         self, sequences: list[Sequence], at_boundary: list[Sequence]
-    ) -> dict[Sequence, bytearray | None]:
+    ) -> dict[Sequence, Digests | None]:
         """Return the digests of the blocks that the last tokens of sequences at a boundary fill.
 
         If the hash function raises, the last token of each of `sequences` is removed.
@@ -562,17 +472,17 @@ class SlotAllocator:
         try:
             return {sequence: self._digests_ahead(sequence, sequence.num_tokens) for sequence in at_boundary}
         except BaseException:
-            self._remove_last(sequences)
+            remove_last(self._change, sequences)
             raise
 
     def _grow_by_one(
         self, growing: list[Sequence], shared: dict[Sequence, int], indices: dict[Sequence, int]
-    ) -> list[Change]:
-        changes: list[Change] = []
+    ) -> list[TableChange]:
+        changes: list[TableChange] = []
         if not growing:
             return changes
         block_size = self._block_size
-        for sequence, block in zip(growing, self._take_for(growing)):  # noqa: B905  # as in `_append_each`
+        for sequence, block in zip(growing, self._take_for(growing)):  # noqa: B905  # as many
             position = len(sequence.blocks)
             if shared and sequence in shared:
                 position = shared[sequence]
@@ -580,36 +490,11 @@ class SlotAllocator:
             else:
                 sequence.blocks.append(block)
                 sequence.fits_below = (position + 1) * block_size - 1
-            changes.append((indices[sequence], position, block.block_id))
+            changes.append((indices[sequence], 0, position, block.block_id))
         return changes
-
-    def _shared_indices(self, unsure: list[Sequence]) -> dict[Sequence, int]:
-        """`_shared_index` of a step's sequences. The last sequence to leave a block that isn't cached keeps it."""
-        indices: dict[Sequence, int] = {}
-        num_leaving: dict[KVCacheBlock, int] = {}
-        for sequence in unsure:
-            shared = self._shared_index(sequence, sequence.num_tokens)
-            if shared is not None and leaves(sequence.blocks[shared], num_leaving):
-                indices[sequence] = shared
-        return indices
 
     def _take_for(self, sequences: list[Sequence]) -> list[KVCacheBlock]:
         """Take a block for each sequence; one by one if a watcher needs to know for whom. O(sequences)."""
-        if self._index.watcher is None or not self._index.watcher.needs_takers:
+        if not self._index.needs_takers:
             return self._take(len(sequences), sequences[0])
-        num_lacking = len(sequences) - self.pool.queue.num_free_blocks
-        if num_lacking > 0 and self.soft_holds is not None:
-            self.soft_holds.give_up(num_lacking)
         return [block for sequence in sequences for block in self._take(1, sequence)]
-
-
-def leaves(block: KVCacheBlock, num_leaving: dict[KVCacheBlock, int]) -> bool:
-    """Whether one more sequence of a step must leave this shared block for a new one. The last owner keeps it.
-
-    num_leaving: how many have left each block so far; this call updates it. A cached block is always left. O(1).
-    """
-    number = num_leaving.get(block, 0)
-    if not block.is_cached and number >= block.ref_cnt - 1:
-        return False
-    num_leaving[block] = number + 1
-    return True

@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from operator import index
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 from kvblocks.arguments import is_a, shown
 from kvblocks.errors import InvalidTokensError, NoTokensError
@@ -90,12 +90,6 @@ def _are_equal(one: Any, other: Any, start: int, end: int) -> bool:
     return bool(ours == theirs)
 
 
-def refuse_tokens(token_ids: "list[Any]") -> NoReturn:
-    """Raise InvalidTokensError for ids of which at least one is invalid."""
-    pack_tokens(token_ids)
-    raise InvalidTokensError("token ids: expected integers, got one that isn't an integer each time")
-
-
 def _tensor_on_cpu(tensor: Any) -> Any:
     try:
         return tensor.numpy()
@@ -105,12 +99,10 @@ def _tensor_on_cpu(tensor: Any) -> Any:
 
 def _listed(token_ids: Any) -> list[Any]:
     try:
-        iterator = iter(token_ids) if hasattr(token_ids, "__iter__") else None
+        iterator = iter(token_ids)
     except TypeError:
-        iterator = None
-    if iterator is None:
-        raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}")
-    return list(iterator)  # of the iterator, so that a __len__ that lies is not called
+        raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}") from None
+    return list(iterator)
 
 
 def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
@@ -118,13 +110,14 @@ def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
     try:  # a third faster than array("I", token_ids)
         packed.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
     except (TypeError, OverflowError, ValueError):
-        raise InvalidTokensError(_describe_bad_id(token_ids)) from None
+        raise InvalidTokensError(describe_bad_id(token_ids)) from None
     if not packed:
         raise NoTokensError("token ids: expected at least one, got none")
     return packed
 
 
-def _describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
+def describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
+    """Return the message about ids of which at least one is invalid."""
     for position, token_id in enumerate(token_ids):
         try:
             number = index(token_id)

@@ -1,4 +1,4 @@
-"""The reference engine: a small, complete example of how to run a real model on the block manager.
+"""The reference engine: a complete example of how to run a real model on the block manager.
 
     engine = Engine("smollm2")
     completions = engine.generate(["The capital of France is"], max_tokens=8)
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvblocks.engine.options import GenerationOptions
     from kvblocks.engine.run.runner import LoadedModel
     from kvblocks.engine.schedule.step import StepLimits
+    from kvblocks.engine.tiers.options import TierOptions
+    from kvblocks.engine.tiers.place import Move, Place, Site
+    from kvblocks.engine.tiers.registry import register_place
 
 __all__ = [
     "Completion",
@@ -24,8 +27,13 @@ __all__ = [
     "GenerationOptions",
     "LoadedModel",
     "ModelError",
+    "Move",
     "Piece",
+    "Place",
+    "Site",
     "StepLimits",
+    "TierOptions",
+    "register_place",
 ]
 
 
@@ -36,13 +44,15 @@ def __getattr__(name: str) -> object:
         from kvblocks.engine import completion, engine, errors, generation, options
         from kvblocks.engine.run import runner
         from kvblocks.engine.schedule import step
+        from kvblocks.engine.tiers import options as tier_options
+        from kvblocks.engine.tiers import place, registry
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
             raise  # a module of our own is missing: a bug
         message = f"kvblocks.engine: expected the package {error.name}, got none: pip install 'kvblocks[engine]'"
         raise ModuleNotFoundError(message, name=error.name) from error
 
-    for module in (completion, engine, errors, generation, options, runner, step):
+    for module in (completion, engine, errors, generation, options, runner, step, tier_options, place, registry):
         if name in vars(module):
             return vars(module)[name]
     raise AssertionError(f"{name}: in __all__, but in none of the modules")

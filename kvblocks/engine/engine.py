@@ -9,7 +9,7 @@ advances all of them.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
@@ -25,34 +25,33 @@ from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.memory import check_memory, read_memory
-from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import SamplingCounts
+from kvblocks.engine.schedule.entrance import Entrance, make_gate
 from kvblocks.engine.schedule.order import Order
 from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.schedule.scheduler import Scheduler
-from kvblocks.engine.schedule.schedules import make_order
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.schedules import make_order
 from kvblocks.engine.stepper import Stepper
 from kvblocks.engine.tiers.building import build_tiers
+from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.engine.tiers.options import TierOptions
+from kvblocks.engine.tiers.registry import read_tiers
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
+from kvblocks.retention.adviser import find_factory
+from kvblocks.retention.policies import NAMED
 from kvblocks.retention.policies.policy import PolicyFactory
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
 REMEMBERED_SHARE = 0.25
 """The share of the blocks that prompts with a remembered next token may hold."""
-
-_PATIENCE_S = 5.0
-"""How long `forget_salt` waits for transfers under way, whose bytes it must overwrite too."""
-
-_ERASE_S = 60.0
-"""How long `forget_salt` waits for the disk."""
 
 _WAIT_S = 0.005
 """How long a step with nothing to compute waits for a transfer. Its caller's other work waits as long."""
@@ -72,7 +71,7 @@ class Engine:
     device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
     attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
     (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
-    256), or "auto": triton on cuda, torch on a CPU.
+    256), or "auto": torch on a CPU, triton on cuda; torch there too, with a warning, for what triton doesn't take.
     dtype: "float32", "float16", "bfloat16" or a torch.dtype, of weights, KV cache and computing; None: float32 on a
     CPU, the model's own on cuda, or that of a `LoadedModel`.
     kv_cache_dtype: "auto": K and V are kept in dtype. "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
@@ -86,20 +85,19 @@ class Engine:
     remember_next_token: whether a greedy prompt's next token is kept with its KV. An equal prompt then gets its first
     token without a forward pass. At most REMEMBERED_SHARE of the blocks hold such prompts, and only while nobody else
     needs the blocks (docs/design/engine/remembered.md). `close` frees them.
-    num_history_blocks: how many evicted blocks `manager.explain` remembers.
-    host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
-    free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: the most that the folder
-    may take, "8GiB" by default. disk_cache_secret: at least 16 bytes; nobody who lacks it can plant KV in the folder.
-    store: the URL of a Valkey or Redis that servers share, such as "valkey://host:6379" (docs/store.md). store_secret:
-    as disk_cache_secret, the same for all servers. Close an engine with tiers (`close`, or `with`): the next engine
-    doesn't find blocks that weren't stored by then.
+    session_gate: whether sessions take turns, so that the prompts of those inside fit the pool (docs/gate.md). Others
+    wait before the queue; their requests are those with the option `session`.
+    num_history_blocks: how many evicted blocks `manager.inspect.explain` remembers.
+    tiers: where blocks go that don't fit the pool, the quickest first: URLs such as "host:2GiB", "disk:FOLDER" and
+    "valkey://HOST:6379", or `TierOptions`, which also have a size and a secret (docs/tiers.md). Close an engine with
+    tiers (`close`, or `with`): the next engine doesn't find blocks that weren't stored by then.
     on_events: called after each step with the events of blocks that became cached, or stopped being cached, on the
     device and in tiers. An `EventPublisher`'s `publish` is one. It must neither wait nor raise. None: no events are
     recorded.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling. `limits` may be replaced.
-    Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
-    model.
+    Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk's folder that can't be used. Loads
+    the model.
     """
 
     def __init__(
@@ -120,27 +118,21 @@ class Engine:
         eviction: str | PolicyFactory | None = None,
         num_history_blocks: int = 0,
         remember_next_token: bool = False,
-        host_cache: float | str | None = None,
-        disk_cache: str | Path | None = None,
-        disk_cache_size: int | str | None = None,
-        disk_cache_secret: bytes | None = None,
-        store: str | None = None,
-        store_secret: bytes | None = None,
+        session_gate: bool = False,
+        tiers: Iterable[str | TierOptions] = (),
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
-        _check_options(on_events, enable_prefix_caching, remember_next_token)
-        below = TierOptions(
-            host_cache=host_cache,
-            disk_cache=disk_cache,
-            disk_cache_size=disk_cache_size,
-            disk_cache_secret=disk_cache_secret,
-            store=store,
-            store_secret=store_secret,
+        _check_options(
+            on_events,
+            eviction,
+            enable_prefix_caching,
+            {"remember_next_token": remember_next_token, "session_gate": session_gate},
         )
+        below = read_tiers(tiers)
         order = make_order(schedule)
         check_count("block_size", block_size, 1)
         backend = Backend(attention, deterministic, cuda_graphs, kv_cache_dtype)
-        self.model = _load(model, device, dtype)
+        self.model = _load(model, device, dtype, lambda chosen: backend.check_place(chosen, block_size))
         backend = backend.prepared(self.model, block_size)  # called before anything large is allocated
         self.plan = _plan(backend.plan_cache(self.model, block_size), num_blocks, kv_cache_memory, self.model.device)
         built = build_tiers(below, self.model, self.plan, backend)
@@ -155,9 +147,11 @@ class Engine:
                 tiers=built.tiers,
             )
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-            self.scheduler = _make_scheduler(self.manager, self.model, order, remembers=remember_next_token)
             located = [LayerLocation(*location) for location in self.plan.layer_groups]
             self.runner = backend.make_runner(self.model, self.manager, located)
+            self.scheduler = _make_scheduler(
+                self.manager, self.runner, order, remembers=remember_next_token, has_gate=session_gate
+            )
             self.offload = built.begin(self.manager, self.runner)
         self._intake, self._stepper = Intake(self.model, self.scheduler), Stepper(self.scheduler)
         self._on_events = on_events
@@ -181,8 +175,19 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do: a prompt is unfinished, or a tier's store. O(1)."""
+        """Whether `step` has anything to do now: a prompt is unfinished, or a tier's store. O(1).
+
+        If all unfinished prompts wait for the session gate, there is nothing to do before `wake_at`.
+        """
+        wake_at = self.wake_at
+        if wake_at is not None and wake_at <= time.monotonic():
+            return True
         return self.scheduler.has_work or (self.offload is not None and self.offload.has_work)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When the session gate may let a prompt in, on `time.monotonic`; None if no time decides that. O(1)."""
+        return self.scheduler.entrance.wake_at
 
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> list[Completion]:
         """Answer all prompts, each `n` times. Return the completions in order: all of the first prompt, and so on.
@@ -222,7 +227,7 @@ class Engine:
         self._check_open()
         if on_step is not None and not callable(on_step):
             raise wrong("on_step", "a callable or None", on_step)
-        if self.has_work:
+        if self.has_work or self.scheduler.entrance.held:
             raise InvalidArgumentError("warm_up: expected an engine with nothing to do, got unfinished work")
         steps = self.runner.warm_up_steps(self.limits.max_num_seqs)
         with watch_compiling(self.runner.model.attention) as seconds:
@@ -289,25 +294,32 @@ class Engine:
     def forget_salt(self, salt: str | None) -> int:
         """Delete the cached blocks of a salt (None: of prompts without one), on the device and in all tiers.
 
-        As `manager.forget_salt`: running requests go on. A disk's bytes of these blocks are overwritten when this
-        returns. Waits some seconds at most for transfers under way. Bytes that a transfer still holds then stay until
-        the next call. Call it between two steps. Returns the number of blocks.
+        As `manager.forget_salt`: running requests go on. When this returns, a disk's bytes of these blocks are
+        overwritten, and a shared store has none of them. Call it between two steps. Returns the number of blocks.
 
-        Raises InvalidArgumentError, and DiskError if the disk couldn't be overwritten. These blocks can't be hit any
-        more then, and the next call tries again.
+        Raises InvalidArgumentError, and ForgetError if bytes are left after FORGET_S seconds, or because a tier failed.
+        No lookup finds these blocks then, and the next call tries again.
+        """
+        forgetting = self.begin_forgetting(salt)
+        end_s = time.monotonic() + FORGET_S
+        while not forgetting.wait(_WAIT_S) and time.monotonic() < end_s:
+            self._note_transfers()
+        forgetting.check()
+        return forgetting.num_blocks
+
+    def begin_forgetting(self, salt: str | None) -> Forgetting:
+        """As `forget_salt`, but don't wait for the tiers. From now on no lookup finds the salt's blocks.
+
+        The answer says when the tiers' bytes are gone. Steps go on meanwhile, and have to: transfers that are under way
+        now are deleted by the step that sees their end.
         """
         self._check_open()
-        end_s = time.monotonic() + _PATIENCE_S
-        while self.offload is not None and self.offload.has_work and time.monotonic() < end_s:
-            self._move(self.offload)
-            self.offload.wait(_WAIT_S)  # only loads are waited for there
+        self._note_transfers()
         number = self.manager.forget_salt(salt)
         if self.scheduler.remembered is not None:
             self.scheduler.remembered.drop_stale()
         self._tell_events()
-        if self.offload is not None:
-            self.offload.erase_forgotten(salt, _ERASE_S)
-        return number
+        return Forgetting(salt, number, (), ()) if self.offload is None else self.offload.forget(salt, number)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End an engine that has tiers: store what waits for that, for so many seconds at most, and close the disk.
@@ -338,12 +350,22 @@ class Engine:
             if events:
                 self._on_events(events)
 
+    def _note_transfers(self) -> None:
+        """Begin transfers behind the last step, and note those that have ended."""
+        if self.offload is not None:
+            for loaded in self.offload.advance():
+                self.scheduler.note_loaded(loaded)
+
     def _move(self, offload: Offload) -> None:
-        """Begin transfers behind the step, and note those that have ended."""
-        for loaded in offload.advance():
-            self.scheduler.note_loaded(loaded)
+        """Begin and note transfers. If there is nothing to compute before one of them ends, wait a little."""
+        self._note_transfers()
         if self.scheduler.is_waiting_for_loads or (offload.is_seeking and not self.scheduler.running):
             offload.wait(_WAIT_S)
+
+    def _wait_for_gate(self) -> None:
+        """Wait a little if nothing is to be done before the session gate lets somebody in."""
+        if not self.has_work and self.wake_at is not None:
+            time.sleep(max(0.0, min(_WAIT_S, self.wake_at - time.monotonic())))
 
     def _read(self, prompts: Sequence[Prompt], options: GenerationOptions) -> list[Generation]:
         """Check prompts, and return their generations in order. Queues nothing."""
@@ -366,23 +388,39 @@ class Engine:
                 if all(generation.finish_reason is not None for generation in generations):
                     return
                 self.step()
+                self._wait_for_gate()
         finally:
             for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
                 self._stepper.cancel(generation)
 
 
-def _check_options(on_events: object, enable_prefix_caching: object, remember_next_token: Flag) -> None:
-    """Raise InvalidArgumentError for options that no other module checks."""
+def _check_options(
+    on_events: object, eviction: object, enable_prefix_caching: object, flags: Mapping[str, Flag]
+) -> None:
+    """Raise InvalidArgumentError for options that no other module checks before the weights are loaded.
+
+    flags: by name, those that go by what is cached.
+    """
+    if eviction is not None:
+        find_factory(eviction, NAMED)
     if on_events is not None and not callable(on_events):
         raise wrong("on_events", "a callable or None", on_events)
-    if check_flag("remember_next_token", remember_next_token) and not enable_prefix_caching:
-        raise wrong("remember_next_token", "False with enable_prefix_caching=False", remember_next_token)
+    for name, flag in flags.items():
+        if check_flag(name, flag) and not enable_prefix_caching:
+            raise wrong(name, "False with enable_prefix_caching=False", flag)
 
 
-def _make_scheduler(manager: KVCacheManager, model: LoadedModel, order: Order, *, remembers: bool) -> Scheduler:
-    """The scheduler of an engine. remembers: whether it keeps next tokens."""
+def _make_scheduler(
+    manager: KVCacheManager, runner: ModelRunner, order: Order, *, remembers: bool, has_gate: bool
+) -> Scheduler:
+    """The scheduler of an engine. remembers: whether it keeps next tokens. has_gate: whether sessions take turns."""
     kept = RememberedPrompts(manager, int(REMEMBERED_SHARE * manager.num_blocks)) if remembers else None
-    return Scheduler(manager, model.config.max_position_embeddings, order=order, remembered=kept)
+    most = runner.model.config.max_position_embeddings
+    scheduler = Scheduler(manager, most, order=order, remembered=kept, num_layers=runner.num_slice_layers)
+    if has_gate:
+        gate = make_gate(manager, scheduler.limits.num_step_tokens)
+        scheduler.entrance = Entrance(gate, manager, scheduler.lookups)
+    return scheduler
 
 
 def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | None, device: torch.device) -> Plan:
@@ -411,9 +449,18 @@ def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | N
     return chosen
 
 
-def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
-    """The model, loaded if needed. Raises InvalidArgumentError for one on another device, or of another dtype."""
+def _load(
+    model: str | Path | LoadedModel,
+    device: str,
+    dtype: str | torch.dtype | None,
+    check_device: Callable[[torch.device], None],
+) -> LoadedModel:
+    """The model, loaded if needed, once its device is checked.
+
+    Raises InvalidArgumentError for a loaded model on another device, or of another dtype.
+    """
     chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
+    check_device(chosen)
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
     if parse_dtype(dtype) not in {None, loaded.dtype}:
         raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")

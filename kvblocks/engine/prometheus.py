@@ -9,6 +9,7 @@ number of tenants, and how many are over their quota. A `tenant_label` opts in. 
 secret: whoever can guess a salt can hash it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +17,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvblocks.engine.schedule.entrance import Entrance
 from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HistogramValues, MetricsSnapshot, QuotaUsage
+from kvblocks.tiers.disk import DiskStats
+from kvblocks.tiers.store import StoreStats
 
 # Of CacheStats: attribute, name without prefix and _total, help.
 _COUNTERS = (
@@ -93,6 +97,15 @@ _STORE_COUNTERS = (
     ("num_skipped", "store_skipped", "Calls that weren't made, since the store had failed."),
 )
 _STORE_GAUGES = (("is_away", "store_away", "1 while the store counts as unreachable."),)
+
+_GATE_GAUGES = (
+    ("num_room_tokens", "gate_room_tokens", "Tokens that sessions may have together: the pool's, and half the host's."),
+    ("num_member_tokens", "gate_member_tokens", "Tokens of the members' last prompts and answers."),
+    ("num_other_tokens", "gate_other_tokens", "Tokens of running requests that have no session."),
+    ("num_members", "gate_members", "Sessions that take turns now."),
+    ("num_waiting_sessions", "gate_waiting_sessions", "Sessions that wait to become members."),
+    ("num_waiting_requests", "gate_waiting_requests", "Requests that wait for the gate."),
+)
 
 TenantLabel = Callable[[str | None], str | None]
 """From a salt (None: sequences without one) to a label; None: the tenant gets no series."""
@@ -183,9 +196,9 @@ class OffloadCollector(Collector):
                 seconds.add_metric([one.tier, direction], one.seconds[direction])
         yield moved
         yield seconds
-        disks = [(one.tier, one.disk) for one in traffic if one.disk is not None]
+        disks = [(one.tier, one.place) for one in traffic if isinstance(one.place, DiskStats)]
         yield from _by_tier(CounterMetricFamily, disks, _DISK_COUNTERS)
-        stores = [(one.tier, one.store) for one in traffic if one.store is not None]
+        stores = [(one.tier, one.place) for one in traffic if isinstance(one.place, StoreStats)]
         yield from _by_tier(CounterMetricFamily, stores, _STORE_COUNTERS)
         yield from _by_tier(GaugeMetricFamily, stores, _STORE_GAUGES)
 
@@ -205,6 +218,35 @@ class RememberedCollector(Collector):
         yield CounterMetricFamily("kvblocks_remembered_answers", text, value=of.num_answers)
         yield GaugeMetricFamily("kvblocks_remembered_prompts", "Prompts whose next token is remembered.", len(of))
         yield GaugeMetricFamily("kvblocks_remembered_blocks", "Blocks that these prompts hold.", of.num_blocks)
+
+
+class GateCollector(Collector):
+    """Metrics of an engine's session gate, which it must have. registry: as of `KVBlocksCollector`."""
+
+    def __init__(self, entrance: Entrance, *, registry: CollectorRegistry | None = None) -> None:
+        self._entrance = entrance
+        if registry is not None:
+            registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families as of the gate's last decision."""
+        view = self._entrance.view
+        if view is None:
+            return
+        yield from _gauges(view.stats, _GATE_GAUGES)
+        yield CounterMetricFamily("kvblocks_gate_entries", "Sessions that entered.", value=view.stats.num_entries)
+        text = "Of the sessions that entered, those without room, since nothing was busy."
+        yield CounterMetricFamily("kvblocks_gate_idle_entries", text, value=view.stats.num_idle_entries)
+        left = CounterMetricFamily("kvblocks_gate_left", "Members that left, by the rule.", labels=["rule"])
+        for rule, number in view.stats.num_left.items():
+            left.add_metric([rule], number)
+        yield left
+        counts = Counter(one.reason for one in view.waiting)
+        text = "Of the first 32 requests that wait for the gate, how many wait for what."
+        waiting = GaugeMetricFamily("kvblocks_gate_waiting", text, labels=["reason"])
+        for reason in ("next", "room", "idle", "behind", "turn"):
+            waiting.add_metric([reason], counts[reason])
+        yield waiting
 
 
 def _by_tier(

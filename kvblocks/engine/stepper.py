@@ -24,6 +24,7 @@ from kvblocks.engine.schedule.capacity import StalledError
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import ScheduledChunk
+from kvblocks.engine.undoing import undo, written_tokens
 
 Outcomes = list[tuple[Generation, Outcome]]
 
@@ -71,7 +72,7 @@ class Stepper:
         self._only_answered = bool(answered) and not self._only_answered
         if self._only_answered:
             return told
-        written = self.scheduler.written_tokens()
+        written = written_tokens(self.scheduler)
         chunks: list[ScheduledChunk] | None = None
         try:
             chunks = self.scheduler.schedule()
@@ -81,7 +82,7 @@ class Stepper:
             return list(dict.fromkeys([*told, *self._fail([error.request], error)]))
         except BaseException as error:
             if chunks is None or not isinstance(error, Exception):  # `_compute` has undone the step after others
-                self.scheduler.undo(written)
+                undo(self.scheduler, written)
             raise
 
     def _answer(self) -> list[Generation]:

@@ -1,11 +1,13 @@
-"""Several groups of layers over one pool: groups with full attention, and groups with windows.
+"""Several groups of layers over one pool: groups with full attention, with windows, with chunks.
 
 `kinds` describes the groups of a model, `plan` computes them for a model, and `layout` derives what the manager needs.
 The other modules extend the core: `index` keeps the attached blocks, `anchors` stand in for a missing primary group,
 `loading` is for sequences that load from tiers, and `pool`, `tables`, `need`, `slots`, `caching`, `hit` and `pins` do
-for several groups what the core does for one.
+for several groups what the core does for one. `states` has layers that keep one state a sequence.
 """
 
-from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, SlidingWindow
+from kvblocks.groups.states.copies import StateCopy
+from kvblocks.groups.states.kind import RecurrentState
 
-__all__ = ["FullAttention", "Group", "SlidingWindow"]
+__all__ = ["ChunkedLocal", "FullAttention", "Group", "RecurrentState", "SlidingWindow", "StateCopy"]

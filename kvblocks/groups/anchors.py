@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
+from kvblocks.core.pool import drop_duplicates
 from kvblocks.groups.index import GroupIndex
 
 KEPT_PER_BLOCK = 16
@@ -56,8 +57,13 @@ class AnchorBlocks:
         self._queue.touch(anchors)
 
     def release(self, anchors: Sequence[KVCacheBlock]) -> None:
-        """Remove an owner from each of `anchors`, last one first. Uncached ones are reused next. O(anchors)."""
+        """Remove an owner from each of `anchors`, last one first. Uncached ones are reused next. O(anchors).
+
+        Duplicates are detached, as in `BlockPool.release_table`.
+        """
         self._queue.release_table(anchors)
+        if self._index.num_duplicates:
+            drop_duplicates(self._index, self._queue, anchors)
 
     def requeue(self, anchors: Sequence[KVCacheBlock]) -> None:
         """Move the free ones of `anchors`, which are no longer cached, to the front of the queue. O(anchors)."""

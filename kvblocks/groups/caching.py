@@ -15,20 +15,19 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
     for table in tables_of(sequence).tables:
         side_group, blocks, num_dead = table.side_group, table.blocks, table.num_dead
         size = side_group.block_size
-        if not side_group.is_cached:
+        if not side_group.kind.is_cached:
             continue
         for number in range(max(num_dead, first * primary_size // size), end // size):
             block = blocks[number - num_dead]
             if block.run is not None:
                 continue
             next_end = -(-(number + 1) * size // alignment) * alignment
-            if side_group.first_needed(next_end - 1) > number:
+            if side_group.kind.first_needed(next_end - 1) > number:
                 continue
             position, column = side_group.home(number)
             if index.attach(sequence.blocks[position], column, block) and index.events is not None:
-                index.events.storing = sequence.sequence_id
                 tokens = bytes(sequence.packed_tokens()[number * 4 * size : (number + 1) * 4 * size])
-                index.note_attached(side_group, sequence.blocks, number, tokens)
+                index.note_attached(side_group, sequence.blocks, number, tokens, sequence.sequence_id)
 
 
 def attach_anew(index: GroupIndex, sequence: Sequence, first: int) -> None:

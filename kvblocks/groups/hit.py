@@ -4,6 +4,9 @@ A group with full attention needs all blocks of the prefix. A windowed group nee
 query sees: those of the last window - 1 tokens of the hit. A full hit needs one token more, since its last token is
 computed again. The core finds the primary group's cached prefix. From its end the search goes back: a missing block of
 a side group rules out every hit that needs it, so the next candidate ends where that block begins.
+
+Layers that keep a state need a checkpoint where the hit ends. Such a hit ends before the sequence's last token: the
+state after that token gives no logits, and it can't be undone so that the token could be computed again.
 """
 
 from dataclasses import dataclass
@@ -11,19 +14,44 @@ from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.hit import CacheHit, HitLimit, HitSource
+from kvblocks.core.hit import CacheHit, HitSource
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex, Row, removal_key
 from kvblocks.groups.layout import SideGroup
+from kvblocks.groups.states.checkpoint import Checkpoint
 
 Tables = list[tuple[int, list[KVCacheBlock]]]
 """By `layout.side_groups`: the first table index that a hit needs, and the blocks from there to the hit's end."""
 
 
-class GroupHit(CacheHit):
-    """A `CacheHit` of several groups. tables: its blocks of the side groups."""
+class HitLimit:
+    """Why a hit is shorter than the primary group's cached prefix: `group` lacks tokens first_token to end_token - 1.
 
-    __slots__ = ("group_index", "num_matched", "tables")
+    kind: how the group's layers attend, for people. is_state: whether what lacks is a checkpoint behind any of these
+    tokens. removal_keys: the keys of what is missing in the removal history, the most useful first. Read-only.
+    """
+
+    __slots__ = ("end_token", "first_token", "group", "is_state", "kind", "removal_keys")
+
+    def __init__(
+        self, group: int, kind: str, first_token: int, end_token: int, removal_keys: list[bytes], *, is_state: bool
+    ) -> None:
+        self.group = group
+        self.kind = kind
+        self.first_token = first_token
+        self.end_token = end_token
+        self.removal_keys = removal_keys
+        self.is_state = is_state
+
+
+class GroupHit(CacheHit):
+    """A `CacheHit` of several groups.
+
+    tables: its blocks of the side groups. checkpoint: at its end, None if it needs none. A sequence that starts with a
+    checkpoint owns its blocks until the engine has taken the copy to the sequence's slot.
+    """
+
+    __slots__ = ("checkpoint", "group_index", "num_matched", "tables")
 
     def __init__(
         self,
@@ -39,11 +67,19 @@ class GroupHit(CacheHit):
         self.group_index = index
         self.num_matched = num_matched
         self.tables = tables
+        self.checkpoint: Checkpoint | None = None
+        if blocks and index.checkpoints is not None:
+            self.checkpoint = index.checkpoints.at(blocks[-1])
 
     @property
     def num_matched_tokens(self) -> int:
         """Tokens that the primary group alone has cached. O(1)."""
         return self.num_matched * self.index.block_size
+
+    @property
+    def checkpoint_block_ids(self) -> tuple[int, ...]:
+        """The ids of the blocks of its checkpoint, where layers keep a state. O(their number)."""
+        return () if self.checkpoint is None else tuple([block.block_id for block in self.checkpoint.blocks])
 
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
         """Return the blocks of a group's table, None where the hit needs none. O(blocks)."""
@@ -52,7 +88,7 @@ class GroupHit(CacheHit):
         for side_group, (first, held) in zip(layout.side_groups, self.tables, strict=True):
             if side_group.group == number:
                 return [*[None] * first, *held]
-        return [*self.blocks]
+        return [*self.blocks] if number == layout.primary else []
 
     def _cut_to(self, num_blocks: int) -> CacheHit:
         """Return a hit of at most the first `num_blocks` blocks, fewer than this one has."""
@@ -62,7 +98,9 @@ class GroupHit(CacheHit):
         return hit
 
     def has_lost_attached(self) -> bool:
-        """Whether a side group's block of this hit is no longer cached where it was found. O(blocks)."""
+        """Whether an attached block of this hit is no longer cached where it was found. O(blocks)."""
+        if self.checkpoint is not None and not self.checkpoint.is_cached:
+            return True
         for side_group, (first, held) in zip(self.group_index.layout.side_groups, self.tables, strict=True):
             if _find(self.group_index, side_group, self.blocks, first, first + len(held)) != held:
                 return True
@@ -75,6 +113,14 @@ class _Limit:
 
     side_group: SideGroup
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _NoState:
+    """What limits a hit: there is no checkpoint behind the first `first` tokens, up to the first `end`."""
+
+    first: int
+    end: int
 
 
 def longest_hit(
@@ -91,31 +137,53 @@ def longest_hit(
 
 
 def find_limit(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
-    """Return how many tokens of `matched` can be hit, and which group limits it. As `SlotAllocator.find_limit`."""
+    """Return how many tokens of `matched` can be hit, and why no more can.
+
+    num_tokens: of the sequence. The reason is None if only the alignment limits the hit. Changes nothing.
+    """
     end, _, limit = _longest_end(index, matched, num_tokens)
     if limit is None:
         return end, None
+    if isinstance(limit, _NoState):
+        layout, size = index.layout, index.block_size
+        state = layout.state
+        assert state is not None, "no group keeps a state"
+        ends = range(limit.end, limit.first, -layout.alignment) if index.needs_digests else range(0)
+        gone = [removal_key(state, matched[place // size - 1].block_hash or b"") for place in ends]
+        return end, HitLimit(state, layout.groups[state].label, limit.first, limit.end, gone, is_state=True)
     group, first = limit.side_group, limit.number * limit.side_group.block_size
     position, column = group.home(limit.number)
-    key = removal_key(group.group, index.name(matched[position], group, column)) if index.needs_digests else b""
-    return end, HitLimit(group.group, group.window, first, first + group.block_size, key)
+    keys: list[bytes] = []
+    if index.needs_digests:
+        keys.append(removal_key(group.group, index.name(matched[position], group, column)))
+    return end, HitLimit(group.group, group.kind.label, first, first + group.block_size, keys, is_state=False)
 
 
-def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Tables, _Limit | None]:
+def _longest_end(
+    index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int
+) -> tuple[int, Tables, _Limit | _NoState | None]:
     """Return how many tokens the longest hit has, its tables, and what first limited it (None: nothing).
 
     matched: the primary group's blocks. num_tokens: the sequence's known tokens.
     """
     size, alignment = index.layout.block_size, index.layout.alignment
     end = len(matched) * size // alignment * alignment
-    limit: _Limit | None = None
+    limit: _Limit | _NoState | None = None
+    checkpoints = index.checkpoints
+    if checkpoints is not None:
+        end = min(end, (num_tokens - 1) // alignment * alignment)
     while True:
+        if checkpoints is not None:
+            with_state = checkpoints.num_up_to_last(matched, end // size) * size
+            if with_state < end:
+                limit = limit or _NoState(with_state, end)
+                end = with_state
         tables: Tables = []
         rows: dict[int, list[Row]] = {}  # by first index: groups of the same kind need the same rows
         for side_group in index.layout.side_groups:
-            first, last = needed_blocks(side_group, end, num_tokens)
+            first, last = side_group.kind.needed_blocks(end, num_tokens)
             found: list[KVCacheBlock | None]
-            if not side_group.is_cached:
+            if not side_group.kind.is_cached:
                 found = []
             elif side_group.block_size != size:
                 found = _find(index, side_group, matched, first, last)
@@ -139,17 +207,6 @@ def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int
             tables.append((first, held))
         if len(tables) == len(index.layout.side_groups):
             return end, tables, limit
-
-
-def needed_blocks(side_group: SideGroup, end: int, num_tokens: int) -> tuple[int, int]:
-    """Return the range of a group's blocks that a hit of `end` tokens needs: the first one, and the last one + 1.
-
-    The range is empty for a group that isn't cached. It then begins where the sequence's own blocks begin.
-    """
-    if not end:
-        return 0, 0
-    first = side_group.first_needed(end - 1 if end == num_tokens else end)
-    return first, end // side_group.block_size if side_group.is_cached else first
 
 
 def _find(

@@ -10,27 +10,36 @@ A node has a row with a column for each attached block that ends in it. A column
 brings another one, and nobody owns the older one, the newer block takes its place and the older one is detached.
 Otherwise the newer block isn't cached. An attached block has the `run` and `index` of its node, so it counts as cached.
 
+Checkpoints of recurrent states (`states.checkpoint`) are attached to nodes in the same way, each as one object.
+
 Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
 """
 
+from collections.abc import Hashable
 from struct import pack
 
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.hashing import Names, decode_names
+from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import BlockRemoved, BlockStored
 from kvblocks.groups.layout import GroupLayout, SideGroup
+from kvblocks.groups.states.checkpoint import Checkpoint, Checkpoints
+from kvblocks.wire.extra_keys import decode_names
 
 Row = list[KVCacheBlock | None]
 
 
 class GroupIndex(PrefixIndex):
-    """The prefix index of the primary group, with the attached blocks."""
+    """The prefix index of the primary group, with the attached blocks.
+
+    checkpoints: None where no group keeps a state. num_attached_blocks: those of checkpoints included.
+    """
 
     def __init__(self, layout: GroupLayout, names: Names) -> None:
         super().__init__(layout.block_size, names)
         self.layout = layout
+        self.checkpoints = None if layout.state is None else Checkpoints()
         self.num_attached_blocks = 0
         self._rows: dict[Run, dict[int, Row]] = {}
         self._empty_row: Row = [None] * layout.row_size
@@ -85,8 +94,26 @@ class GroupIndex(PrefixIndex):
         self._count(run, 1)
         return True
 
-    def note_attached(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int, tokens: bytes) -> None:
-        """Record that a group's block `number` became cached. chain: the sequence's primary blocks, all cached."""
+    def attach_checkpoint(self, primary: KVCacheBlock, checkpoint: Checkpoint) -> None:
+        """Attach a checkpoint to a cached primary block, which has none. O(blocks)."""
+        assert self.checkpoints is not None, "no group keeps a state"
+        self.checkpoints.add(primary, checkpoint)
+        self.num_attached_blocks += len(checkpoint.blocks)
+        if checkpoint.run is not None:
+            self._count(checkpoint.run, len(checkpoint.blocks))
+
+    def note_attached(
+        self,
+        side_group: SideGroup,
+        chain: list[KVCacheBlock],
+        number: int,
+        tokens: bytes,
+        sequence_id: Hashable = None,
+    ) -> None:
+        """Record that a group's block `number` became cached. chain: the sequence's primary blocks, all cached.
+
+        sequence_id: of the sequence; None: of no sequence.
+        """
         log = self.events
         if log is None:
             return
@@ -100,12 +127,43 @@ class GroupIndex(PrefixIndex):
         block = self.attached(primary, side_group.home(number)[1])
         ids = () if block is None else (block.block_id,)
         salt, lora = decode_names(None if primary.run is None else primary.run.first_keys)
-        size, group = side_group.block_size, side_group.group
-        kind = "full_attention" if side_group.window is None else "sliding_window"
+        size, group, kind = side_group.block_size, side_group.group, side_group.kind
         log.append(
             BlockStored(
                 *((name,), parent, tokens, size, keys, group, ids, salt, lora),
-                *(kind, side_group.window, log.medium, log.storing),
+                *(kind.event_kind, kind.event_window, log.medium, sequence_id),
+            )
+        )
+
+    def note_checkpoint(
+        self,
+        chain: list[KVCacheBlock],
+        num_blocks: int,
+        checkpoint: Checkpoint,
+        tokens: bytes,
+        sequence_id: Hashable = None,
+    ) -> None:
+        """Record that a checkpoint became cached, as one block of `alignment` tokens that has several ids.
+
+        chain: the sequence's primary blocks. num_blocks: how many of them are before the checkpoint. tokens: the last
+        `alignment` tokens of these.
+        """
+        log, group, size = self.events, self.layout.state, self.layout.alignment
+        if log is None or group is None:
+            return
+        before = num_blocks - size // self.block_size
+        primary, kind = chain[num_blocks - 1], self.layout.groups[group]
+        salt, lora = decode_names(None if primary.run is None else primary.run.first_keys)
+        log.append(
+            BlockStored(
+                (primary.block_hash or b"",),
+                (chain[before - 1].block_hash or b"") if before else None,
+                tokens,
+                size,
+                (),
+                group,
+                tuple([block.block_id for block in checkpoint.blocks]),
+                *(salt, lora, kind.event_kind, kind.event_window, log.medium, sequence_id),
             )
         )
 
@@ -133,6 +191,35 @@ class GroupIndex(PrefixIndex):
         """`evict` of one block."""
         return self.evict([block])
 
+    def num_bare(self, first: KVCacheBlock | None, most: int) -> int:
+        """Return how many queued blocks, from `first` on, are the last ones of a run, the last one first.
+
+        At most `most`, and only those to which nothing is attached or chained, so that evicting them takes no other
+        block along. O(blocks + checkpoints of the run).
+        """
+        run = None if first is None else first.run
+        if run is None or run.epoch is not self.epoch or run.children or run.duplicates or self.needs_digests:
+            return 0
+        if run in self._rows:
+            return 0
+        checkpoints = {} if self.checkpoints is None else self.checkpoints.in_run(run)
+        most = min(most, len(run.blocks) - 1 - max(checkpoints, default=-1))
+        block, number = first, 0
+        while number < most and block is run.blocks[-1 - number]:
+            block = block.next_free_block
+            number += 1
+        return number
+
+    def evict_bare(self, blocks: list[KVCacheBlock]) -> int:
+        """`evict` of blocks that `num_bare` counted, all at once. O(blocks)."""
+        return super().evict(blocks)
+
+    def evict_checkpoint(self, checkpoint: Checkpoint) -> int:
+        """Stop caching a checkpoint whose blocks are all about to be reused. Returns their number, O(which)."""
+        self._let_checkpoint_go(checkpoint)
+        self._note_drop("evicted")
+        return len(checkpoint.blocks)
+
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
         """Stop caching `block`. Attached blocks stop, too, since perhaps they weren't written either."""
         if block.run is not None and block.run.epoch.is_current:
@@ -147,14 +234,20 @@ class GroupIndex(PrefixIndex):
         """Stop caching everything, attached blocks too."""
         super().clear()
         self._rows = {}
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         self.num_attached_blocks = 0
 
     def count_by_run(self) -> list[tuple[Run, int]]:
         """Return the runs, parents before children, with how many blocks are cached in each, attached ones included."""
-        return [
+        counts = [
             (run, number + sum([sum([block is not None for block in row]) for row in self._rows.get(run, {}).values()]))
             for run, number in super().count_by_run()
         ]
+        own = self.checkpoints
+        if own is None:
+            return counts
+        return [(run, n + sum([len(found.blocks) for found in own.in_run(run).values()])) for run, n in counts]
 
     def num_cached_by_group(self) -> list[int]:
         """Return how many blocks of each group are cached. O(rows)."""
@@ -164,6 +257,8 @@ class GroupIndex(PrefixIndex):
                 for side_group in self.layout.side_groups:
                     columns = row[side_group.first_column : side_group.first_column + side_group.num_columns]
                     counts[side_group.group] += sum([block is not None for block in columns])
+        if self.checkpoints is not None and self.layout.state is not None:
+            counts[self.layout.state] = self.checkpoints.num_blocks
         if self.layout.primary is not None:
             counts[self.layout.primary] = self.num_cached_blocks - self.num_attached_blocks
         return counts
@@ -179,6 +274,9 @@ class GroupIndex(PrefixIndex):
                 for block in blocks:
                     assert block.run is run and block.index == position, f"{block}: doesn't lead to its row"
                 num_attached_blocks += len(blocks)
+        if self.checkpoints is not None:
+            self.checkpoints.check()
+            num_attached_blocks += self.checkpoints.num_blocks
         assert num_attached_blocks == self.num_attached_blocks, (
             f"index: {num_attached_blocks} attached, {self.num_attached_blocks} counted"
         )
@@ -186,12 +284,17 @@ class GroupIndex(PrefixIndex):
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
 
     def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
-        if self._rows:
+        if self._rows or self.checkpoints is not None:
             self._detach(run, position, len(run.blocks))
         return super()._cut_end(run, position)
 
     def _detach(self, run: Run, first: int, end: int) -> None:
         """Detach the blocks that are attached to positions first to end - 1 of a run, last first. O(positions)."""
+        if self.checkpoints is not None:
+            for position, checkpoint in sorted(self.checkpoints.in_run(run).items(), key=_position, reverse=True):
+                if first <= position < end:
+                    self._let_checkpoint_go(checkpoint)
+                    self.detached += checkpoint.blocks
         rows = self._rows.get(run)
         if rows is None:
             return
@@ -202,12 +305,33 @@ class GroupIndex(PrefixIndex):
                     self.detached.append(block)
 
     def _drops(self, block: KVCacheBlock) -> bool:
-        """Stop caching `block` if it is an attached block. Returns whether it is one."""
+        """Stop caching `block` if it is an attached block. Returns whether it is one.
+
+        The other blocks of a checkpoint are detached.
+        """
         row = self.row(block)
-        if row is None or block not in row:
+        if row is not None and block in row:
+            self._let_go(block)
+            return True
+        checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)
+        if checkpoint is None:
             return False
-        self._let_go(block)
+        self._let_checkpoint_go(checkpoint)
+        self.detached += [other for other in checkpoint.blocks if other is not block]
         return True
+
+    def _let_checkpoint_go(self, checkpoint: Checkpoint) -> None:
+        run = checkpoint.run
+        group = self.layout.state
+        assert run is not None and self.checkpoints is not None and group is not None, "a checkpoint that isn't cached"
+        if self.needs_digests:
+            name = run.digest(checkpoint.index)
+            if self.events is not None:
+                self.events.append(BlockRemoved((name,), group, self.events.medium))
+            self._gone.append(removal_key(group, name))
+        self.checkpoints.remove(checkpoint)
+        self.num_attached_blocks -= len(checkpoint.blocks)
+        self._count(run, -len(checkpoint.blocks))
 
     def _let_go(self, block: KVCacheBlock) -> None:
         run = block.run
@@ -235,8 +359,9 @@ class GroupIndex(PrefixIndex):
                 self._gone.append(removal_key(side_group.group, name))
 
     def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
-        if self._gone and self.watcher is not None:
-            self.watcher.note_removed(self._gone, cause)
+        if self._gone:
+            for watcher in self.watchers:
+                watcher.note_removed(self._gone, cause)
         self._gone = []
         super()._note_removal(removed, cause)  # last, so that the history keeps these longer
 
@@ -250,6 +375,10 @@ class GroupIndex(PrefixIndex):
         """Return the `name` of a group's block `number`. chain: the cached primary blocks of its prefix. O(1)."""
         position, column = side_group.home(number)
         return self.name(chain[position], side_group, column)
+
+
+def _position(item: tuple[int, Checkpoint]) -> int:
+    return item[0]
 
 
 def removal_key(group: int, name: bytes) -> bytes:

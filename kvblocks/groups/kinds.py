@@ -1,21 +1,31 @@
 """KV-cache groups: how an engine describes its layers if they don't all attend in the same way.
 
-A group is a set of layers that share a block table. Its layers attend in the same way (to all earlier tokens, or to a
-window of them), and have the same number of tokens in a block. One pool serves all groups, so a block has the same
-number of bytes in each. `plan` puts a model's layers into such groups, and `layout` derives what the manager needs.
+A group is a set of layers that share a block table. Its layers attend in the same way: to all earlier tokens, to a
+window of them, or to those of the same chunk. They have the same number of tokens in a block. One pool serves all
+groups, so a block has the same number of bytes in each. `plan` puts a model's layers into such groups, and `layout`
+derives what the manager needs.
+
+A kind of layers is a class here, and everything that the manager has to know of a kind is a method of `Group`. So a
+new kind is one class: nothing else asks which kind a group is.
 
 Groups of layers over one pool, each with a block table, come from vLLM's hybrid KV-cache manager.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import gcd
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count, check_flag
 
 
 @dataclass(frozen=True)
-class FullAttention:
-    """Layers that attend to everything before a token. block_size: tokens in a block. Raises InvalidArgumentError."""
+class Group(ABC):
+    """A group of layers that attend alike: the base class of all kinds. block_size: tokens in a block.
+
+    A kind says in `first_seen` which tokens its layers see. What a hit needs, and what no later query sees, follow from
+    that.
+    """
 
     block_size: int
 
@@ -23,19 +33,103 @@ class FullAttention:
         object.__setattr__(self, "block_size", check_count("block_size", self.block_size, 1))
 
     @property
-    def window(self) -> int | None:
-        """None: no window."""
+    @abstractmethod
+    def label(self) -> str:
+        """How its layers attend, for people: "full attention", "a window of 512"."""
+
+    @property
+    @abstractmethod
+    def event_kind(self) -> str:
+        """What events call the kind, in vLLM's words."""
+
+    @property
+    def event_window(self) -> int | None:
+        """What events give as the window, in tokens; None for kinds without one."""
         return None
 
     @property
+    def sees_all(self) -> bool:
+        """Whether a token sees all earlier ones, so that hits can consist of the group's blocks alone."""
+        return False
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a sequence has a block table for it; without one it needs no block for its tokens."""
+        return True
+
+    @property
     def is_cached(self) -> bool:
-        """True: hits consist of its blocks."""
+        """Whether its blocks are cached, so that hits need them."""
         return True
 
     @property
     def keeps_passed(self) -> bool:
-        """False: no block leaves a window."""
+        """Whether blocks that no later query sees are reused in order of last use, like other cached blocks."""
         return False
+
+    @abstractmethod
+    def first_seen(self, position: int) -> int:
+        """Return the first token that a query at `position` sees. Only for the manager. O(1).
+
+        The result must never decrease with the position: lookups skip the blocks before a missing one (`hit`), and
+        tables release blocks that no later query sees (`tables`).
+        """
+
+    @abstractmethod
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """Return how many blocks a sequence of `num_tokens` holds at most. Raises InvalidArgumentError.
+
+        num_step_tokens: the most tokens that a step computes of it, such as a chunk of a prompt. In a step the sequence
+        holds the blocks that all these tokens see.
+        """
+
+    def first_needed(self, position: int) -> int:
+        """Return its first block with a token that a query at `position` sees. Only for the manager. O(1).
+
+        A step asks this most. A kind may answer in one call what this works out in two.
+        """
+        return self.first_seen(position) // self.block_size
+
+    def needed_blocks(self, end: int, num_tokens: int) -> tuple[int, int]:
+        """Return the range of blocks that a hit of `end` tokens needs: the first one, and the last one + 1.
+
+        Only for the manager. O(1).
+
+        num_tokens: the sequence's tokens. If the hit has all of them, its last token is computed again. The range is
+        empty for a group that isn't cached. It then begins where the sequence's own blocks begin.
+        """
+        if not end:
+            return 0, 0
+        first = self.first_needed(end - 1 if end == num_tokens else end)
+        return first, end // self.block_size if self.is_cached else first
+
+    def layer_bytes(self, bytes_per_token: int) -> int:
+        """Return the bytes of a block that a layer takes which keeps so many for each token. Only for `plan`. O(1)."""
+        return bytes_per_token * self.block_size
+
+
+@dataclass(frozen=True)
+class FullAttention(Group):
+    """Layers that attend to everything before a token. block_size: tokens in a block. Raises InvalidArgumentError."""
+
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return "full attention"
+
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`."""
+        return "full_attention"
+
+    @property
+    def sees_all(self) -> bool:
+        """True: hits consist of its blocks."""
+        return True
+
+    def first_seen(self, position: int) -> int:  # noqa: ARG002  # every query sees the first token
+        """Return 0. Only for the manager."""
+        return 0
 
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` makes no difference."""
@@ -44,7 +138,7 @@ class FullAttention:
 
 
 @dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(Group):
     """Layers in which a token at position p attends to p - window + 1 to p.
 
     block_size: tokens in a block. window: at least 1; Hugging Face's configs call it sliding_window. is_cached: whether
@@ -55,28 +149,88 @@ class SlidingWindow:
     InvalidArgumentError.
     """
 
-    block_size: int
     window: int
     is_cached: bool = True
     keeps_passed: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", check_count("block_size", self.block_size, 1))
+        super().__post_init__()
         object.__setattr__(self, "window", check_count("window", self.window, 1))
         object.__setattr__(self, "is_cached", check_flag("is_cached", self.is_cached))
         object.__setattr__(self, "keeps_passed", check_flag("keeps_passed", self.keeps_passed))
 
-    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
-        """Return how many blocks a sequence of `num_tokens` holds at most.
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return f"a window of {self.window}"
 
-        num_step_tokens: the most tokens that a step computes of it, such as a chunk of a prompt. In a step the sequence
-        holds the blocks that all these tokens see.
-        """
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`."""
+        return "sliding_window"
+
+    @property
+    def event_window(self) -> int | None:
+        """The window."""
+        return self.window
+
+    def first_seen(self, position: int) -> int:
+        """As in `Group`. Only for the manager."""
+        return 0 if position < self.window else position - self.window + 1
+
+    def first_needed(self, position: int) -> int:
+        """As in `Group`. Only for the manager."""
+        return 0 if position < self.window else (position - self.window + 1) // self.block_size
+
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """As in `Group`."""
         num_seen = check_count("num_step_tokens", num_step_tokens, 1) + self.window - 1
-        # The first of these tokens may be the last in its block, and the last one the first in its block.
-        most = 1 if num_seen == 1 else (num_seen - 2) // self.block_size + 2
+        # The first of these tokens may be the last in its block.
+        most = -(-(self.block_size - 1 + num_seen) // self.block_size)
         return min(most, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
 
 
-Group = FullAttention | SlidingWindow
-"""A group of layers that share a block table."""
+@dataclass(frozen=True)
+class ChunkedLocal(Group):
+    """Layers in which a token attends to the tokens before it that are in the same chunk.
+
+    block_size: tokens in a block. chunk_size: at least 1; chunks begin at its multiples. Hugging Face's configs call it
+    attention_chunk_size. A hit that ends between two chunks needs no block of such a group. is_cached, keeps_passed: as
+    in `SlidingWindow`, with a chunk in the window's place. Raises InvalidArgumentError.
+    """
+
+    chunk_size: int
+    is_cached: bool = True
+    keeps_passed: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "chunk_size", check_count("chunk_size", self.chunk_size, 1))
+        object.__setattr__(self, "is_cached", check_flag("is_cached", self.is_cached))
+        object.__setattr__(self, "keeps_passed", check_flag("keeps_passed", self.keeps_passed))
+
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return f"chunks of {self.chunk_size}"
+
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`."""
+        return "chunked_local_attention"
+
+    def first_seen(self, position: int) -> int:
+        """As in `Group`. Only for the manager."""
+        return position // self.chunk_size * self.chunk_size
+
+    def first_needed(self, position: int) -> int:
+        """As in `Group`. Only for the manager."""
+        return position // self.chunk_size * self.chunk_size // self.block_size
+
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """As in `Group`."""
+        num_seen = check_count("num_step_tokens", num_step_tokens, 1) + self.chunk_size - 1
+        # The first of these tokens may be the last in its chunk, which begins as late in a block as chunks do.
+        latest_start = self.block_size - gcd(self.block_size, self.chunk_size)
+        most = -(-(latest_start + num_seen) // self.block_size)
+        return min(most, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))

@@ -12,31 +12,27 @@ from itertools import pairwise
 
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+from kvblocks.groups.kinds import Group
+from kvblocks.groups.states.kind import RecurrentState
 
 
 class SideGroup:
     """A side group, and what its blocks are attached to.
 
-    A block of it is attached to the primary block that contains its last token, in one of the columns first_column to
-    first_column + num_columns - 1 of that block's row. It has several columns if its blocks are smaller. window: None:
-    full attention. is_cached: whether its blocks are attached at all. keeps_passed: whether blocks that left the window
-    are reused in order of last use. Read-only.
+    group: its number. kind: the group as the engine described it. A block of it is attached to the primary block that
+    contains its last token, in one of the columns first_column to first_column + num_columns - 1 of that block's row.
+    It has several columns if its blocks are smaller, and none if the kind isn't cached. Read-only.
     """
 
-    __slots__ = (
-        *("block_size", "first_column", "group", "is_cached", "keeps_passed", "num_columns", "primary_size", "window"),
-    )
+    __slots__ = ("block_size", "first_column", "group", "kind", "num_columns", "primary_size")
 
-    def __init__(self, group: int, spec: Group, primary_size: int, first_column: int) -> None:
+    def __init__(self, group: int, kind: Group, primary_size: int, first_column: int) -> None:
         self.group = group
-        self.block_size = spec.block_size
-        self.window = spec.window
+        self.kind = kind
+        self.block_size = kind.block_size
         self.primary_size = primary_size
         self.first_column = first_column
-        self.is_cached = spec.is_cached
-        self.keeps_passed = spec.keeps_passed
-        self.num_columns = max(1, primary_size // spec.block_size) if self.is_cached else 0
+        self.num_columns = max(1, primary_size // kind.block_size) if kind.is_cached else 0
 
     def home(self, number: int) -> tuple[int, int]:
         """Return the primary block that this group's block `number` is attached to, and its column in the row. O(1)."""
@@ -52,25 +48,16 @@ class SideGroup:
             return (position + 1) * self.primary_size // self.block_size - 1
         return position * self.primary_size // self.block_size + column - self.first_column
 
-    def first_needed(self, position: int) -> int:
-        """Return the number of its first block with a token that a query at `position` sees. O(1).
-
-        Only this function knows which tokens layers see. The result must never decrease with the position: lookups skip
-        the blocks before a missing one (`hit`), and tables release blocks that no later query sees (`tables`).
-        """
-        if self.window is None or position < self.window:
-            return 0
-        return (position - self.window + 1) // self.block_size
-
 
 class GroupLayout:
     """What follows from the groups. Read-only.
 
     primary: the number of the primary group, None where no group has full attention. block_size: tokens in a primary
     block. alignment: the largest block size of a group; every hit is a multiple of it. smallest_block_size: the
-    smallest block size of a group. side_groups: all groups but the primary one. row_size: columns of a row.
-    table_numbers: by group, the number of its table: its index in side_groups, or len(side_groups) for the primary
-    group.
+    smallest block size of a group that has a table. state: the number of the group whose layers keep a state, None
+    where there is none. side_groups: the groups that have a table, but for the primary one. row_size:
+    columns of a row. table_numbers: by group that has a table, in order, the number of its table: its index in
+    side_groups, or len(side_groups) for the primary group. table_groups: by table, its group.
     """
 
     __slots__ = (
@@ -81,46 +68,77 @@ class GroupLayout:
         "row_size",
         "side_groups",
         "smallest_block_size",
+        "state",
+        "table_groups",
         "table_numbers",
     )
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
         self.groups = groups
         sizes = [group.block_size for group in groups]
-        self.alignment, self.smallest_block_size = max(sizes), min(sizes)
+        self.alignment = max(sizes)
+        self.smallest_block_size = min([group.block_size for group in groups if group.has_table], default=min(sizes))
         self.primary: int | None = None
+        self.state: int | None = None
         for number, group in enumerate(groups):
-            if group.window is None and self.primary is None:
+            if group.sees_all and self.primary is None:
                 self.primary = number
+            if is_a(group, RecurrentState):
+                self.state = number
         self.block_size = self.alignment if self.primary is None else sizes[self.primary]
         self.side_groups: list[SideGroup] = []
         self.row_size = 0
         for number, group in enumerate(groups):
-            if number != self.primary:
+            if group.has_table and number != self.primary:
                 side_group = SideGroup(number, group, self.block_size, self.row_size)
                 self.side_groups.append(side_group)
                 self.row_size += side_group.num_columns
-        numbers = {side_group.group: number for number, side_group in enumerate(self.side_groups)}
-        self.table_numbers = [numbers.get(group, len(self.side_groups)) for group in range(len(groups))]
+        self.table_groups = [side_group.group for side_group in self.side_groups]
+        self.table_groups += [] if self.primary is None else [self.primary]
+        self.table_numbers = {group: self.table_groups.index(group) for group in sorted(self.table_groups)}
+
+    @property
+    def state_kind(self) -> RecurrentState | None:
+        """The group whose layers keep a state, as the engine described it; None where there is none. O(1)."""
+        kind = None if self.state is None else self.groups[self.state]
+        return kind if isinstance(kind, RecurrentState) else None
 
     @property
     def is_single(self) -> bool:
         """Whether there is one group of full attention and nothing else. O(1)."""
-        return not self.side_groups
+        return len(self.groups) == 1 and self.primary is not None
 
 
 def check_groups(groups: Iterable[Group]) -> GroupLayout:
     """Return the layout of an engine's groups. Raises InvalidArgumentError."""
-    items = listed("groups", "FullAttention and SlidingWindow items", groups)
-    if not items or not all(is_a(item, FullAttention) or is_a(item, SlidingWindow) for item in items):
-        raise wrong("groups", "FullAttention and SlidingWindow items", items)
+    items = listed("groups", "Group items", groups)
+    if not items or not all(is_a(item, Group) for item in items):
+        raise wrong("groups", "Group items", items)
     sizes = sorted({item.block_size for item in items})
     for smaller, larger in pairwise(sizes):
         if larger % smaller:
             raise InvalidArgumentError(
                 f"groups: expected block sizes of which each divides the next larger one, got {smaller} and {larger}"
             )
-    return GroupLayout(tuple(items))
+    layout = GroupLayout(tuple(items))
+    _check_state(layout)
+    return layout
+
+
+def _check_state(layout: GroupLayout) -> None:
+    """Raise InvalidArgumentError unless there is at most one group with a state, beside one of full attention."""
+    kind = layout.state_kind
+    if kind is None:
+        return
+    if sum([is_a(group, RecurrentState) for group in layout.groups]) > 1:
+        raise wrong("groups", "at most one RecurrentState, for all layers that keep a state", layout.groups)
+    if layout.primary is None:
+        raise wrong("groups", "a group of full attention beside a RecurrentState", layout.groups)
+    if kind.every is not None and kind.every % layout.alignment:
+        raise InvalidArgumentError(
+            f"groups: expected `every` of a RecurrentState to be a multiple of the largest block size, which is"
+            f" {layout.alignment}, got {kind.every}"
+        )
 
 
 def make_layout(size: int | None, groups: Iterable[Group]) -> GroupLayout:

@@ -5,7 +5,7 @@ Tables are numbered as in `GroupTables.tables`; the sequence's primary table, wh
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import leaves
+from kvblocks.core.steps import leaves
 from kvblocks.groups.tables import GroupTables
 
 

@@ -2,7 +2,8 @@
 
 A pin holds the primary group's blocks of the prefix. Once it holds all of them, it also holds the attached blocks that
 a hit of the whole prefix needs. With windows, no shorter hit can use these. So the attached blocks are held all
-together or not at all, and the pin gives them up before its primary blocks.
+together or not at all, and the pin gives them up before its primary blocks. Where layers keep a state, a checkpoint at
+the prefix's end is among them; sequences that pass there save one as long as the pin lacks it.
 
 Invariants: a pin with attached blocks holds all of its primary blocks. Anchors don't count towards the budget.
 """
@@ -11,7 +12,7 @@ from itertools import chain
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.pool import BlockPool
-from kvblocks.groups.hit import needed_blocks
+from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.pool import GroupPool
 from kvblocks.retention.pinned_blocks import Held
@@ -40,6 +41,19 @@ class GroupPins(Pins):
                 self._drop_attached(pin)
         super().drop_uncached()
 
+    def ends_in(self, sequence: Sequence) -> list[int]:
+        """Return where pins end, in tokens, that lack blocks and that `sequence` begins with. O(their tokens)."""
+        ends: list[int] = []
+        size = self._group_index.block_size
+        tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(size) or {}
+        for pin in self.lacking.get(bytes(tokens[: 4 * size]), ()):
+            end = self._end(pin)
+            if 0 < end <= sequence.num_tokens and pin.sequence.packed_tokens()[: 4 * end] == tokens[: 4 * end]:
+                theirs = pin.sequence.encoded_keys(size) or {}
+                if all(keys.get(block) == theirs.get(block) for block in range(end // size)):
+                    ends.append(end)
+        return ends
+
     def tables(self) -> list[list[KVCacheBlock]]:
         """Return the blocks that pins hold. O(pins)."""
         return super().tables() + [pin.attached_blocks for pin in self.pins]
@@ -55,9 +69,10 @@ class GroupPins(Pins):
     def _count_wanted(self, pin: Pin) -> None:
         num_wanted = 0 if self._group_pool.anchors is not None else pin.num_blocks
         for side_group in self._group_index.layout.side_groups:
-            first, end = needed_blocks(side_group, self._end(pin), self._end(pin))
+            first, end = side_group.kind.needed_blocks(self._end(pin), self._end(pin))
             num_wanted += end - first
-        pin.num_wanted_blocks = num_wanted
+        kind = self._group_index.layout.state_kind
+        pin.num_wanted_blocks = num_wanted + (0 if kind is None or not self._end(pin) else kind.checkpoint_blocks)
 
     def _end(self, pin: Pin) -> int:
         """Return the longest hit, in tokens, that a pin can serve: its prefix down to a multiple of the alignment."""
@@ -78,8 +93,14 @@ class GroupPins(Pins):
     def _find_attached(self, pin: Pin) -> list[KVCacheBlock]:
         """Return the side groups' blocks that a hit of the whole pin needs; none unless all of them are cached."""
         found: list[KVCacheBlock] = []
+        end_block = self._end(pin) // self._group_index.block_size
+        if self._group_index.checkpoints is not None and end_block:
+            checkpoint = self._group_index.checkpoints.at(pin.blocks[end_block - 1])
+            if checkpoint is None:
+                return []
+            found += checkpoint.blocks
         for side_group in self._group_index.layout.side_groups:
-            first, end = needed_blocks(side_group, self._end(pin), self._end(pin))
+            first, end = side_group.kind.needed_blocks(self._end(pin), self._end(pin))
             for number in range(first, end):
                 position, column = side_group.home(number)
                 block = self._group_index.attached(pin.blocks[position], column)

@@ -4,6 +4,9 @@ One pool serves all groups, so a block has the same number of bytes in each. Lay
 They are distributed over as many groups as needed. A group has at most as many layers as fit a block; the room for a
 layer is called a *slot*. If a group has fewer layers than slots, or smaller layers, the rest of its blocks is padding.
 
+Layers that keep a state (`StateLayer`) are a group of their own without block tables: the slots of their live states
+are taken from the budget first, and a checkpoint of all of them takes as many blocks as its bytes need.
+
 With more layers in a block there are fewer groups, so less work for the manager and fewer tables, but perhaps more
 padding. So `plan` takes the largest blocks with no more than a given share of padding.
 
@@ -11,13 +14,14 @@ Groups of equal size over one pool, with padding, come from vLLM's hybrid KV-cac
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import check_count, check_share, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import Group
 from kvblocks.groups.layout import check_groups
+from kvblocks.groups.states.kind import RecurrentState
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -39,23 +43,48 @@ class KVLayer(NamedTuple):
     head_dim: int
 
 
+class LatentLayer(NamedTuple):
+    """A layer that says how many bytes it keeps for a token, whatever the dtype. kind: an index in `kinds`.
+
+    Multi-head latent attention keeps a latent of, say, 576 elements: 1,152 bytes in bfloat16. What lies in the same
+    block beside it, such as 132 bytes of a sparse indexer, is added, or is a layer of its own.
+    """
+
+    kind: int
+    bytes_per_token: int
+
+
+class StateLayer(NamedTuple):
+    """A layer that keeps one state a sequence. num_bytes: of a state, everything that the layer needs to go on."""
+
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a budget of KV-cache memory is used.
 
     groups: for `KVCacheManager(num_blocks, groups=...)`. group_layers: by group, the numbers of its layers, in the
-    order of their slots. layer_bytes: by group, bytes of a block that one layer takes. block_bytes: bytes of a block.
-    num_blocks: blocks in the pool. num_bytes: the budget. padding: share of the blocks' bytes that no layer uses, as a
-    mean over the groups, 0.0 to 1.0.
+    order of their slots. layer_bytes: by group, bytes of a block that each of these layers takes. block_bytes: bytes of
+    a block. num_blocks: blocks in the pool. num_bytes: the budget. padding: share of the blocks' bytes that no layer
+    uses, as a mean over the groups, 0.0 to 1.0. state_bytes: of the states of all layers that keep one; 0: there are
+    none. slot_bytes: of the slots for live states, which are outside the pool and part of the budget.
     """
 
     groups: tuple[Group, ...]
     group_layers: tuple[tuple[int, ...], ...]
-    layer_bytes: tuple[int, ...]
+    layer_bytes: tuple[tuple[int, ...], ...]
     block_bytes: int
     num_blocks: int
     num_bytes: int
     padding: float
+    state_bytes: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def state_blocks(self) -> int:
+        """How many blocks a checkpoint of all states takes. O(1)."""
+        return -(-self.state_bytes // self.block_bytes)
 
     @property
     def layer_groups(self) -> tuple[tuple[int, int], ...]:
@@ -93,13 +122,19 @@ class Plan:
         used = self.num_blocks * self.block_bytes
         pool = f"{self.num_blocks} blocks of {self.block_bytes} bytes: {used} of {self.num_bytes} bytes"
         lines = [f"{pool}, {self.padding:.1%} of a block is padding on average"]
-        lines.append("group  attention         block_size  layers  bytes a layer  layer numbers")
-        for number, (group, layers, size) in enumerate(
+        lines.append("group  attention           block_size  layers  bytes a layer  layer numbers")
+        for number, (group, layers, sizes) in enumerate(
             zip(self.groups, self.group_layers, self.layer_bytes, strict=True)
         ):
-            kind = "full" if group.window is None else f"window {group.window}"
+            size = "-".join(map(str, sorted({min(sizes, default=0), max(sizes, default=0)})))
             names = ", ".join([str(layer) for layer in layers])
-            lines.append(f"{number:5}  {kind:16}  {group.block_size:10}  {len(layers):6}  {size:13}  {names}")
+            lines.append(f"{number:5}  {group.label:18}  {group.block_size:10}  {len(layers):6}  {size:>13}  {names}")
+        if self.state_bytes:
+            num_wasted = self.state_blocks * self.block_bytes - self.state_bytes
+            lines.append(
+                f"a state: {self.state_bytes} bytes, {self.state_blocks} blocks a checkpoint ({num_wasted} bytes are"
+                f" padding); all slots: {self.slot_bytes} bytes"
+            )
         lines.append("context tokens  blocks a sequence  sequences that fit")
         for context in lengths:
             num_blocks = sum(self.blocks_of_sequence(context, num_step_tokens))
@@ -112,79 +147,135 @@ class Plan:
 
 def plan(
     kinds: Iterable[Group],
-    layers: Iterable[KVLayer],
+    layers: Iterable[KVLayer | LatentLayer],
     dtype: str | SupportsIndex,
     num_bytes: SupportsIndex,
     *,
     max_padding: SupportsFloat = 0.1,
+    states: Iterable[StateLayer] = (),
 ) -> Plan:
     """Return how to divide `num_bytes` of memory for the KV cache of a model.
 
     kinds: how layers attend, with their block sizes. Layers that keep more bytes for a token may have smaller blocks.
-    layers: the model's, in order. dtype: a name in DTYPE_BYTES, or bytes of an element. max_padding: the largest share
-    of padding to accept for fewer groups, 0.0 to 1.0. If every way has more padding, the one with the least is taken.
+    layers: the model's, in order; layers of a kind may differ in their bytes and share groups. dtype: a name in
+    DTYPE_BYTES, or bytes of an element. max_padding: the largest share of padding to accept for fewer groups, 0.0 to
+    1.0. If every way has more padding, the one with the least is taken. states: the layers that keep a state; `kinds`
+    then has a `RecurrentState` whose num_slots is the number of sequences that run at once. The plan's groups have it
+    with the number of blocks that a checkpoint takes.
 
-    Raises InvalidArgumentError, also when not even one block of each group fits. O(layers squared).
+    Raises InvalidArgumentError, also when not even one block of each group fits, or no checkpoint beside them.
+    O(layers squared).
     """
-    kinds = check_groups(kinds).groups
+    layout = check_groups(kinds)
     element_bytes = _element_bytes(dtype)
     budget = check_count("num_bytes", num_bytes, 1)
     most = check_share("max_padding", max_padding)
-    parts = _parts(kinds, layers, element_bytes)
-    ways = [_deal(parts, num_layers * part[1]) for part in parts for num_layers in range(1, len(part[2]) + 1)]
+    state_bytes = _state_bytes(states, layout.state_kind)
+    parts = _parts(layout.groups, layers, element_bytes)
+    ways = [_deal(parts, num_bytes) for _, shares in parts for num_bytes, _ in shares]
     least = min([padding for padding, _, _ in ways])
     fitting = [way for way in ways if way[0] <= max(most, least)]
     padding, block_bytes, dealt = min(fitting, key=lambda way: (len(way[2]), way[0], way[1]))
-    if budget // block_bytes < len(dealt):
-        least_bytes = block_bytes * len(dealt)
-        raise InvalidArgumentError(
-            f"num_bytes: expected at least {least_bytes}, a block for each of {len(dealt)} groups, got {budget}"
-        )
-    return Plan(
-        groups=tuple([kinds[kind] for kind, _, _ in dealt]),
-        group_layers=tuple([numbers for _, _, numbers in dealt]),
-        layer_bytes=tuple([size for _, size, _ in dealt]),
+    found = Plan(
+        groups=tuple([layout.groups[kind] for kind, _ in dealt]),
+        group_layers=tuple([tuple([number for number, _ in share]) for _, share in dealt]),
+        layer_bytes=tuple([tuple([size for _, size in share]) for _, share in dealt]),
         block_bytes=block_bytes,
         num_blocks=budget // block_bytes,
         num_bytes=budget,
         padding=padding,
     )
+    if layout.state_kind is not None:
+        found = _with_states(found, layout.state_kind, state_bytes)
+    least_bytes = block_bytes * (len(dealt) + found.state_blocks) + found.slot_bytes
+    if found.num_blocks < len(dealt) + found.state_blocks:
+        beside = f", {found.state_blocks} for a checkpoint, and the slots of states" if state_bytes else ""
+        raise InvalidArgumentError(
+            f"num_bytes: expected at least {least_bytes}, a block for each of {len(dealt)} groups{beside}, got {budget}"
+        )
+    return found
 
 
-_Part = tuple[int, int, tuple[int, ...]]
-"""Layers that may share groups: (their kind, bytes of a block that one takes, their numbers)."""
+def _with_states(found: Plan, kind: RecurrentState, state_bytes: int) -> Plan:
+    """Return a plan with the group of the layers that keep a state, and with less memory for the pool."""
+    slot_bytes = kind.num_slots * (1 + kind.num_kept) * state_bytes
+    num_blocks = max(0, found.num_bytes - slot_bytes) // found.block_bytes
+    more = replace(found, num_blocks=num_blocks, state_bytes=state_bytes, slot_bytes=slot_bytes)
+    own = RecurrentState(kind.block_size, kind.num_slots, more.state_blocks, every=kind.every, num_kept=kind.num_kept)
+    return replace(
+        more,
+        groups=(*found.groups, own),
+        group_layers=(*found.group_layers, ()),
+        layer_bytes=(*found.layer_bytes, ()),
+    )
 
 
-def _parts(kinds: Sequence[Group], layers: Iterable[KVLayer], element_bytes: int) -> list[_Part]:
-    """Return the layers by kind and bytes a block."""
-    numbers: dict[tuple[int, int], list[int]] = {}
-    for number, given in enumerate(listed("layers", "KVLayer items", layers)):
-        if not is_a(given, tuple) or len(given) != 3:
-            raise wrong("layers", "KVLayer items", given)
+def _state_bytes(states: Iterable[Any], kind: RecurrentState | None) -> int:
+    """Return the bytes of all states together. Raises InvalidArgumentError."""
+    total = 0
+    for given in listed("states", "StateLayer items", states):
+        if not is_a(given, StateLayer):
+            raise wrong("states", "StateLayer items", given)
+        total += check_count("states: num_bytes", given[0], 1)
+    if (kind is None) != (not total):
+        got = "no layers" if not total else "no RecurrentState among the kinds"
+        raise InvalidArgumentError(f"states: expected a RecurrentState among the kinds and layers for it, got {got}")
+    return total
+
+
+_Share = list[tuple[int, int]]
+"""The layers of a group: (number, bytes of a block that it takes)."""
+_Part = tuple[int, list[tuple[int, list[_Share]]]]
+"""A kind, and for 1, 2, ... groups: (bytes of the fullest group's block, each group's layers)."""
+
+
+def _parts(kinds: Sequence[Group], layers: Iterable[Any], element_bytes: int) -> list[_Part]:
+    """Return the kinds that have layers, with all ways to share their layers out."""
+    numbers: dict[int, dict[int, list[int]]] = {}  # by kind and bytes of a block
+    for number, given in enumerate(listed("layers", "KVLayer or LatentLayer items", layers)):
+        if is_a(given, LatentLayer):
+            bytes_per_token = check_count("layers: bytes_per_token", given[1], 1)
+        elif is_a(given, tuple) and len(given) == 3:
+            num_heads = check_count("layers: num_kv_heads", given[1], 1)
+            bytes_per_token = 2 * num_heads * check_count("layers: head_dim", given[2], 1) * element_bytes
+        else:
+            raise wrong("layers", "KVLayer or LatentLayer items", given)
         kind = check_count("layers: kind", given[0], 0, len(kinds) - 1)
-        num_elements = check_count("layers: num_kv_heads", given[1], 1) * check_count("layers: head_dim", given[2], 1)
-        size = 2 * num_elements * element_bytes * kinds[kind].block_size
-        numbers.setdefault((kind, size), []).append(number)
+        numbers.setdefault(kind, {}).setdefault(kinds[kind].layer_bytes(bytes_per_token), []).append(number)
     if not numbers:
         raise InvalidArgumentError("layers: expected at least one, got none")
-    return [(kind, size, tuple(found)) for (kind, size), found in sorted(numbers.items())]
+    return [(kind, _share_out(sizes)) for kind, sizes in sorted(numbers.items())]
 
 
-def _deal(parts: list[_Part], block_bytes: int) -> tuple[float, int, list[_Part]]:
-    """Distribute layers over groups with blocks of about `block_bytes`. Returns (padding, bytes of a block, groups).
+def _share_out(sizes: dict[int, list[int]]) -> list[tuple[int, list[_Share]]]:
+    """Return all ways to share a kind's layers out, of every size as equally as possible. sizes: numbers by bytes."""
+    ways = []
+    for num_groups in range(1, max([len(numbers) for numbers in sizes.values()]) + 1):
+        shares: list[_Share] = [[] for _ in range(num_groups)]
+        for size, numbers in sizes.items():
+            for group, share in enumerate(shares):
+                first, end = group * len(numbers) // num_groups, (group + 1) * len(numbers) // num_groups
+                share += [(number, size) for number in numbers[first:end]]
+        ways.append((max(map(_num_bytes, shares)), [sorted(share) for share in shares]))
+    return ways
 
-    Each part gets as few groups as possible, of sizes as equal as possible.
+
+def _num_bytes(share: _Share) -> int:
+    return sum([size for _, size in share])
+
+
+def _deal(parts: list[_Part], block_bytes: int) -> tuple[float, int, list[tuple[int, _Share]]]:
+    """Distribute layers over groups with blocks of about `block_bytes`: each kind gets as few groups as possible.
+
+    Returns (padding, bytes of a block, the kind and the layers of each group).
     """
-    block_bytes = max([block_bytes, *[size for _, size, _ in parts]])
-    dealt: list[_Part] = []
-    for kind, size, numbers in parts:
-        num_groups = -(-len(numbers) // (block_bytes // size))
-        for group in range(num_groups):
-            first, end = group * len(numbers) // num_groups, (group + 1) * len(numbers) // num_groups
-            dealt.append((kind, size, numbers[first:end]))
-    block_bytes = max([size * len(numbers) for _, size, numbers in dealt])
-    used = sum([size * len(numbers) for _, size, numbers in dealt])
-    return 1 - used / (block_bytes * len(dealt)), block_bytes, dealt
+    block_bytes = max([block_bytes, *[min(ways)[0] for _, ways in parts]])
+    dealt: list[tuple[int, _Share]] = []
+    for kind, ways in parts:
+        shares = next(found for num_bytes, found in ways if num_bytes <= block_bytes)
+        dealt += [(kind, share) for share in shares]
+    used = [_num_bytes(share) for _, share in dealt]
+    return 1 - sum(used) / (max(used) * len(dealt)), max(used), dealt
 
 
 def _element_bytes(dtype: Any) -> int:

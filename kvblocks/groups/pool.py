@@ -4,12 +4,14 @@ A block has no group of its own. It serves the group in whose table it is held o
 may serve any group.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import SupportsIndex
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.pool import BlockPool
+from kvblocks.core.sequence import Sequence
 from kvblocks.errors import PoolExhaustedError
 from kvblocks.groups.anchors import AnchorBlocks
 from kvblocks.groups.index import GroupIndex
@@ -42,11 +44,20 @@ class GroupPool(BlockPool):
             raise PoolExhaustedError(f"expected 0 to {self.queue.num_free_blocks} blocks to take, got {num_blocks}")
         taken: list[KVCacheBlock] = []
         while len(taken) < num_blocks:
-            if self.index.watcher is None:
+            if not self.index.watchers:
                 taken += self.queue.popleft_empty(num_blocks - len(taken))
             if len(taken) < num_blocks:
-                taken.append(self.take_one())
+                taken += self._take_cached(num_blocks - len(taken))
         return taken
+
+    def _take_cached(self, most: int) -> list[KVCacheBlock]:
+        """Take the first block; or the first ones, at most so many, if evicting them together comes to the same."""
+        number = 0 if self.index.watchers else self.group_index.num_bare(self.queue.first, most)
+        if number < 2:
+            return [self.take_one()]
+        blocks = [self.queue.popleft() for _ in range(number)]
+        self.num_evicted_blocks += self.group_index.evict_bare(blocks)
+        return blocks
 
     def take_anchors(self, num_anchors: int) -> list[KVCacheBlock]:
         """Take anchors for a primary table. O(num_anchors)."""
@@ -55,19 +66,21 @@ class GroupPool(BlockPool):
         self.requeue_detached()
         return anchors
 
-    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def touch(self, blocks: Items[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`. Either all of them are anchors or none is. O(blocks)."""
         if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
             self.anchors.touch(blocks)
         else:
             super().touch(blocks)
 
-    def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
+    def release_table(self, blocks: Items[KVCacheBlock], num_cached: int = 0, giver: Sequence | None = None) -> None:
         """`BlockPool.release_table`. Either all of `blocks` are anchors or none is. O(blocks)."""
         if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
             self.anchors.release(blocks)
+            if self.index.detached:
+                self.requeue_detached()
         else:
-            super().release_table(blocks, num_cached)
+            super().release_table(blocks, num_cached, giver)
 
     def release_passed(self, passed: list[KVCacheBlock], empty: list[KVCacheBlock]) -> None:
         """Remove an owner from blocks that left a window: `passed` are cached, `empty` hold nothing. O(blocks).
@@ -78,10 +91,11 @@ class GroupPool(BlockPool):
         if empty:
             self.queue.release_empty(empty[::-1])
         self.queue.release_passed(passed)
-        if self.index.accounts is not None:
-            self.index.accounts.note_passed(passed)
-        if self.detached or self.index.watcher is not None:
-            self._note_released(empty + passed)
+        if self.detached:
+            self._drop_detached(empty + passed)
+        for watcher in self.index.watchers:
+            watcher.note_released(empty)
+            watcher.note_passed(passed)
 
     def requeue_detached(self) -> None:
         """`BlockPool.requeue_detached`, for anchors, too. O(blocks detached)."""
@@ -90,10 +104,10 @@ class GroupPool(BlockPool):
             self.index.detached = [block for block in self.index.detached if not self.is_anchor(block)]
         super().requeue_detached()
 
-    def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
+    def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
         """`BlockPool.check`, for anchors, too. O(pool + anchors)."""
-        real: list[Sequence[KVCacheBlock]] = []
-        anchored: list[Sequence[KVCacheBlock]] = []
+        real: list[Items[KVCacheBlock]] = []
+        anchored: list[Items[KVCacheBlock]] = []
         for table in tables:
             (anchored if table and self.is_anchor(table[0]) else real).append(table)
         super().check(real)

@@ -12,19 +12,22 @@ states at the points where sequences begin to differ.
 """
 
 from array import array
+from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.caching import cache_full_blocks, digests_ahead
-from kvblocks.core.change import CHANGING, Changeable
+from kvblocks.core.change import CHANGING, Change
 from kvblocks.core.hashing import Names
-from kvblocks.core.hit import CacheHit, HitLimit, HitSource
+from kvblocks.core.hit import CacheHit, HitSource
+from kvblocks.core.hooks import Digests
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import Change, Commit, GroupChange, SlotAllocator
+from kvblocks.core.slots import Commit, SlotAllocator, TableChange
+from kvblocks.core.steps import append_each
 from kvblocks.groups.caching import attach_anew, attach_full_blocks
-from kvblocks.groups.hit import GroupHit, find_limit, longest_hit
+from kvblocks.groups.hit import GroupHit, longest_hit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.loading import Fallback, LoadingHit
@@ -39,25 +42,21 @@ GAP = KVCacheBlock(-1)
 class GroupSlots(SlotAllocator):
     """`SlotAllocator` for several groups."""
 
-    def __init__(self, pool: GroupPool, manager: Changeable) -> None:
-        super().__init__(pool, manager)
+    def __init__(self, pool: GroupPool, change: Change) -> None:
+        super().__init__(pool, change)
         self._group_pool = pool
         self._group_index = pool.group_index
         self._layout = pool.group_index.layout
         self.smallest_block_size = self._layout.smallest_block_size
         self.num_groups = len(self._layout.groups)
+        self._num_tables = len(self._layout.table_groups)
         self.has_side_groups = True
         self.alignment = self._layout.alignment
         self.primary_group = self._layout.primary
-        self._copy_groups: list[int] = []
 
     def find_hit(self, sequence: Sequence, matched: list[KVCacheBlock], source: HitSource) -> CacheHit:
         """Return the longest hit in `matched` that every group can serve. Changes nothing."""
         return longest_hit(self._group_index, sequence, matched, sequence.num_tokens, source)
-
-    def find_limit(self, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
-        """Return how many tokens of `matched` can be hit, and which group limits it. As `SlotAllocator.find_limit`."""
-        return find_limit(self._group_index, matched, num_tokens)
 
     def num_cached_by_group(self) -> list[int]:
         """Return how many blocks of each group are cached. O(rows)."""
@@ -89,16 +88,19 @@ class GroupSlots(SlotAllocator):
             for table, (first, blocks) in zip(tables.tables, found.tables, strict=True):
                 table.begin(first, blocks)
                 touched += blocks
+            if found.checkpoint is not None:
+                touched += found.checkpoint.blocks
+            if found.num_tokens:
+                tables.note_start(found.num_tokens)
         num_hit = 0 if found is None else len(found.blocks)
         in_pool = held + touched if self._group_pool.anchors is None else touched
         in_pool = in_pool if loading is None else [*dict.fromkeys(in_pool)]
-        sequence.owner = sequence.tail_owner = self._manager  # first, so that no other manager can take it
+        sequence.owner = sequence.tail_owner = self._change  # first, so that no other manager can take it
         sequence.side_tables = tables
         sequence.blocks += held
         try:
             need = Need(sequence, tables, num_hit * self._block_size, num_slots, self._block_size)
-            num_taken = need.num_blocks(self.num_groups)  # a table of anchors comes last and isn't counted
-            num_taken += num_gaps
+            num_taken = need.num_blocks(self._num_tables) + num_gaps  # a table of anchors comes last and isn't counted
             if num_taken + len(in_pool) > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
                 sequence.reset_blocks()
                 return None
@@ -108,10 +110,12 @@ class GroupSlots(SlotAllocator):
         except BaseException:
             sequence.reset_blocks()
             raise
+        if sequence.session is not None and self.pool.chooser is not None:
+            self.pool.chooser.note_starting(sequence)
         if found is not None:
             self.pool.touch(held)
             self.pool.touch(touched)
-            sequence.num_readonly_tokens = len(held) * self._block_size
+            sequence.num_readonly_tokens = sequence.num_given_tokens = len(held) * self._block_size
             self.num_limited_tokens += found.num_matched_tokens - found.num_readonly_tokens
         sequence.epoch = epoch
         sequence.num_cached_blocks = num_hit
@@ -129,24 +133,11 @@ class GroupSlots(SlotAllocator):
         if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
         digests = None if delayed else self._digests_ahead(sequence, end)
-        self._manager.change_state = CHANGING
+        self._change.state = CHANGING
         if delayed:
             self._delay(sequence, sequence.num_computed_tokens)
         self._let_pass(need)
         return self._finish(need, end, digests)
-
-    def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Give a sequence slots for `num_tokens` more tokens than are known. Releases nothing."""
-        if not num_tokens:
-            return []
-        need = self._need(sequence, sequence.num_computed_tokens, sequence.num_tokens + num_tokens)
-        num_taken = need.num_blocks(self.num_groups)
-        if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
-            return None
-        self._manager.change_state = CHANGING
-        blocks = self._fill(need, 0, [])
-        self._count(sequence, sequence.num_computed_tokens)
-        return blocks
 
     def append(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
@@ -170,20 +161,7 @@ class GroupSlots(SlotAllocator):
         indices: dict[Sequence, int],
         *,
         delayed: bool,
-    ) -> list[Change] | None:
-        """Add one token to each sequence. Returns the changes of block tables, without their groups."""
-        changes = self.append_group_step(sequences, tokens, at_boundary, indices, delayed=delayed)
-        return None if changes is None else [(i, index, block_id) for i, _, index, block_id in changes]
-
-    def append_group_step(
-        self,
-        sequences: list[Sequence],
-        tokens: list[Any],
-        at_boundary: list[Sequence],
-        indices: dict[Sequence, int],
-        *,
-        delayed: bool,
-    ) -> list[GroupChange] | None:
+    ) -> list[TableChange] | None:
         """Add one token to each sequence. Returns the changes of block tables.
 
         Raises what `append` raises, changing nothing.
@@ -193,14 +171,14 @@ class GroupSlots(SlotAllocator):
         num_taken = self._num_taken_for(needs)
         if num_taken > self.pool.queue.num_free_blocks and self._note_step_refusal(num_taken, tokens):
             return None
-        self._append_each(sequences, tokens)
+        append_each(self._change, sequences, tokens)
         if delayed:
             for sequence in sequences:
                 self._delay(sequence, sequence.num_computed_tokens - 1)
         digests = self._digests_of_step(sequences, at_boundary)
         for need in needs:
             self._let_pass(need)
-        changes: list[GroupChange] = []
+        changes: list[TableChange] = []
         for need in needs:
             self._fill(need, indices[need.sequence], changes)
         for sequence in at_boundary:
@@ -217,6 +195,7 @@ class GroupSlots(SlotAllocator):
         for table, copied in zip(tables.tables, copies.tables, strict=True):
             num_kept = -(-twin.num_computed_tokens // table.side_group.block_size) - table.num_dead
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
+            copied.first_token = table.first_token
             self.pool.touch(copied.blocks)
         if tables.fallback is not None:
             copies.fallback = tables.fallback
@@ -237,15 +216,15 @@ class GroupSlots(SlotAllocator):
                 table.begin(first, blocks)
             tables.fallback = None
             for blocks in dropped:
-                self.pool.release_table(blocks)
+                self.pool.release_table(blocks, 0, sequence)
         super().rewind(sequence, num_tokens)
         for table in tables.tables:
+            gone = table.blocks
             if num_tokens:
-                self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+                gone = table.truncate(-(-num_tokens // table.side_group.block_size))
             else:
-                dropped_all = table.blocks
                 table.begin(0, [])
-                self.pool.release_table(dropped_all)
+            self.pool.release_table(gone, 0, sequence)
 
     def end_loads(self, sequence: Sequence) -> None:
         """Release the blocks that a sequence holds in case its loads fail. O(blocks)."""
@@ -268,7 +247,22 @@ class GroupSlots(SlotAllocator):
             return num_missing
         return num_missing + super().count_missing(sequence, num_slots, hit)
 
-    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
+    def unwritten_blocks(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock]:
+        """Return the blocks of all groups that are lost if only so many tokens were written. O(their number)."""
+        lost = super().unwritten_blocks(sequence, num_tokens)
+        for table in tables_of(sequence).tables:
+            lost += sequence.unwritten(table.blocks, table.num_dead, table.side_group.block_size, num_tokens)
+        return lost
+
+    def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
+        """As `SlotAllocator.lose`, for the blocks of all groups."""
+        super().lose(blocks, num_written, sequences)
+        for sequence in sequences:
+            for side_group, index, block in tables_of(sequence).owned():
+                if block in blocks:
+                    sequence.lose(max(index * side_group.block_size, num_written), self._block_size)
+
+    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: Digests | None) -> None:
         """Cache the blocks of all groups that the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
         super().cache_from(sequence, first, num_tokens, digests)
         attach_anew(self._group_index, sequence, first)
@@ -281,15 +275,6 @@ class GroupSlots(SlotAllocator):
         if self.soft_holds is not None:
             self.soft_holds.extend(sequence)  # now, since blocks that a pin lacks may leave the window before `free`
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the copies since the last call, and forget them. O(1)."""
-        self._copy_groups = []
-        return super().take_copies()
-
-    def copy_groups(self) -> list[int]:
-        """Return the group of each of `copies`. O(1)."""
-        return self._copy_groups
-
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return the blocks that a sequence holds, by table. O(groups)."""
         tables = tables_of(sequence)
@@ -300,9 +285,10 @@ class GroupSlots(SlotAllocator):
         super()._release_tables(sequence)
         tables = tables_of(sequence)
         if tables.fallback is not None:
-            self.end_loads(sequence)
+            for blocks in tables.end_loads():
+                self.pool.release_table(blocks, 0, sequence)
         for table in tables.tables:
-            self.pool.release_table(table.blocks)
+            self.pool.release_table(table.blocks, 0, sequence)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         return num_tokens % self.alignment != 0
@@ -319,7 +305,7 @@ class GroupSlots(SlotAllocator):
         num_taken = 0
         leaving: dict[KVCacheBlock, int] = {}
         for need in needs:
-            num_taken += need.num_blocks(self.num_groups)
+            num_taken += need.num_blocks(self._num_tables)
             if any(need.passed):
                 for block in need.leaving():
                     leaving[block] = leaving.get(block, 0) + 1
@@ -336,7 +322,7 @@ class GroupSlots(SlotAllocator):
                 for index, block in enumerate(table.drop_first(num_passed), first):
                     if not block.is_cached:
                         empty.append(block)
-                    elif table.side_group.keeps_passed or need.tables.is_landmark(table, index):
+                    elif table.side_group.kind.keeps_passed or need.tables.is_landmark(table, index):
                         kept.append(block)
                     else:
                         passed.append(block)
@@ -344,29 +330,29 @@ class GroupSlots(SlotAllocator):
                 if kept:
                     self.pool.release_table(kept)
 
-    def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
+    def _finish(self, need: Need, end: int, digests: Digests | None) -> list[KVCacheBlock]:
         """Give a sequence the blocks that it needs, and cache those that its first `end` tokens fill."""
         blocks = self._fill(need, 0, [])
         self._count(need.sequence, end)
         self._cache(need.sequence, digests)
         return blocks
 
-    def _fill(self, need: Need, step_index: int, changes: list[GroupChange]) -> list[KVCacheBlock]:
+    def _fill(self, need: Need, step_index: int, changes: list[TableChange]) -> list[KVCacheBlock]:
         """Give a sequence the blocks that it needs, group after group. Returns them, without anchors. O(blocks).
 
         step_index: the sequence's index in a step. Appends the table entries that change to `changes`.
         """
         sequence, side_tables, numbers = need.sequence, need.tables.tables, self._layout.table_numbers
-        blocks = self._take(need.num_blocks(self.num_groups), sequence)
+        blocks = self._take(need.num_blocks(self._num_tables), sequence)
         primary = len(side_tables)
         if self._group_pool.anchors is not None:
             self._fill_table(need, primary, self._group_pool.take_anchors(need.num_taken(primary)))
-        first, new_blocks = 0, []
-        for group, number in enumerate(numbers):
-            end = first + need.num_taken(number)
-            part = blocks[first:end]
-            first = end
-            new_blocks.append(part)
+        first = 0
+        new_blocks: list[list[KVCacheBlock]] = [[]] * len(self._layout.groups)
+        for group, number in numbers.items():
+            part = blocks[first : first + need.num_taken(number)]
+            first += len(part)
+            new_blocks[group] = part
             if part:
                 filled = zip(self._fill_table(need, number, part), part, strict=True)
                 changes += [(step_index, group, index, block.block_id) for index, block in filled]
@@ -403,6 +389,7 @@ class GroupSlots(SlotAllocator):
             else:
                 sequence.replace_block(shared, blocks[0])
                 sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, shared * self._block_size)
+                sequence.num_given_tokens = min(sequence.num_given_tokens, shared * self._block_size)
             indices.append(shared)
             blocks = blocks[1:]
         if table is not None:
@@ -419,10 +406,9 @@ class GroupSlots(SlotAllocator):
             self.soft_holds.extend(need.sequence)
         self.pool.release_table([source])
         if not self._group_pool.is_anchor(source):
-            self.copies.append((source.block_id, block.block_id))
-            self._copy_groups.append(self._layout.table_numbers.index(number))
+            self.copies.append((self._layout.table_groups[number], source.block_id, block.block_id))
 
-    def _cache(self, sequence: Sequence, digests: bytearray | None) -> None:
+    def _cache(self, sequence: Sequence, digests: Digests | None) -> None:
         """Cache the blocks that have become full, in all groups."""
         first = sequence.num_cached_blocks
         if sequence.num_computed_tokens // self._block_size > first:
@@ -459,7 +445,7 @@ def make_slots(
     num_blocks: SupportsIndex,
     layout: GroupLayout,
     names: Names,
-    manager: Changeable,
+    change: Change,
     first_block_id: SupportsIndex,
 ) -> SlotAllocator:
     """Return the slot allocator of a manager with these groups, with its pool and index.
@@ -469,9 +455,9 @@ def make_slots(
     slots: SlotAllocator
     if layout.is_single:
         index = PrefixIndex(layout.block_size, names)
-        slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), manager)
+        slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), change)
     else:
         group_index = GroupIndex(layout, names)
-        slots = GroupSlots(GroupPool(num_blocks, group_index, first_block_id), manager)
+        slots = GroupSlots(GroupPool(num_blocks, group_index, first_block_id), change)
     slots.groups = layout.groups
     return slots

@@ -4,7 +4,7 @@ In a windowed group's table, an entry becomes *dead* when its block leaves the w
 never changes, so token i is always in the block at index i // block_size.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 from kvblocks.arguments import shown
 from kvblocks.core.block import KVCacheBlock
@@ -12,19 +12,24 @@ from kvblocks.core.sequence import Sequence, SideTables
 from kvblocks.errors import SequenceStateError
 from kvblocks.groups.layout import GroupLayout, SideGroup
 from kvblocks.groups.loading import Fallback
+from kvblocks.groups.states.live import LiveState
 
 DEAD_BLOCK_ID = 0
 """The id of a dead entry: a valid id, so that nothing breaks, whose block must not be read."""
 
 
 class GroupTable:
-    """The block table of one group. Its first num_dead entries are dead; blocks: those of the other entries."""
+    """The block table of one group. Its first num_dead entries are dead; blocks: those of the other entries.
 
-    __slots__ = ("block_ids", "blocks", "num_dead", "side_group")
+    first_token: tokens before it were never computed in this group, though their block may be live. It is above 0 if
+    the sequence started with a hit, and the group isn't cached.
+    """
+
+    __slots__ = ("block_ids", "blocks", "first_token", "num_dead", "side_group")
 
     def __init__(self, side_group: SideGroup) -> None:
         self.side_group = side_group
-        self.num_dead = 0
+        self.num_dead = self.first_token = 0
         self.blocks: list[KVCacheBlock] = []
         self.block_ids: list[int] = []
 
@@ -41,12 +46,13 @@ class GroupTable:
     def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
         """Replace the whole table by `num_dead` dead entries and a hit's blocks. O(entries)."""
         self.num_dead = num_dead
+        self.first_token = 0
         self.blocks = list(blocks)
         self.block_ids[:] = [DEAD_BLOCK_ID] * num_dead + [block.block_id for block in blocks]
 
     def num_passed(self, position: int) -> int:
         """Return how many of its first live blocks have left the window for queries from `position` on. O(1)."""
-        num_passed = self.side_group.first_needed(position) - self.num_dead
+        num_passed = self.side_group.kind.first_needed(position) - self.num_dead
         return 0 if num_passed <= 0 else min(num_passed, len(self.blocks))
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -76,10 +82,10 @@ class GroupTables(SideTables):
 
     tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit will probably end.
     Blocks that such a hit needs are kept longer than other blocks that leave a window. fallback: where the sequence
-    goes back to if its loads fail; None: it loads nothing.
+    goes back to if its loads fail; None: it loads nothing. live_state: None where no group keeps a state.
     """
 
-    __slots__ = ("fallback", "landmarks", "layout", "tables")
+    __slots__ = ("fallback", "landmarks", "layout", "live_state", "tables")
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
         """ends: numbers of tokens where hits may end; rounded down to the alignment, they are the landmarks."""
@@ -90,6 +96,27 @@ class GroupTables(SideTables):
         self.tables = [GroupTable(side_group) for side_group in layout.side_groups]
         self.new_blocks = [[] for _ in layout.groups]
         self.fallback: Fallback | None = None
+        self.live_state: LiveState | None = None
+        self.state_slot = None
+
+    def note_start(self, position: int) -> None:
+        """Take note that the sequence starts behind a hit, with a query at `position`. O(groups).
+
+        In groups that aren't cached, the engine computes again what this query sees, and nothing before that.
+        """
+        for table in self.tables:
+            if not table.side_group.kind.is_cached:
+                table.first_token = table.side_group.kind.first_seen(position)
+
+    def owned(self) -> Iterator[tuple[SideGroup, int, KVCacheBlock]]:
+        """Yield each block that the sequence owns for a side group, with its group and its index in the table."""
+        for table in self.tables:
+            for index, block in enumerate(table.blocks, table.num_dead):
+                yield table.side_group, index, block
+        if self.fallback is not None:
+            for side_group, (first, blocks) in zip(self.layout.side_groups, self.fallback.tables, strict=True):
+                for index, block in enumerate(blocks, first):
+                    yield side_group, index, block
 
     def end_loads(self) -> list[list[KVCacheBlock]]:
         """Drop the fallback. Returns the blocks that the sequence owned for it, by table. O(groups)."""
@@ -98,12 +125,20 @@ class GroupTables(SideTables):
 
     def block_ids(self, group: int) -> list[int] | None:
         """Return the block ids of a group's table, as the list itself; None for the primary group. O(1)."""
-        number = self.layout.table_numbers[group]
+        number = self.layout.table_numbers.get(group)
+        if number is None:
+            return []
         return self.tables[number].block_ids if number < len(self.tables) else None
 
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
-        """Return the blocks of a group's table, None for dead entries; None for the primary group. O(blocks)."""
-        number = self.layout.table_numbers[group]
+        """Return the blocks of a group's table, None for dead entries; None for the primary group. O(blocks).
+
+        For a group that keeps a state: the blocks of checkpoints that copies of a step in flight read or write.
+        """
+        number = self.layout.table_numbers.get(group)
+        if number is None:
+            state = self.live_state if group == self.layout.state else None
+            return [] if state is None else [block for blocks in state.tables() for block in blocks]
         if number == len(self.tables):
             return None
         table = self.tables[number]
@@ -111,21 +146,21 @@ class GroupTables(SideTables):
 
     def first_live_block(self, group: int) -> int:
         """Return the first index of a group's table that isn't dead. O(1)."""
-        number = self.layout.table_numbers[group]
-        return self.tables[number].num_dead if number < len(self.tables) else 0
+        number = self.layout.table_numbers.get(group)
+        return 0 if number is None or number == len(self.tables) else self.tables[number].num_dead
 
     def check_back(self, position: int, sequence_id: Hashable, call: str) -> None:
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
-        fallback, nums_dead = self.fallback, [table.num_dead for table in self.tables]
-        if fallback is not None and position < fallback.end:
-            nums_dead = [first for first, _ in fallback.tables]
-        for table, num_dead in zip(self.tables, nums_dead, strict=True):
+        fallback = self.fallback
+        for number, table in enumerate(self.tables):
             side_group = table.side_group
-            if side_group.first_needed(position) < num_dead:
-                first = num_dead * side_group.block_size
+            first = max(table.first_token, table.num_dead * side_group.block_size)
+            if fallback is not None and position < fallback.end:
+                first = fallback.tables[number][0] * side_group.block_size
+            if side_group.kind.first_seen(position) < first:
                 raise SequenceStateError(
                     f"{call}: expected to keep enough tokens that the next one sees no token before {first}, where the"
-                    f" blocks of group {side_group.group} (window {side_group.window}) begin now;"
+                    f" KV of group {side_group.group} ({side_group.kind.label}) begins now;"
                     f" got {position} of {shown(sequence_id)}"
                 )
 
@@ -142,7 +177,7 @@ class GroupTables(SideTables):
         side_group = table.side_group
         for landmark in self.landmarks:
             # The last token of a full hit is computed again, hence - 1.
-            if side_group.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
+            if side_group.kind.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
                 return True
         return False
 

@@ -141,7 +141,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         pages = [self._loose.popitem()[0] for _ in range(min(num_pages, len(self._loose)))]
         for page in pages:
             del self._spares.pop(page).spares[page]
-        pages += self.cache.evict_lru(num_pages - len(pages))
+        pages += self.cache.evict(num_pages - len(pages))
         return self.slots_of(array("q", pages))
 
     def reset(self) -> None:

@@ -14,8 +14,8 @@ BlockCallback = Callable[[Items[KVCacheBlock]], Any]
 class BlockCallbacks(Watcher):
     """Calls `taken` with blocks that were taken from the pool, and `touched` with blocks that got one more owner.
 
-    Made by `KVCacheManager.watch_blocks`. The functions are called in the middle of a change, so they must not change
-    the manager. If one raises, the manager is left half done and can't be used any more.
+    Made by a manager, for replay and the integrations. The functions are called in the middle of a change, so they must
+    not change the manager. If one raises, the manager is left half done and can't be used any more.
     """
 
     def __init__(self, index: PrefixIndex, taken: BlockCallback, touched: BlockCallback) -> None:

@@ -9,13 +9,15 @@ The measures are vLLM's sampled block metrics. The choice by multiples of the go
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from math import isfinite
 from typing import SupportsFloat
 
 from kvblocks.arguments import check_number, listed, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hooks import Watcher
+from kvblocks.core.sequence import Sequence
 from kvblocks.stats import HistogramValues
 
 _SPREAD, _RANGE = 2_654_435_769, 2**32  # the first is the second over the golden ratio
@@ -97,7 +99,7 @@ class BlockSampler(Watcher):
         released = list(self._released_at.values())  # a copy, so that another thread may ask
         return released[0] if released else None
 
-    def note_taken(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
         """Blocks were taken for reuse. They are still marked as cached. O(blocks)."""
         if self._sampled.isdisjoint(blocks):
             return
@@ -113,7 +115,7 @@ class BlockSampler(Watcher):
                     self.lifetimes.record(now - taken_at)
             self._taken_at[block] = now
 
-    def note_touched(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Blocks got one more owner. O(blocks)."""
         if self._sampled.isdisjoint(blocks):
             return
@@ -123,7 +125,12 @@ class BlockSampler(Watcher):
             if released_at is not None:
                 self.reuse_gaps.record(now - released_at)
 
-    def note_released(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def note_renewed(self, blocks: Items[KVCacheBlock]) -> None:
+        """Free blocks are about to be released again. Nobody owned them, so no gap ends. O(blocks)."""
+        for block in blocks:
+            self._released_at.pop(block, None)
+
+    def note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None = None) -> None:  # noqa: ARG002
         """Blocks lost an owner. O(blocks)."""
         if self._sampled.isdisjoint(blocks):
             return

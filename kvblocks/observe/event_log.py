@@ -3,10 +3,10 @@
 from collections.abc import Hashable, Sequence
 
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.hashing import decode_names
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import EventLog
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
+from kvblocks.wire.extra_keys import decode_names
 
 DEVICE = "GPU"
 """vLLM's name for the device in its events, whatever kind of device it is."""
@@ -41,7 +41,7 @@ class Records(EventLog):
         """Add a record. O(1)."""
         self.records.append(record)
 
-    def note_stored(self, run: Run, base: int) -> None:
+    def note_stored(self, run: Run, base: int, sequence_id: Hashable = None) -> None:
         """Record that `run` has grown from `base` blocks to what it has now. O(blocks added)."""
         if self.is_anchored:
             return
@@ -62,7 +62,7 @@ class Records(EventLog):
             lora=lora,
             kind="full_attention",
             medium=self.medium,
-            sequence_id=self.storing,
+            sequence_id=sequence_id,
         )
         self.records.append(stored)
 

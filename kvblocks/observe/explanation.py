@@ -5,13 +5,11 @@ there, it searches the cache for similar blocks: the same tokens under other key
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvblocks.arguments import shown
 from kvblocks.core.block import ROOT, KVCacheBlock, Node, Run
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.hashing import ExtraKey, decode_extra_keys
-from kvblocks.core.hit import HitLimit
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
@@ -19,9 +17,13 @@ from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import num_equal
 from kvblocks.observe.removal_history import Removal, RemovalHistory
 from kvblocks.stats import TierPart
+from kvblocks.wire.extra_keys import ExtraKey, decode_extra_keys
+
+if TYPE_CHECKING:
+    from kvblocks.groups.hit import HitLimit
 
 MissCause = Literal[
-    "no miss", "never cached", "evicted", "aborted", "reset", "dropped", "other keys", "partly equal", "group"
+    "no miss", "never cached", "evicted", "aborted", "reset", "dropped", "other keys", "partly equal", "group", "state"
 ]
 
 
@@ -37,11 +39,15 @@ class Explanation:
       `decode_extra_keys` returns them). The keys differ first at block `keys_block`.
     - "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
     - "never cached": no similar block is cached, or it was removed longer ago than the history remembers.
-    - "group": the primary group has `num_matched_blocks` blocks, but `group`, with its `window`, lacks the tokens
-      `missing_tokens` (first, end) that a longer hit needs. `removal` says why; None if that isn't known.
+    - "group": the primary group has `num_matched_blocks` blocks, but `group` lacks the tokens `missing_tokens` (first,
+      end) that a longer hit needs. `kind` says how its layers attend, as `Group.label`. `removal` says why; None if
+      that isn't known.
+
+    - "state": the primary group has `num_matched_blocks` blocks, but `group`, whose layers keep a state, has no
+      checkpoint behind the tokens `missing_tokens`. `removal` is of the last checkpoint there that is remembered.
 
     Blocks are the primary group's. group: the group that limits the hit; None where there is only one. tiers: which
-    tokens behind the hit are in tiers, in order.
+    tokens behind the hit are in tiers, in order. has_state: whether a group keeps a state.
     """
 
     cause: MissCause
@@ -54,10 +60,11 @@ class Explanation:
     our_keys: tuple[ExtraKey, ...] = ()
     their_keys: tuple[ExtraKey, ...] = ()
     group: int | None = None
-    window: int | None = None
+    kind: str | None = None
     num_matched_blocks: int = 0
     missing_tokens: tuple[int, int] | None = None
     tiers: tuple[TierPart, ...] = ()
+    has_state: bool = False
 
     def __str__(self) -> str:
         return "; ".join([self._miss(), *map(str, self.tiers)])
@@ -69,8 +76,11 @@ class Explanation:
                 f"{self.num_matched_blocks} of {self.num_full_blocks} full blocks are cached, {self.num_cached_blocks}"
             )
             found += " of them can be hit: hits end where the largest blocks end"
+            found += ", and before the last token where layers keep a state" if self.has_state else ""
         if self.cause == "no miss":
             return found
+        if self.missing_tokens is not None and self.cause == "state":
+            return self._state_miss(*self.missing_tokens)
         if self.missing_tokens is not None:
             return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
         missed = f"{found}; block {max(self.num_cached_blocks, self.num_matched_blocks)} "
@@ -91,12 +101,18 @@ class Explanation:
         return f"{missed}was never cached, as far as is remembered"
 
     def _group_miss(self, first: int, end: int) -> str:
-        kind = "full attention" if self.window is None else f"a window of {self.window}"
-        lacks = f"{self.num_matched_blocks} are in the primary one, but group {self.group} ({kind}) lacks"
+        lacks = f"{self.num_matched_blocks} are in the primary one, but group {self.group} ({self.kind}) lacks"
         how = "as far as is remembered they were never cached"
         if self.removal is not None:
             how = f"they were {self.removal.cause} {self._since()}"
         return f"{lacks} tokens {first} to {end - 1}; {how}"
+
+    def _state_miss(self, first: int, end: int) -> str:
+        lacks = f"{end} tokens of KV are cached, but group {self.group} ({self.kind}) has no checkpoint behind"
+        lacks += f" token {first}, where the hit ends" if first else " any of them"
+        if self.removal is None:
+            return f"{lacks}; as far as is remembered none was saved there"
+        return f"{lacks}; one was {self.removal.cause} {self._since()}"
 
     def _since(self) -> str:
         blocks = "1 block" if self.num_blocks_since == 1 else f"{self.num_blocks_since} blocks"
@@ -128,28 +144,39 @@ def explain_miss(index: PrefixIndex, history: RemovalHistory | None, sequence: S
 def _explain_hit(
     index: PrefixIndex, slots: SlotAllocator, history: RemovalHistory | None, sequence: Sequence
 ) -> Explanation:
-    matched = find_blocks(index, sequence)
-    end, limit = slots.find_limit(matched, sequence.num_tokens)
-    num_hit, now = end // index.block_size, slots.num_taken_blocks
+    matched, now = find_blocks(index, sequence), slots.num_taken_blocks
+    if not slots.has_side_groups:
+        return _explain_miss(index, history, sequence, matched, now)
+    from kvblocks.groups.hit import find_limit
+    from kvblocks.groups.index import GroupIndex
+
+    assert isinstance(index, GroupIndex), f"{index}: not of several groups"
+    end, limit = find_limit(index, matched, sequence.num_tokens)
+    num_hit = end // index.block_size
     if limit is not None:
-        removal = None if history is None else history.find(limit.removal_key)
+        found = [None if history is None else history.find(key) for key in limit.removal_keys]
+        removal = next((one for one in found if one is not None), None)
         num_full = sequence.num_tokens // index.block_size
         return replace(_group_limit(limit, num_hit, num_full, removal, now), num_matched_blocks=len(matched))
     explanation = _explain_miss(index, history, sequence, matched, now)
-    if not slots.has_side_groups:
-        return explanation
-    return replace(explanation, group=slots.primary_group, num_cached_blocks=num_hit, num_matched_blocks=len(matched))
+    return replace(
+        explanation,
+        group=slots.primary_group,
+        num_cached_blocks=num_hit,
+        num_matched_blocks=len(matched),
+        has_state=index.checkpoints is not None,
+    )
 
 
-def _group_limit(limit: HitLimit, num_hit: int, num_full: int, removal: Removal | None, now: int) -> Explanation:
+def _group_limit(limit: "HitLimit", num_hit: int, num_full: int, removal: Removal | None, now: int) -> Explanation:
     return Explanation(
-        "group",
+        "state" if limit.is_state else "group",
         num_hit,
         num_full,
         removal,
         0 if removal is None else now - removal.num_taken_blocks,
         group=limit.group,
-        window=limit.window,
+        kind=limit.kind,
         missing_tokens=(limit.first_token, limit.end_token),
     )
 

@@ -9,7 +9,7 @@ from kvblocks.observe.event_log import Records
 
 
 class GroupRecords(Records):
-    """`Records` that record a hit's blocks of each group."""
+    """`Records` that record a hit's blocks of each group, and the state that it goes on from."""
 
     def note_hit(self, hit: CacheHit) -> None:
         """Record that a sequence was allocated with a hit, by group. O(its blocks)."""
@@ -21,6 +21,9 @@ class GroupRecords(Records):
                 names = tuple([index.name_in_chain(side_group, hit.blocks, number) for number in numbers])
                 if names:
                     self.append(BlocksHit(names, side_group.group, self.medium, hit.sequence.sequence_id))
+            if hit.checkpoint is not None:
+                name = hit.blocks[-1].block_hash or b""
+                self.append(BlocksHit((name,), index.layout.state, self.medium, hit.sequence.sequence_id))
 
 
 def make_group_log(options: EventOptions, index: PrefixIndex) -> Records:

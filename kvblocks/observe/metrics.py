@@ -63,7 +63,7 @@ class CacheMetrics:
         self._observed: deque[HitCounts] = deque()
         self._sampler = BlockSampler([], self._now, limits)
         if every is not None:
-            self._sampler = watched.start_sampling(every, self._now, limits)
+            self._sampler = watched._start_sampling(every, self._now, limits)  # noqa: SLF001  # a hook for this class
 
     def observe(self) -> None:
         """Note the requests since the last call. Call it once a step. O(1) on average.
@@ -97,7 +97,7 @@ class CacheMetrics:
             stats=manager.stats,
             window=window.plus(_hit_counts(manager).plus(noted, -1)),
             pins=_pin_usage(manager),
-            quotas=tuple(manager.quotas()),
+            quotas=tuple(manager.quotas),
             num_sampled_blocks=sampler.num_blocks,
             lifetimes=sampler.lifetimes.values(),
             idle_times=sampler.idle_times.values(),
@@ -109,12 +109,12 @@ class CacheMetrics:
 
     def close(self) -> None:
         """Stop sampling blocks, so that other metrics can. Recorded values stay. O(1)."""
-        self._manager.stop_sampling(self._sampler)
+        self._manager._stop_sampling(self._sampler)  # noqa: SLF001  # a hook for this class
 
     def _now(self) -> float:
         if self._clock is not None:
             return self._clock()
-        return float(self._manager.num_taken_blocks)
+        return float(self._manager.stats.num_taken_blocks)
 
 
 def _hit_counts(manager: KVCacheManager) -> HitCounts:
@@ -123,7 +123,7 @@ def _hit_counts(manager: KVCacheManager) -> HitCounts:
 
 
 def _pin_usage(manager: KVCacheManager) -> PinUsage:
-    pins = manager.pins
+    pins = list(manager.pins)
     held = [
         block
         for pin in pins

@@ -8,8 +8,8 @@ Such a kernel applies no causal mask within a stretch, so every query of every m
 the rule: a block counts if it is full and all its tokens are among the first `num_visible_tokens` of each member. So
 reserved blocks, and a partly filled block that a fork shares, never count.
 
-Invariants: a group has two members or more. Its stretch begins where its parent's ends, and goes on for as long as all
-its members share blocks. So the stretches of the groups that contain a sequence follow one another from block 0 on,
+Invariants: a cohort has two members or more. Its stretch begins where its parent's ends, and goes on for as long as all
+its members share blocks. So the stretches of the cohorts that contain a sequence follow one another from block 0 on,
 outermost first. Behind the last of them the sequence reads alone; with min_blocks 1 it shares no block there.
 
 Shared prefixes at several levels come from cascade attention in FlashInfer and from Hydragen. The algorithm is this
@@ -32,7 +32,7 @@ _PART_BLOCKS = 128  # compared at a time; few are compared in vain, and their re
 class SharedPrefix(NamedTuple):
     """A stretch of blocks that several sequences of a batch share.
 
-    parent: index, in the list of groups, of the group whose stretch comes before this one; always a smaller index;
+    parent: index, in the list of cohorts, of the cohort whose stretch comes before this one; always a smaller index;
     None: this stretch begins at block 0. members: indices of its sequences in the batch, ascending; all are members of
     the parent, too. start_block: index in their block tables where the stretch begins. block_ids: the stretch.
     num_tokens: tokens in the stretch, all visible to every member.
@@ -56,21 +56,21 @@ def find_shared_prefixes(
     min_blocks: SupportsIndex = 1,
     num_visible_tokens: Items[SupportsIndex] | None = None,
 ) -> list[SharedPrefix]:
-    """Return the groups of `sequences` that share blocks, at all levels of nesting; a group before those inside it.
+    """Return the cohorts of `sequences` that share blocks, at all levels of nesting; a cohort before those inside it.
 
-    min_blocks: the shortest stretch that makes a group. The blocks of shorter stretches go to the groups inside, whose
-    stretches then begin earlier. num_visible_tokens: for each sequence, how many of its first tokens all of its queries
-    may attend to: the position of its first query, plus 1. None: num_computed_tokens, which is right for a step in
-    which each sequence computes only its last token.
+    min_blocks: the shortest stretch that makes a cohort. The blocks of shorter stretches go to the cohorts inside,
+    whose stretches then begin earlier. num_visible_tokens: for each sequence, how many of its first tokens all of its
+    queries may attend to: the position of its first query, plus 1. None: num_computed_tokens, which is right for a step
+    in which each sequence computes only its last token.
 
-    A sequence without blocks is in no group. Changes nothing. Raises InvalidArgumentError. O(sequences + shared blocks
-    of each + members of the groups, those below `min_blocks` included), with one comparison of pointers for each block.
+    A sequence without blocks is in no cohort. Changes nothing. Raises InvalidArgumentError. O(sequences + shared blocks
+    of each + members of the cohorts, those below `min_blocks` included), with a comparison of pointers for each block.
     """
     smallest = check_count("min_blocks", min_blocks, 1)
     limits = _visible_blocks(sequences, block_size, num_visible_tokens)
     tables = [sequence.blocks for sequence in sequences]
     common = [0] * len(tables)
-    groups: list[SharedPrefix] = []
+    cohorts: list[SharedPrefix] = []
     # (members, start of their stretch, blocks that they are known to share, parent)
     pending: list[tuple[list[int], int, int, int | None]] = []
     pending += [(members, 0, 0, None) for members in reversed(_part(tables, limits, range(len(tables)), 0))]
@@ -82,12 +82,12 @@ def find_shared_prefixes(
             end = min([common[member] for member in members])
             if end - start >= smallest:
                 block_ids = tuple([block.block_id for block in tables[leader][start:end]])
-                groups.append(SharedPrefix(parent, tuple(members), start, block_ids, (end - start) * block_size))
-                parent, start = len(groups) - 1, end
+                cohorts.append(SharedPrefix(parent, tuple(members), start, block_ids, (end - start) * block_size))
+                parent, start = len(cohorts) - 1, end
             leaving = [member for member in members if common[member] == end]
             members = [member for member in members if common[member] > end]
             pending += [(sharing, start, end, parent) for sharing in reversed(_part(tables, limits, leaving, end))]
-    return groups
+    return cohorts
 
 
 def _visible_blocks(
@@ -108,7 +108,7 @@ def _visible_blocks(
 
 
 def _part(tables: list[list[KVCacheBlock]], limits: list[int], among: Iterable[int], position: int) -> list[list[int]]:
-    """Return the groups of two or more of the tables `among` that have the same block at `position`."""
+    """Return the cohorts of two or more of the tables `among` that have the same block at `position`."""
     sharing: dict[KVCacheBlock, list[int]] = {}
     for i in among:
         if limits[i] > position:

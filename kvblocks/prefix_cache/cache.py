@@ -4,7 +4,7 @@
 blocks hold which prefix. The engine inserts what it has computed, looks up what it is about to compute, and asks which
 ids it may reuse. The exact map below is the same as the manager's, so a hit is never wrong; no hash decides.
 
-Who owns an id: the engine, until `insert_prefix` takes it; then the cache, until `evict_lru`, `clear` or an insertion
+Who owns an id: the engine, until `insert_prefix` takes it; then the cache, until `evict`, `clear` or an insertion
 that evicts returns it. The result of an insertion names the ids that it didn't take.
 
 Every public call takes one lock and may come from any thread, but not from a finalizer or a signal handler. These may
@@ -17,29 +17,26 @@ KeyboardInterrupt for example. After that all calls raise CorruptStateError.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Flag, Given, Text, check_count, check_flag, check_name, check_number, check_share, listed
+from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, check_number, check_share
 from kvblocks.core.caching import digests_ahead
-from kvblocks.core.change import CHANGING, IDLE, Changeable
+from kvblocks.core.change import CHANGING, IDLE, Change
 from kvblocks.core.hashing import HashFunction, Names, PositionKeys
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
 from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.hashing import get_names
-from kvblocks.observe.digests import block_digests, find_by_digest
 from kvblocks.observe.event_log import Records
-from kvblocks.observe.explanation import Explanation, explain_miss
-from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
 from kvblocks.observe.recording import Recording
 from kvblocks.observe.removal_history import RemovalHistory
 from kvblocks.prefix_cache.block_ids import BlockIds, check_block_ids
+from kvblocks.prefix_cache.inspector import CacheInspector
 from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
-from kvblocks.prefix_cache.pins import PinnedPrefix, PrefixPins
+from kvblocks.prefix_cache.pins import PrefixPins
 from kvblocks.prefix_cache.prompts import make_prompt
 from kvblocks.prefix_cache.store import PrefixStore
 from kvblocks.retention.eviction import Eviction
@@ -50,7 +47,7 @@ _MAX_ID = 2**63 - 1
 _SHARE = "a share of the cache from 0.0 to 1.0"
 
 
-class PrefixCache(Changeable):
+class PrefixCache:
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
     In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; if they differ,
@@ -74,11 +71,11 @@ class PrefixCache(Changeable):
         """eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as in `KVCacheManager`.
 
         eviction: which blocks are evicted first; a policy is called under the cache's lock. pin_budget: share of
-        `max_blocks` that all pins together may hold. hash_algorithm: names blocks for events, `block_hashes` and
-        `find_block`; it decides no hit. enable_events: whether `take_events` may be called. num_history_blocks: how
-        many removed prefixes `explain` remembers.
+        `max_blocks` that all pins together may hold. hash_algorithm: names blocks for events and for `inspect`; it
+        decides no hit. enable_events: whether `take_events` may be called. num_history_blocks: how many removed
+        prefixes `inspect.explain` remembers.
         """
-        super().__init__("cache")
+        self._change = Change("cache")
         self.max_blocks = check_count("max_blocks", max_blocks, 0)
         self.block_size = check_count("block_size", block_size, 1)
         share, records = check_share("pin_budget", pin_budget, _SHARE), check_flag("enable_events", enable_events)
@@ -92,6 +89,7 @@ class PrefixCache(Changeable):
             self._store.index.watch(self._history)
         self._recording = Recording(Records(EventOptions()), self._store.index, names) if records else None
         self._pins = PrefixPins(self.block_size, int(share * self.max_blocks + 1e-6))  # 0.29 of 100 is 29
+        self._inspector: CacheInspector | None = None
         self._holds: dict[Hold, None] = {}
         self._left: deque[Hold] = deque()  # of matches that were left; the next call releases them
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
@@ -110,32 +108,13 @@ class PrefixCache(Changeable):
         with self._lock:
             return self._match(sequence)
 
-    def match_many(
-        self,
-        prompts: Iterable[TokenIds],
-        *,
-        salt: Text | None = None,
-        lora: Text | None = None,
-        extra_keys: Iterable[PositionKeys] = (),
-    ) -> list[PrefixMatch]:
-        """`match_prefix` of several prompts, in order, as of one moment. extra_keys: one iterable per prompt, or ()."""
-        items, keys = (
-            listed("prompts", "an iterable of prompts", prompts),
-            listed("extra_keys", "an iterable for each prompt", extra_keys),
-        )
-        if keys and len(keys) != len(items):
-            raise InvalidArgumentError(f"extra_keys: expected them for {len(items)} prompts, got {len(keys)}")
-        sequences = [make_prompt(token_ids, salt, lora, keys[i] if keys else ()) for i, token_ids in enumerate(items)]
-        with self._lock:
-            return [self._match(sequence) for sequence in sequences]
-
     def query_match_len(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> int:
         """Return how many tokens `match_prefix` would find. Changes nothing, not even recency and counters."""
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
-            self.check_whole()
+            self._change.check_whole()
             return len(self._store.find(sequence)) * self.block_size
 
     def insert_prefix(
@@ -152,7 +131,7 @@ class PrefixCache(Changeable):
 
         kv_block_ids: one for each full block, none for a partial one at the end; ints, or a buffer of them (see
         `block_ids.check_block_ids`). Where a prefix is cached already, its block stays and the given id is not taken.
-        When the cache is full, blocks that nothing holds are evicted, as by `evict_lru`. If that isn't enough, the
+        When the cache is full, blocks that nothing holds are evicted, as by `evict`. If that isn't enough, the
         longest prefix that fits is cached. pin: pin the cached blocks, as `pin_prefix` does; the budget must have
         room for all full blocks of the tokens.
 
@@ -180,14 +159,14 @@ class PrefixCache(Changeable):
             if store.index.needs_digests:
                 num_tokens = len(ids) * self.block_size
                 digests = digests_ahead(store.index, sequence, store.index.epoch, found, num_found, num_tokens)
-            self.begin_change()
+            self._change.begin()
             path, evicted = store.cache(sequence, ids, found, digests, is_held=pins)
             path_ids += ids[num_found : len(path)]
             if pins and path:
                 self._pins.add(sequence, path, None)
-            match.show(path, path_ids, self.block_size, store.index.version, store.payload(sequence, path))
+            match.show(path, path_ids, self.block_size, store.index.version, store.payloads(sequence, path))
             done = PrefixInsert(len(path), len(path) - num_found, unused + ids[len(path) :], evicted, match)
-            self.end_change()
+            self._change.end()
             store.drop_payloads()
             return done
 
@@ -218,23 +197,23 @@ class PrefixCache(Changeable):
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
-            self.check_whole()
+            self._change.check_whole()
             attached = self._store.attach(sequence, payload)
             self._store.drop_payloads()
             return attached
 
-    def evict_lru(self, num_blocks: SupportsIndex) -> list[int]:
-        """Evict the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
+    def evict(self, num_blocks: SupportsIndex) -> list[int]:
+        """Evict `num_blocks` blocks that nothing holds: those that the eviction policy names.
 
-        With an eviction policy, evict the blocks that it names. Returns their ids, fewer if fewer are evictable. Raises
-        InvalidArgumentError. O(num_blocks), and what the policy takes.
+        Without a policy, the least recently used ones, ends of prefixes before beginnings. Returns their ids, fewer if
+        fewer are evictable. Raises InvalidArgumentError. O(num_blocks), and what the policy takes.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
             self._catch_up()
-            self.begin_change()
+            self._change.begin()
             evicted = self._store.evict(num_wanted)
-            self.end_change()
+            self._change.end()
             self._store.drop_payloads()
             return evicted
 
@@ -250,8 +229,8 @@ class PrefixCache(Changeable):
         """Keep the longest cached prefix from being evicted. One `unpin_prefix` of these tokens ends one pin.
 
         Returns how many tokens are pinned; 0: nothing was cached, and there is no pin. Blocks that are inserted later
-        aren't part of the pin. description: for `list_pinned`. Raises InvalidTokensError, InvalidArgumentError and
-        PinBudgetError. O(tokens).
+        aren't part of the pin. description: for `inspect.list_pinned`. Raises InvalidTokensError, InvalidArgumentError
+        and PinBudgetError. O(tokens).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         name = check_name("description", description)
@@ -260,10 +239,10 @@ class PrefixCache(Changeable):
             path = self._store.find(sequence)
             if path:
                 self._pins.check_room(len(path))
-                self.begin_change()
+                self._change.begin()
                 self._store.hold(path)
                 self._pins.add(sequence, path, name)
-                self.end_change()
+                self._change.end()
             return len(path) * self.block_size
 
     def unpin_prefix(
@@ -277,29 +256,16 @@ class PrefixCache(Changeable):
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self._catch_up()
-            self.begin_change()
+            self._change.begin()
             path = self._pins.remove(sequence)
             self._store.let_go(path)
-            self.end_change()
+            self._change.end()
             return len(path) * self.block_size
-
-    def list_pinned(self) -> list[PinnedPrefix]:
-        """Return a record for each pin. O(pinned tokens)."""
-        with self._lock:
-            self.check_whole()
-            return self._pins.records()
-
-    def contains_block(self, kv_block_id: SupportsIndex) -> bool:
-        """Whether this id holds a cached prefix. Raises InvalidArgumentError. O(1)."""
-        number = check_count("kv_block_id", kv_block_id, 0)
-        with self._lock:
-            self.check_whole()
-            return number in self._store.ids
 
     def cached_block_count(self) -> int:
         """Return how many blocks are cached. O(1)."""
         with self._lock:
-            self.check_whole()
+            self._change.check_whole()
             return len(self._store.ids)
 
     def evictable_count(self) -> int:
@@ -310,39 +276,13 @@ class PrefixCache(Changeable):
 
     @property
     def stats(self) -> HitCounts:
-        """What lookups found since the cache was made: hits and tokens, and the rates of both. O(1)."""
+        """What lookups found since the cache was made: hits and tokens, and the rates of both. O(1).
+
+        `request_hit_rate` is hits by lookups, `mean_hit_length` matched tokens by hits.
+        """
         with self._lock:
-            self.check_whole()
+            self._change.check_whole()
             return HitCounts(self._num_queries, self._num_hits, self._num_queried_tokens, self._num_hit_tokens)
-
-    def get_hit_rate(self) -> float:
-        """Return `stats.hit_rate`: the share of the tokens looked up that were cached."""
-        return self.stats.hit_rate
-
-    def get_avg_match_length(self) -> float:
-        """Return `stats.mean_match_length`: the mean number of tokens found by a lookup, misses included."""
-        return self.stats.mean_match_length
-
-    def eviction_failure_count(self) -> int:
-        """Return how often an eviction policy raised, or named a block that it had not been told of. O(1)."""
-        with self._lock:
-            return 0 if self._eviction is None else self._eviction.num_failures
-
-    def block_hashes(
-        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
-    ) -> list[bytes]:
-        """Return the digests of the tokens' full blocks, cached or not, as events name them. O(tokens)."""
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
-        with self._lock:
-            self.check_whole()
-            return block_digests(self._store.index, sequence)
-
-    def find_block(self, digest: Given[bytes]) -> int | None:
-        """Return the id of the cached block with this digest, None if there is none. As `KVCacheManager.find_block`."""
-        with self._lock:
-            self.check_whole()
-            block = find_by_digest(self._store.index, digest)
-            return None if block is None else block.block_id
 
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call. As `KVCacheManager.take_events`."""
@@ -351,29 +291,20 @@ class PrefixCache(Changeable):
                 raise InvalidArgumentError(
                     "take_events: expected enable_events=True when the cache was made, got False"
                 )
-            self.begin_change()
+            self._change.begin()
             events = self._recording.take()
-            self.end_change()
+            self._change.end()
             return events
 
-    def explain(
-        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
-    ) -> Explanation:
-        """Say why the longest cached prefix of the tokens ends where it does. As `KVCacheManager.explain`."""
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+    @property
+    def inspect(self) -> CacheInspector:
+        """What the cache holds and why: explanations, pictures, names, pins. For people and tests. O(1)."""
         with self._lock:
-            self.check_whole()
-            return explain_miss(self._store.index, self._history, sequence)
-
-    def prefix_rows(self) -> list[PrefixRow]:
-        """Return the cached prefixes as rows of a table, for people. Changes nothing. O(cached blocks)."""
-        with self._lock:
-            self._catch_up()
-            return prefix_rows(self._store.index)
-
-    def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
-        return to_dot(self.prefix_rows(), max_nodes)
+            if self._inspector is None:
+                self._inspector = CacheInspector(
+                    self._lock, self._catch_up, self._store, self._pins, self._history, self._eviction
+                )
+            return self._inspector
 
     @property
     def now(self) -> int | float:
@@ -387,7 +318,7 @@ class PrefixCache(Changeable):
     def now(self, now: SupportsFloat) -> None:
         time = check_number("now", now)
         with self._lock:
-            self.check_whole()
+            self._change.check_whole()
             self._now = time
             if self._eviction is not None:
                 self._eviction.set_time(time)
@@ -402,12 +333,12 @@ class PrefixCache(Changeable):
             self._catch_up()
             if self._holds:
                 raise BlockStateError(f"clear: expected no match to be held, got {len(self._holds)}")
-            self.begin_change()
+            self._change.begin()
             for path in self._pins.paths():
                 self._store.let_go(path)
             self._pins.clear()
             evicted = self._store.clear()
-            self.end_change()
+            self._change.end()
             self._store.drop_payloads()
             return evicted
 
@@ -419,10 +350,10 @@ class PrefixCache(Changeable):
             assert all(paths), "cache: a pin of nothing"
             self._store.check([*paths, *[hold.blocks for hold in self._holds]])
 
-    def hold(self, match: PrefixMatch, hold: Hold) -> None:
+    def _hold(self, match: PrefixMatch, hold: Hold) -> None:
         """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`; see there."""
         with self._lock:
-            if self._left or self.change_state:
+            if self._left or self._change.state:
                 self._catch_up()
             version, blocks = self._store.index.version, match.blocks
             if match.version != version:
@@ -431,28 +362,28 @@ class PrefixCache(Changeable):
                 if match.is_read and not match.is_still(blocks):
                     raise StaleHitError(f"expected {match} to be cached still; it isn't: match again")
             hold.blocks = blocks
-            self.change_state = CHANGING
+            self._change.state = CHANGING
             self._store.hold(blocks)
             self._holds[hold] = None
-            self.change_state = IDLE
+            self._change.state = IDLE
             if match.is_read:
                 match.renew(blocks, version)
             else:
-                payload = self._store.payload(match.sequence, blocks)
-                match.show(blocks, ids_of(blocks), self.block_size, version, payload)
+                payloads = self._store.payloads(match.sequence, blocks)
+                match.show(blocks, ids_of(blocks), self.block_size, version, payloads)
 
-    def let_go(self, hold: Hold) -> None:
+    def _let_go(self, hold: Hold) -> None:
         """Have the next call release the blocks of `hold`. Takes no lock. For `PrefixMatch`, also in finalizers."""
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        if self._left or self.change_state:
+        if self._left or self._change.state:
             self._catch_up()
         store = self._store
         match = PrefixMatch(self, sequence)
         blocks = store.find(sequence)
-        match.show(blocks, ids_of(blocks), self.block_size, store.index.version, store.payload(sequence, blocks))
-        self.change_state = CHANGING
+        match.show(blocks, ids_of(blocks), self.block_size, store.index.version, store.payloads(sequence, blocks))
+        self._change.state = CHANGING
         if self._eviction is not None:
             self._eviction.note_hit(blocks)
         store.renew(blocks)
@@ -461,16 +392,16 @@ class PrefixCache(Changeable):
             self._num_hits += 1
         self._num_queried_tokens += sequence.num_tokens
         self._num_hit_tokens += len(blocks) * self.block_size
-        self.change_state = IDLE
+        self._change.state = IDLE
         return match
 
     def _catch_up(self) -> None:
         """Release the matches that were left since the last call. Raises CorruptStateError."""
-        self.check_whole()
+        self._change.check_whole()
         while self._left:
-            self.change_state = CHANGING
+            self._change.state = CHANGING
             hold = self._left.popleft()
             if hold in self._holds:
                 del self._holds[hold]
                 self._store.let_go(hold.blocks)
-            self.change_state = IDLE
+            self._change.state = IDLE

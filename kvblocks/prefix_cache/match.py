@@ -31,10 +31,10 @@ class Hold:
 class MatchHolder(Protocol):
     """The calls of a cache that a match uses."""
 
-    def hold(self, match: "PrefixMatch", hold: Hold) -> None:
+    def _hold(self, match: "PrefixMatch", hold: Hold) -> None:
         """Bring `match` up to date and hold its blocks by `hold`."""
 
-    def let_go(self, hold: Hold) -> None:
+    def _let_go(self, hold: Hold) -> None:
         """End `hold`. Does no harm if it is called twice, or if the hold has no blocks."""
 
 
@@ -53,7 +53,7 @@ class PrefixMatch:
     """
 
     __slots__ = (
-        *("_holder", "_holds", "_kv_block_ids", "_num_tokens", "_packed_ids", "_payload"),
+        *("_holder", "_holds", "_kv_block_ids", "_num_tokens", "_packed_ids", "_payloads"),
         *("blocks", "is_read", "sequence", "version"),
     )
 
@@ -61,7 +61,7 @@ class PrefixMatch:
         self._holds: list[Hold] = []  # first, since the finalizer reads it
         self._holder = holder
         self._packed_ids: array[int] | None = None  # made at the first use; the ids can't change after that
-        self._payload: Any = None
+        self._payloads: tuple[Any, tuple[int, Any]] = None, (0, None)
         self.sequence = sequence
         self.is_read = False
 
@@ -106,16 +106,26 @@ class PrefixMatch:
     def payload(self) -> Any:
         """What `PrefixCache.attach` attached to exactly these tokens and keys, None if nothing. O(1)."""
         self.is_read = True
-        return self._payload
+        return self._payloads[0]
+
+    @property
+    def last_payload(self) -> tuple[int, Any]:
+        """The longest beginning of the cached tokens, of whole blocks, that has a payload: its length, and the payload.
+
+        (0, None) if there is none. For models with recurrent layers, which can go on only where a state was kept: the
+        cached tokens behind this length are of no use to them. O(1).
+        """
+        self.is_read = True
+        return self._payloads[1]
 
     def __enter__(self) -> Self:
         """Hold the blocks. Raises StaleHitError, holding nothing. O(blocks), and perhaps a lookup."""
         hold = Hold([])
         try:
-            self._holder.hold(self, hold)
+            self._holder._hold(self, hold)  # noqa: SLF001  # a match is a part of its cache
             self._holds.append(hold)
         except BaseException:
-            self._holder.let_go(hold)  # after an interrupt, the cache may hold the blocks without `_holds` knowing
+            self._holder._let_go(hold)  # noqa: SLF001  # after an interrupt, the cache may hold the blocks without `_holds` knowing
             if hold in self._holds:
                 self._holds.remove(hold)
             raise
@@ -125,14 +135,14 @@ class PrefixMatch:
         """Release the blocks; never waits. Raises BlockStateError when they aren't held."""
         if not self._holds:
             raise BlockStateError(f"expected a match that was entered, got {self}")
-        self._holder.let_go(self._holds[-1])  # before `pop`, so that an interrupt can't lose the hold
+        self._holder._let_go(self._holds[-1])  # noqa: SLF001  # before `pop`, so that an interrupt can't lose the hold
         self._holds.pop()
 
     def __del__(self) -> None:
         """Release blocks that are still held, with a ResourceWarning: `__enter__` was called, and not `__exit__`."""
         if self._holds:
             for hold in self._holds:
-                self._holder.let_go(hold)
+                self._holder._let_go(hold)  # noqa: SLF001
             warn(
                 f"{self} was entered and never left; its blocks are free again",
                 ResourceWarning,
@@ -141,19 +151,25 @@ class PrefixMatch:
             )
 
     def show(
-        self, blocks: list[KVCacheBlock], kv_block_ids: list[int], block_size: int, version: int, payload: Any
+        self,
+        blocks: list[KVCacheBlock],
+        kv_block_ids: list[int],
+        block_size: int,
+        version: int,
+        payloads: tuple[Any, tuple[int, Any]],
     ) -> Any:
         """Set the matching blocks, with their ids, as of `version`. Only for the cache.
 
-        Returns the payload that the match had, so that the payload's finalizer, which may do anything, runs only after
-        the change.
+        payloads: as `PrefixStore.payloads` returns them. Returns those that the match had, so that their finalizers,
+        which may do anything, run only after the change.
         """
         self.blocks = blocks
         self.version = version
         self._kv_block_ids = kv_block_ids
         self._num_tokens = len(blocks) * block_size
-        previous = self._payload
-        self._payload = payload
+        previous = self._payloads
+        exact, (num_blocks, last) = payloads
+        self._payloads = exact, (num_blocks * block_size, last)
         return previous
 
     def renew(self, blocks: list[KVCacheBlock], version: int) -> None:

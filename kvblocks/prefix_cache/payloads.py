@@ -17,6 +17,8 @@ Tail = tuple[bytes, bytes | None]
 
 MAX_PAYLOADS_A_BLOCK = 16
 
+_NO_TAIL: Tail = (b"", None)
+
 
 class Payloads:
     """Payloads by block and tail; block None: prompts shorter than a block.
@@ -60,6 +62,18 @@ class Payloads:
         """Return the payload of exactly this sequence, whose full blocks are `path`, or None. O(block_size)."""
         kept = self._by_block.get(path[-1] if path else None)
         return None if kept is None else kept.get(self._tail(sequence, path))
+
+    def find_last(self, path: list[KVCacheBlock]) -> tuple[int, Any]:
+        """Return how many of a path's first blocks are the longest prompt with a payload, and the payload.
+
+        (0, None) if there is none. O(blocks) if there are any payloads.
+        """
+        if self._by_block:
+            for number in range(len(path), 0, -1):
+                kept = self._by_block.get(path[number - 1])
+                if kept is not None and _NO_TAIL in kept:
+                    return number, kept[_NO_TAIL]
+        return 0, None
 
     def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Forget the payloads of these blocks. O(blocks) if there are any payloads."""

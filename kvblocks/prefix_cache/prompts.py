@@ -3,8 +3,7 @@
 from array import array
 
 from kvblocks.arguments import Text, listed
-from kvblocks.core.hashing import PositionKeys
-from kvblocks.core.keys import check_keys
+from kvblocks.core.hashing import PositionKeys, check_keys
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import InvalidArgumentError, NoTokensError

@@ -20,6 +20,7 @@ from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hashing import Names
+from kvblocks.core.hooks import Digests
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
@@ -155,7 +156,7 @@ class PrefixStore:
         sequence: Sequence,
         kv_block_ids: list[int],
         path: list[KVCacheBlock],
-        digests: bytearray | None,
+        digests: Digests | None,
         *,
         is_held: bool,
     ) -> tuple[list[KVCacheBlock], list[int]]:
@@ -177,13 +178,13 @@ class PrefixStore:
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
         room = self.max_blocks - len(self.ids)
         new = self._take(kv_block_ids[num_found : num_found + room])
-        if self.index.watcher is not None:
-            self.index.watcher.note_taking(len(new), None)
+        for watcher in self.index.watchers:
+            watcher.note_taking(len(new), None)
         if new:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
-            if digests is not None:  # there may not be room for all blocks
-                del digests[len(new) * self.index.epoch.num_digest_bytes :]
+            if digests is not None:  # there may not be room for all blocks; and they are no sequence's
+                digests = Digests(digests.packed[: len(new) * self.index.epoch.num_digest_bytes])
             self.index.cache(node, new, sequence.packed_tokens(), keys, num_found, digests)
         if is_held:
             self.hold(path)  # the first new block's reference to its parent; without new blocks, the hold itself
@@ -240,11 +241,15 @@ class PrefixStore:
             return False
         return self._payloads.attach(sequence, path, payload)
 
-    def payload(self, sequence: Sequence, path: list[KVCacheBlock]) -> Any:
-        """Return the payload of exactly this sequence, whose cached blocks are `path`. O(block_size)."""
-        if self._payloads.is_empty or len(path) < sequence.num_tokens // self.block_size:
-            return None
-        return self._payloads.find(sequence, path)
+    def payloads(self, sequence: Sequence, path: list[KVCacheBlock]) -> tuple[Any, tuple[int, Any]]:
+        """Return the payload of exactly this sequence, whose cached blocks are `path`, and what `find_last` finds.
+
+        O(block_size), and O(blocks) if there are any payloads.
+        """
+        if self._payloads.is_empty:
+            return None, (0, None)
+        is_whole = len(path) == sequence.num_tokens // self.block_size
+        return self._payloads.find(sequence, path) if is_whole else None, self._payloads.find_last(path)
 
     def drop_payloads(self) -> None:
         """Drop forgotten payloads. Called last, since a payload's finalizer may call the cache again."""

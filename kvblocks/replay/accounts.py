@@ -41,7 +41,7 @@ class MissAccounts:
         self._taken: list[KVCacheBlock] = []
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Remember blocks that were taken from the pool, until `note_admitted`. For `watch_blocks`."""
+        """Remember blocks that were taken from the pool, until `note_admitted`. For a manager's hook."""
         self._taken += blocks
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:

@@ -13,6 +13,8 @@ from kvblocks.replay.sweep import DEFAULT_MEAN_S
 from kvblocks.replay.trace import Trace
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(%?)")
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kMGT]?)B?")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_sizes(text: str, num_unique_blocks: int) -> tuple[int, ...]:
@@ -35,6 +37,31 @@ def parse_size(text: str, num_unique_blocks: int) -> int:
     if not (percent or size) or float(number) == 0 or size > 2**31:
         raise InvalidArgumentError(f"size: expected 1 to 2**31 blocks, or a share above 0, got {shown(text)}")
     return max(1, int(size))
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Return the number of bytes, at least 1, of a text such as "24576", "39.5MB" or "60G". A k is 1,000.
+
+    Raises InvalidArgumentError.
+    """
+    match = _BYTES.fullmatch(text.strip())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]] + 1e-6)
+    if not 0 < size < 2**50:
+        raise InvalidArgumentError(f"{option}: expected bytes such as 24576, 39.5MB or 60GB, got {shown(text)}")
+    return size
+
+
+def parse_memory(text: str, num_unique_blocks: int, block_bytes: int) -> tuple[int, ...]:
+    """Return sizes in bytes. "60GB,5%,200": bytes, a share of the trace's unique blocks, and a number of blocks.
+
+    block_bytes: of a block of the trace. None comes twice. Raises InvalidArgumentError.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    sizes = [
+        parse_bytes("size", part) if part.endswith("B") else parse_size(part, num_unique_blocks) * block_bytes
+        for part in parts
+    ]
+    return tuple(dict.fromkeys(sizes))
 
 
 def parse_arrivals(text: str | None, trace: Trace) -> float | None:

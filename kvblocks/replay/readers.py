@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 import numpy as np
 
 from kvblocks.arguments import shown
+from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.trace import Numbers, Trace, TraceError, ends_of, number_densely
 
 MOONCAKE_BLOCK_SIZE = 512
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 _NONE: Any = object()
 
 
-class Line:
+class TraceLine:
     """A line of a trace. Its methods return a field, or raise TraceError."""
 
     def __init__(self, where: str, row: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class _Tree:
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}
 
-    def check(self, line: Line, field: str, path: list[int], start: int) -> None:
+    def check(self, line: TraceLine, field: str, path: list[int], start: int) -> None:
         """Record path[start:], ids of consecutive blocks. Raises TraceError if one had another parent before."""
         parents = self.parents
         before = path[start - 1] if start else -1
@@ -195,7 +196,7 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
     raise TraceError(f"{first.where}: expected one of the fields {fields}, got {shown([*first.row])}")
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path) -> Iterator[TraceLine]:
     """Yield the file's lines. A last line that is cut, as by a killed recorder, is left out, and logged."""
     number = 0
     try:
@@ -213,7 +214,7 @@ def _lines(path: Path) -> Iterator[Line]:
                     raise TraceError(f"{where}: expected JSON, got {shown(raw)}: {error}") from None
                 if type(row) is not dict:
                     raise TraceError(f"{where}: expected an object, got {shown(row)}")
-                yield Line(where, row)
+                yield TraceLine(where, row)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path.name}, after line {number}: expected a whole gzip file, got {error}") from error
 
@@ -227,7 +228,9 @@ def _factor(where: str, own: int, wanted: int | None) -> int:
     if wanted is None:
         return 1
     if wanted < own or wanted % own:
-        raise TraceError(f"{where}: expected a block size that is a multiple of its {own} tokens, got {wanted}")
+        raise InvalidArgumentError(
+            f"{where}: expected a block size that is a multiple of its {own} tokens, got {wanted}"
+        )
     return wanted // own
 
 
@@ -236,7 +239,7 @@ def _thin(path: Any, factor: int) -> Numbers:
     return np.array(path[factor - 1 :: factor], np.int64)
 
 
-def _read_mooncake(name: str, first: Line, rest: Iterator[Line], block_size: int | None) -> Trace:
+def _read_mooncake(name: str, first: TraceLine, rest: Iterator[TraceLine], block_size: int | None) -> Trace:
     factor = _factor(name, MOONCAKE_BLOCK_SIZE, block_size)
     columns = _Columns(name, "mooncake", MOONCAKE_BLOCK_SIZE * factor)
     tree = _Tree()
@@ -253,12 +256,12 @@ def _read_mooncake(name: str, first: Line, rest: Iterator[Line], block_size: int
     return columns.trace(times_are_relative=False)
 
 
-def _all(first: Line, rest: Iterator[Line]) -> Iterator[Line]:
+def _all(first: TraceLine, rest: Iterator[TraceLine]) -> Iterator[TraceLine]:
     yield first
     yield from rest
 
 
-def _int_ids(line: Line, field: str) -> list[int]:
+def _int_ids(line: TraceLine, field: str) -> list[int]:
     ids = line.items(field)
     for block in ids:
         if type(block) is not int or not 0 <= block < 2**48:
@@ -266,7 +269,7 @@ def _int_ids(line: Line, field: str) -> list[int]:
     return ids
 
 
-def _read_sessions(name: str, first: Line, rest: Iterator[Line], block_size: int | None) -> Trace:
+def _read_sessions(name: str, first: TraceLine, rest: Iterator[TraceLine], block_size: int | None) -> Trace:
     columns: _Columns | None = None
     own = factor = base = top = 0
     session = ""
@@ -301,7 +304,7 @@ def _read_sessions(name: str, first: Line, rest: Iterator[Line], block_size: int
     return columns.trace(times_are_relative=True)
 
 
-def _ranges(line: Line, most: int) -> list[tuple[int, int]]:
+def _ranges(line: TraceLine, most: int) -> list[tuple[int, int]]:
     """Return the ranges in a line. most: how many ids they may have in all."""
     found: list[tuple[int, int]] = []
     for pair in line.items("h"):
@@ -314,11 +317,11 @@ def _ranges(line: Line, most: int) -> list[tuple[int, int]]:
     return found
 
 
-def _no_columns(first: Line) -> NoReturn:
+def _no_columns(first: TraceLine) -> NoReturn:
     raise TraceError(f"{first.where}: expected a line that opens a session, got {shown(first.row)}")
 
 
-def _read_ours(name: str, first: Line, rest: Iterator[Line], block_size: int | None) -> Trace:
+def _read_ours(name: str, first: TraceLine, rest: Iterator[TraceLine], block_size: int | None) -> Trace:
     version = first.count("kvblocks_trace", 1)
     if version != VERSION:
         raise first.wrong("kvblocks_trace", f"version {VERSION}")
@@ -345,7 +348,7 @@ def _read_ours(name: str, first: Line, rest: Iterator[Line], block_size: int | N
     return columns.trace(times_are_relative=False)
 
 
-def _path(line: Line, numbers: dict[str, int], parents: list[int]) -> list[int]:
+def _path(line: TraceLine, numbers: dict[str, int], parents: list[int]) -> list[int]:
     """Return the blocks of a line in our format: those up to `after`, then `ids`."""
     path: list[int] = []
     after = line.row.get("after")
@@ -371,7 +374,7 @@ def _path(line: Line, numbers: dict[str, int], parents: list[int]) -> list[int]:
     return path
 
 
-_READERS: dict[str, Callable[[str, Line, Iterator[Line], int | None], Trace]] = {
+_READERS: dict[str, Callable[[str, TraceLine, Iterator[TraceLine], int | None], Trace]] = {
     "kvblocks_trace": _read_ours,
     "session": _read_sessions,
     "hash_ids": _read_mooncake,

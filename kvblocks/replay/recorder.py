@@ -17,7 +17,7 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from kvblocks.arguments import Given, check_count, check_number, check_text, is_a, plain_bytes, plain_text, shown, wrong
+from kvblocks.arguments import Given, check_count, check_number, check_text, is_a, plain_text, shown, wrong
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import InvalidArgumentError
 
@@ -48,7 +48,7 @@ class TraceRecorder:
         self._block_size = check_count("block_size", block_size, 1)
         if key is not None and (not is_a(key, bytes) or not 16 <= len(key) <= 64):
             raise wrong("key", "None or 16 to 64 bytes", "something else")
-        self._key = token_bytes(32) if key is None else plain_bytes(key)
+        self._key = token_bytes(32) if key is None else key
         self._names: set[bytes] = set()  # of blocks that this recorder has written
         self._lock = threading.Lock()
         self._said_at = -_SAY_EVERY_S

@@ -28,6 +28,7 @@ from kvblocks.replay.accounts import MissAccounts, State, Timeline, count_waits
 from kvblocks.replay.result import Misses, Moment, Waits
 from kvblocks.replay.trace import Numbers, Trace
 from kvblocks.retention.policies import NAMED
+from kvblocks.tiers.store.recent import RecentUses
 
 POLICIES: dict[str, str | None] = {
     **{name: None if name == "lru" else name for name in NAMED},
@@ -113,8 +114,8 @@ def run(
     manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`.
     A duration that the trace doesn't have is 0. O(references), and O(log requests) for each.
     """
-    place = None if manager is None else Place(Agenda(), manager)
-    return Run(trace, arrivals, thinks, setup, place=place).run(progress)
+    place = None if manager is None else FleetMember(Agenda(), manager)
+    return TraceRun(trace, arrivals, thinks, setup, place=place).run(progress)
 
 
 class Agenda:
@@ -149,10 +150,11 @@ class SharedBlocks:
         return len(self._held)
 
     def num_found(self, path: Items[int], salt: str | None) -> int:
-        """Return how many of the first blocks are there. These count as used, the last of them first. O(found)."""
+        """Return how many of the first blocks are there. Whatever is there counts as used. O(blocks)."""
         number = next((place for place, block in enumerate(path) if (salt, block) not in self._held), len(path))
-        for block in reversed(path[:number]):
-            self._held.move_to_end((salt, block))
+        for block in reversed(path):
+            if (salt, block) in self._held:
+                self._held.move_to_end((salt, block))
         return number
 
     def add(self, blocks: Items[int], salt: str | None) -> None:
@@ -165,7 +167,7 @@ class SharedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FleetMember:
     """What one of several runs on one clock needs. agenda: shared by all. manager: of this run, not made by the setup.
 
     store: shared by all; the manager then has one tier, named STORE, which is shared.
@@ -176,17 +178,18 @@ class Place:
     store: SharedBlocks | None = None
 
 
-class Run:
+class TraceRun:
     """The state of a run: one manager, and all requests of a trace, or those of them that come to this place."""
 
     def __init__(
-        self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, *, place: Place | None = None
+        self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, *, place: FleetMember | None = None
     ) -> None:
         self.trace, self.setup = trace, setup
         self.manager = make_manager(setup) if place is None else place.manager
         self.store = None if place is None else place.store
+        self.uses = RecentUses()
         self.accounts = MissAccounts(trace, setup.num_blocks, self.manager.first_block_id)
-        self.manager.watch_blocks(self.accounts.note_taken, self.accounts.note_touched)
+        self.manager._watch_blocks(self.accounts.note_taken, self.accounts.note_touched)  # noqa: SLF001  # a hook for us
         self.arrivals: list[float] = arrivals.tolist()
         self.thinks: list[float] = thinks.tolist()
         self.durations: list[float] = np.nan_to_num(trace.durations, nan=0.0).tolist()
@@ -327,17 +330,28 @@ class Run:
         manager = self.manager
         if manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit) > manager.num_free_blocks:
             return None
-        if self.store is not None:
-            # The last token is always computed, so its block isn't asked for.
-            num_found = self.store.num_found(memoryview(sequence.tokens)[:-1].tolist(), sequence.salt)
-            manager.tiers.note_found(STORE, sequence, num_found)
+        asked = memoryview(sequence.tokens)[
+            :-1
+        ].tolist()  # the last token is always computed: its block isn't asked for
+        is_at_hand = len(hit.blocks) >= len(asked)
+        if self.store is not None and not is_at_hand:
+            manager.tiers.note_found(STORE, sequence, self.store.num_found(asked, sequence.salt))
         loads = manager.tiers.find(hit)
-        if manager.allocate_slots(sequence, 0 if loads else None, hit=hit, loads=loads) is None:
+        if manager.tiers.allocate(sequence, hit, loads, 0 if loads else None) is None:
             return None
+        if self.store is not None and asked and is_at_hand:
+            self.tell_store(self.store, sequence, asked)
         self.move()
         if sequence.num_computed_tokens < sequence.num_tokens and manager.allocate_slots(sequence) is None:
             raise AssertionError(f"{sequence}: there was room for it, and now {manager.last_refusal}")
         return sum(load.num_tokens for load in loads)
+
+    def tell_store(self, store: SharedBlocks, sequence: Sequence, asked: list[int]) -> None:
+        """Tell the store of a use of blocks that the device has, as a server does, and learn which of them are gone."""
+        if self.uses.is_due((sequence.salt, *asked), self.now):
+            num_found = store.num_found(asked, sequence.salt)
+            if num_found < len(asked):
+                self.manager.tiers.note_found(STORE, sequence, num_found)
 
     def move(self) -> None:
         """Carry out all transfers at once."""

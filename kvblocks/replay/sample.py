@@ -61,7 +61,7 @@ SUB_SYSTEM = 4_200
 
 
 @dataclass
-class Request:
+class SampleRequest:
     """A request of the trace. Times are seconds, sizes tokens; `blocks` are the numbers of its full blocks."""
 
     tenant: str
@@ -132,7 +132,7 @@ class _Maker:
         self._systems = {app.tenant: self._names.grow([], app.system) for app in APPS}
         self._sub_systems = {app.tenant: self._names.grow([], SUB_SYSTEM) for app in APPS if app.sub_share}
 
-    def session(self, app: _App, name: str, start_s: float) -> Iterator[Request]:
+    def session(self, app: _App, name: str, start_s: float) -> Iterator[SampleRequest]:
         """Yield a session's requests in order."""
         draws, system = self._draws, self._systems[app.tenant]
         talk = _Talk(app, name, system, start_s, app.system, chain=system)
@@ -149,12 +149,12 @@ class _Maker:
             yield self._request(talk, "end_turn")
             self._pause(talk, min(draws.lognormal(127.0, 1.5), 3600.0))
 
-    def _request(self, talk: _Talk, stop_reason: str) -> Request:
+    def _request(self, talk: _Talk, stop_reason: str) -> SampleRequest:
         """Return the next request of a talk, and add the answer to the talk's context."""
         talk.chain = self._names.grow(talk.chain, talk.num_tokens)
         num_output = 1 + int(self._draws.lognormal(180.0 if stop_reason == "tool_use" else 350.0, 0.8))
         duration_s = round(0.4 + num_output / 70.0, 2)
-        request = Request(
+        request = SampleRequest(
             talk.app.tenant,
             talk.session,
             talk.now,
@@ -173,7 +173,7 @@ class _Maker:
         talk.think_s = round(seconds, 2)
         talk.now += talk.think_s
 
-    def _sub_agent(self, parent: _Talk) -> Iterator[Request]:
+    def _sub_agent(self, parent: _Talk) -> Iterator[SampleRequest]:
         """Yield the requests of a sub-agent. Its parent goes on when it has ended."""
         draws, system = self._draws, self._sub_systems[parent.app.tenant]
         parent.num_sub_agents += 1
@@ -194,10 +194,10 @@ class _Maker:
             talk.num_tokens = talk.app.system + int(self._draws.lognormal(2500.0, 0.3))
 
 
-def make_sample() -> list[Request]:
+def make_sample() -> list[SampleRequest]:
     """Return the sample's requests by their start. Deterministic; takes less than a second."""
     draws = _Draws(SEED)
-    maker, requests, start_s = _Maker(draws), list[Request](), 0.0
+    maker, requests, start_s = _Maker(draws), list[SampleRequest](), 0.0
     for number in range(NUM_AGENTS):
         start_s += draws.exponential(DURATION_S / NUM_AGENTS)
         chosen, app = draws.share(), APPS[0]
@@ -209,7 +209,7 @@ def make_sample() -> list[Request]:
     return sorted(requests, key=lambda request: request.start_s)
 
 
-def lines(requests: list[Request]) -> Iterator[str]:
+def lines(requests: list[SampleRequest]) -> Iterator[str]:
     """Yield the lines of a trace in the project's own format. Each names the blocks that no earlier line has."""
     yield json.dumps({"kvblocks_trace": 1, "block_size": BLOCK_SIZE})
     known = set[int]()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.pool import AsyncResult, Pool
-from typing import Any
+from typing import Any, Protocol
 
 import kvblocks
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SweepOptions:
     """What a sweep runs. sizes: blocks of the pool. mean_arrival_s: None: arrivals as recorded.
 
     host_blocks: of a tier below the device; None: no tier. groups: a model of `models.MODELS`. optima: whether to
@@ -52,7 +52,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SweepJob:
     """A part of a sweep: a run; or, without a policy, the attainable hits of a size (waiting, never waiting)."""
 
     policy: str | None
@@ -64,14 +64,34 @@ class Job:
         return f"{self.policy or 'known future'}, {self.num_blocks:,} blocks"
 
 
-Progress = Callable[[list[tuple[Job, float]]], object]
-"""Called from time to time with the share of each job that is done, 0.0 to 1.0."""
+class ReplayJob(Protocol):
+    """A part of a sweep, which a process carries out. It is compared by its values."""
+
+    @property
+    def title(self) -> str:
+        """The text of a progress bar."""
+
+
+Progress = Callable[[list[tuple[Any, float]]], object]
+"""Called from time to time with each `ReplayJob` and the share of it that is done, 0.0 to 1.0."""
+
+
+class ReplaySource(Protocol):
+    """What several processes need for jobs. Each has one of its own, made by the same class of the same values."""
+
+    trace: Trace
+    options: Any
+
+    def __init__(self, trace: Trace, options: Any) -> None: ...
+
+    def do(self, job: Any, progress: Callable[[float], object]) -> Any:
+        """Carry out a job. progress: called with the share of it that is done."""
 
 
 class Workload:
     """A trace with its times, and data that several jobs need."""
 
-    def __init__(self, trace: Trace, options: Options) -> None:
+    def __init__(self, trace: Trace, options: SweepOptions) -> None:
         self.trace, self.options = trace, options
         self.arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
         self.thinks = think_times(trace)
@@ -84,7 +104,7 @@ class Workload:
             self._uses = {name: next_uses(references_in(self.trace, order))}
         return max_hits(self._uses[name], num_blocks)
 
-    def do(self, job: Job, progress: Callable[[float], object]) -> Row | tuple[int, int]:
+    def do(self, job: SweepJob, progress: Callable[[float], object]) -> Row | tuple[int, int]:
         """Carry out a job."""
         if job.policy is None:
             return self._attainable(job.num_blocks, progress)
@@ -144,7 +164,9 @@ class Workload:
         )
 
 
-def sweep(trace: Trace, options: Options, num_processes: int | None = None, progress: Progress | None = None) -> Result:
+def sweep(
+    trace: Trace, options: SweepOptions, num_processes: int | None = None, progress: Progress | None = None
+) -> Result:
     """Run a trace under all policies and sizes. num_processes: None: one for each core.
 
     Ctrl-C ends all processes, and raises KeyboardInterrupt. Raises InvalidArgumentError before anything runs.
@@ -156,9 +178,9 @@ def sweep(trace: Trace, options: Options, num_processes: int | None = None, prog
     workload = Workload(trace, options)
     knows_optima = options.optima and options.groups is None and options.host_blocks is None
     policies: tuple[str | None, ...] = (*options.policies, None) if knows_optima else options.policies
-    jobs = [Job(policy, size) for size in options.sizes for policy in policies]
-    found = _do_all(workload, jobs, num_processes or os.cpu_count() or 1, progress or (lambda _: None))
-    rows = [_with_optima(found[job], found.get(Job(None, job.num_blocks)), trace) for job in jobs if job.policy]
+    jobs = [SweepJob(policy, size) for size in options.sizes for policy in policies]
+    found = do_all(workload, jobs, num_processes or os.cpu_count() or 1, progress or (lambda _: None))
+    rows = [_with_optima(found[job], found.get(SweepJob(None, job.num_blocks)), trace) for job in jobs if job.policy]
     return Result(
         trace=trace.facts(workload.arrivals),
         conditions=Conditions(
@@ -189,14 +211,14 @@ def _with_optima(row: Row | tuple[int, int], attainable: Row | tuple[int, int] |
     return replace(row, attainable=max(waiting, never_waiting) / total, fixed_order=fixed)
 
 
-def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: Progress) -> dict[Job, Any]:
-    """Carry out jobs, the largest pools last; in this process if one process is enough."""
+def do_all(workload: ReplaySource, jobs: list[Any], num_processes: int, progress: Progress) -> dict[Any, Any]:
+    """Carry out each `ReplayJob`, in order; in this process if one is enough. Ctrl-C ends all processes."""
     if num_processes == 1 or len(jobs) == 1:
         done = dict.fromkeys(jobs, 0.0)
         found = {}
         for job in jobs:
 
-            def note(share: float, job: Job = job) -> None:
+            def note(share: float, job: ReplayJob = job) -> None:
                 done[job] = share
                 progress([*done.items()])
 
@@ -206,7 +228,9 @@ def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: P
     context = multiprocessing.get_context("spawn")  # a fork could copy the caller's locks while they are held
     shares = context.Array("d", len(jobs), lock=False)
     others = _children()
-    with _pool(context, min(num_processes, len(jobs)), (workload.trace, workload.options, shares)) as pool:
+    with _pool(
+        context, min(num_processes, len(jobs)), (type(workload), workload.trace, workload.options, shares)
+    ) as pool:
         workers = _children() - others
         results = [pool.apply_async(_do, (number, job)) for number, job in enumerate(jobs)]
         waiting: list[AsyncResult[Any]] = list(results)
@@ -247,11 +271,11 @@ _worker: list[Any] = []
 """In a process of a pool: its workload, and the done shares of all jobs."""
 
 
-def _begin(trace: Trace, options: Options, shares: Any) -> None:
-    _worker[:] = [Workload(trace, options), shares]
+def _begin(kind: type[ReplaySource], trace: Trace, options: Any, shares: Any) -> None:
+    _worker[:] = [kind(trace, options), shares]
 
 
-def _do(number: int, job: Job) -> Any:
+def _do(number: int, job: SweepJob) -> Any:
     workload, shares = _worker
 
     def note(share: float) -> None:

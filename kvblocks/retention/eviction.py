@@ -13,30 +13,69 @@ and the blocks below it, leaves first. The order in which blocks are taken:
 Policies are never told of blocks that hold nothing or left a window. Without a valid answer, the least recently used
 block is taken.
 
-A manager without a policy has no `Eviction`. With a policy, `Eviction` is the index's `accounts`, and passes on to the
-quotas, if there are any, what it is told.
+A manager without a policy has no `Eviction`. With one, `Eviction` is the pool's `chooser`, and a watcher of its index.
 """
 
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, Final
 
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.free_queue import FreeBlockQueue
-from kvblocks.core.hooks import Accounts
+from kvblocks.core.hooks import Chooser
 from kvblocks.core.sequence import Sequence
 from kvblocks.retention.adviser import Adviser, Setting, find_factory
-from kvblocks.retention.givers import Givers
 from kvblocks.retention.policies import NAMED
 from kvblocks.retention.policies.policy import FreeBlock
-from kvblocks.retention.quotas import TenantQuotas
-from kvblocks.retention.salts import salt_in
+from kvblocks.retention.quotas import TenantQuotas, salt_in
 from kvblocks.retention.stretch import free_stretch
 from kvblocks.retention.tenant import Tenant
 
+MAX_SESSIONS: Final = 8
+"""How many sessions are remembered for a block, the last ones. More would tell a policy nothing new."""
 
-class Eviction(Accounts):
-    """The eviction policies of one pool. giver: the sequence that is releasing blocks, None if it is something else."""
+_NOBODY: Final[tuple[Hashable, ...]] = (None,)
+
+
+class Givers:
+    """By block id, the sessions whose sequences gave the block back since it was cached.
+
+    None stands for sequences without a session. Comparing sessions runs the caller's own code, which may raise. Then
+    the block keeps the sessions that it had.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, tuple[Hashable, ...]] = {}
+
+    def note(self, blocks: Iterable[KVCacheBlock], session: Hashable) -> None:
+        """A sequence of a session gave these cached blocks back. O(blocks)."""
+        own: tuple[Hashable, ...] = _NOBODY if session is None else (session,)
+        known = self._sessions
+        for block in blocks:
+            before = known.get(block.block_id)
+            if before is None or before is own:
+                known[block.block_id] = own
+            else:
+                others = [other for other in before if not (other is session or other == session)]
+                known[block.block_id] = (*others[1 - MAX_SESSIONS :], session) if others else own
+
+    def of(self, block_id: int) -> tuple[Hashable, ...]:
+        """Return the sessions that gave a block back, the latest last; (None,) if nothing is known. O(1)."""
+        return self._sessions.get(block_id, _NOBODY)
+
+    def forget(self, blocks: Items[KVCacheBlock]) -> None:
+        """These blocks stopped being cached. O(blocks)."""
+        if self._sessions:
+            for block in blocks:
+                self._sessions.pop(block.block_id, None)
+
+    def clear(self) -> None:
+        """The cache was reset. O(blocks)."""
+        self._sessions.clear()
+
+
+class Eviction(Chooser):
+    """The eviction policies of one pool."""
 
     def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
         """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what making a policy raises."""
@@ -48,11 +87,8 @@ class Eviction(Accounts):
         self._released: dict[int, int] = {}  # by block id: when it became free; only blocks that policies know
         self._num_released = 0
         self._hits: dict[int, int] = {}
-        self._passing: Items[KVCacheBlock] = ()
         self._quotas: TenantQuotas | None = None
         self._givers = Givers()
-        self._starting: Sequence | None = None
-        self.giver: Sequence | None = None
 
     @property
     def now(self) -> Any:
@@ -98,17 +134,11 @@ class Eviction(Accounts):
         """Always True."""
         return True
 
-    def account_of(self, extra_keys: bytes | None) -> Tenant | None:
-        """`TenantQuotas.account_of`; None without quotas."""
-        return None if self._quotas is None else self._quotas.account_of(extra_keys)
-
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
         """Take blocks that hold nothing, else a victim and the blocks below it.
 
         O(blocks + branches below the victim) without the policy.
         """
-        if self._starting is not None:
-            self._tell_begin(self._starting)
         taken = queue.popleft_empty(max_blocks)
         if not taken:
             first = queue.first
@@ -152,9 +182,10 @@ class Eviction(Accounts):
 
     # Calls that tell.
 
-    def note_start(self, sequence: Sequence | None) -> None:
-        """`sequence` is about to start; None: it has. Policies are told when it touches or takes blocks. O(1)."""
-        self._starting = None if sequence is None or sequence.session is None else sequence
+    def note_starting(self, sequence: Sequence) -> None:
+        """Tell policies that a request of a session begins. O(1) without the policy."""
+        for adviser in self._advisers_of(sequence.salt):
+            adviser.begin(sequence.session, sequence.salt)
 
     def note_hit(self, blocks: Items[KVCacheBlock]) -> None:
         """A sequence has hit these blocks. O(blocks)."""
@@ -163,18 +194,12 @@ class Eviction(Accounts):
                 self._hits[block.block_id] = self._hits.get(block.block_id, 0) + 1
 
     def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell no policy of these blocks, for which `note_released` follows."""
-        self._passing = blocks
+        """Tell no policy of these blocks."""
 
-    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
+    def note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None = None) -> None:
         """Tell policies of those that are now free and cached. O(blocks + runs above them)."""
-        passing, self._passing = self._passing, ()
-        if self._quotas is not None:
-            self._quotas.note_released(blocks)
-        if passing:
-            blocks = [block for block in blocks if block not in passing]
-        if self.giver is not None:
-            self._note_giver(blocks, self.giver.session)
+        if giver is not None:
+            self._note_giver(blocks, giver.session)
         freed: list[KVCacheBlock] = []
         released, number = self._released, self._num_released
         for block in blocks:
@@ -193,8 +218,10 @@ class Eviction(Accounts):
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Tell policies of those that were free. O(blocks)."""
-        if self._starting is not None and blocks:
-            self._tell_begin(self._starting)
+        self.note_renewed(blocks)
+
+    def note_renewed(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell policies that those which were free were used. O(blocks)."""
         used = self._leave(blocks)
         if used:
             self._main.use(used)
@@ -209,7 +236,7 @@ class Eviction(Accounts):
         """Tell policies of those that they know. O(blocks)."""
         self._note_gone(blocks)
 
-    def note_clearing(self, runs: Iterable[Run]) -> None:
+    def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # for other watchers
         """Tell policies that no block is cached any more. O(free cached blocks)."""
         gone = [*self._released]
         if gone:
@@ -218,8 +245,6 @@ class Eviction(Accounts):
         self._own.clear()
         self._hits.clear()
         self._givers.clear()
-        if self._quotas is not None:
-            self._quotas.note_clearing(runs)
 
     def check(self, queue: FreeBlockQueue) -> None:
         """Raise AssertionError unless policies know the free cached blocks that left no window. O(queue)."""
@@ -269,12 +294,6 @@ class Eviction(Accounts):
             self._givers.note(cached, session)
         except Exception:  # noqa: BLE001  # the session's own comparison
             self._setting.num_failures += 1
-
-    def _tell_begin(self, sequence: Sequence) -> None:
-        """Tell policies, once, that a request of a session begins."""
-        self._starting = None
-        for adviser in self._advisers_of(sequence.salt):
-            adviser.begin(sequence.session, sequence.salt)
 
     def _tell_tenants(self, freed: list[KVCacheBlock], records: list[FreeBlock]) -> None:
         """Tell the tenants' own policies of their tenant's blocks."""

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Given, asked_once, check_count, is_a, shown, wrong
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.change import CHANGING, Changeable
+from kvblocks.core.change import CHANGING, Change
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
 from kvblocks.errors import BlockStateError
@@ -68,14 +68,14 @@ class BlockHolds:
 
     def __init__(
         self,
-        manager: Changeable,
+        change: Change,
         slots: SlotAllocator,
         check_owned: Callable[[Any, str], Sequence],
         free: Callable[[Sequence], None],
         end: Callable[[], None],
     ) -> None:
         """check_owned, free, end: calls of the manager; `end` ends a change and, in debug mode, checks all."""
-        self._manager = manager
+        self._change = change
         self._slots = slots
         self._check_owned = check_owned
         self._free = free
@@ -120,10 +120,10 @@ class BlockHolds:
         own = self._check_owned(sequence, "holds.detach")
         hold = self._hold(own, own.num_computed_tokens, is_whole=True)
         try:
-            self._manager.end_change()
+            self._change.end()
             self._free(own)
         except BaseException:
-            if own.owner is not None and self._manager.change_state != CHANGING:
+            if own.owner is not None and self._change.state != CHANGING:
                 self.release(hold)  # nothing was freed, for example since the id's hash raised
             raise
         return hold
@@ -134,7 +134,7 @@ class BlockHolds:
         Raises BlockStateError when the hold has ended or is another manager's, InvalidArgumentError when it is no hold.
         O(blocks).
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         given: Any = hold
         if not is_a(given, BlockHold):
             raise wrong("holds.release", "what read, write or detach returned", given)
@@ -142,7 +142,7 @@ class BlockHolds:
         if own not in self._holds:
             expected = "a hold that hasn't ended" if own.is_released else "a hold of this manager"
             raise BlockStateError(f"holds.release: expected {expected}, got {own}")
-        self._manager.change_state = CHANGING
+        self._change.state = CHANGING
         del self._holds[own]
         own.is_released = True
         for table in own.tables:
@@ -161,15 +161,15 @@ class BlockHolds:
 
     def _hold(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> BlockHold:
         """Begin a change by holding the blocks that a sequence's first tokens fill, or all of its blocks."""
-        sizes = [group.block_size for group in self._slots.groups or ()] or [self._slots.alignment]
+        groups = [(group.block_size, group.has_table) for group in self._slots.groups or ()]
         first_blocks, tables = [], []
-        for group, size in enumerate(sizes):
+        for group, (size, has_table) in enumerate(groups or [(self._slots.alignment, True)]):
             first, blocks = sequence.first_live_block(group), sequence.group_blocks(group)
-            end = len(blocks) if is_whole else num_tokens // size
+            end = len(blocks) if is_whole else num_tokens // size if has_table else 0
             first_blocks.append(first)
             tables.append([block for block in blocks[:end] if block is not None])
         hold = BlockHold(sequence.sequence_id, num_tokens, first_blocks, tables)
-        self._manager.begin_change()
+        self._change.begin()
         self._holds[hold] = None
         for table in tables:
             self._slots.pool.touch(table)

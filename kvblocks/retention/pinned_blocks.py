@@ -34,7 +34,7 @@ class PinnedBlocks:
     @property
     def known(self) -> dict[KVCacheBlock, bool] | None:
         """By block, whether it would be given up; None if no valid answer is kept. O(1)."""
-        if self._num_shared_changes != self._pool.num_shared_changes:
+        if self._num_shared_changes != self._pool.queue.num_shared_changes:
             self._may_go = None
         return self._may_go
 
@@ -62,7 +62,7 @@ class PinnedBlocks:
         So nothing changes for this block.
         """
         self._may_go = known
-        self._num_shared_changes = self._pool.num_shared_changes
+        self._num_shared_changes = self._pool.queue.num_shared_changes
         if known is not None:
             for block in blocks:
                 if not block.ref_cnt:
@@ -102,5 +102,5 @@ class PinnedBlocks:
                 return None
         self._may_go = may_go
         self._num_going = sum(may_go.values())
-        self._num_shared_changes = self._pool.num_shared_changes
+        self._num_shared_changes = self._pool.queue.num_shared_changes
         return may_go

@@ -33,7 +33,7 @@ Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, Supports
 
 
 class Pin:
-    """A request to keep a prefix cached. Made by `KVCacheManager.pin`; pins are compared by identity.
+    """A request to keep a prefix cached. Made by `manager.pins.pin`; pins are compared by identity.
 
     sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
     when it ends, None: never. blocks: the primary group's blocks that it holds now. attached_blocks: the side groups'

@@ -1,4 +1,4 @@
-"""Quotas of tenants: how many cached blocks each salt may keep while others want the space.
+"""Salts and their quotas: how many cached blocks each salt may keep while others want the space.
 
 A quota alone evicts nothing: as long as the pool has blocks that hold nothing, a tenant may cache beyond its quota. But
 when a cached block would be evicted next, and tenants are over their quotas, the one that has been so longest loses its
@@ -9,11 +9,14 @@ Counting is exact: every cached run knows its tenant, by the salt in its first b
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from struct import unpack_from
 
-from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.block import Epoch, KVCacheBlock, Run
 from kvblocks.core.free_queue import FreeBlockQueue
-from kvblocks.core.hooks import Accounts
-from kvblocks.retention.salts import salt_in
+from kvblocks.core.hashing import SALT_KIND
+from kvblocks.core.hooks import Accounts, Chooser
+from kvblocks.core.pool import BlockPool
+from kvblocks.core.sequence import Sequence
 from kvblocks.retention.tenant import OverQuota, Tenant
 from kvblocks.stats import QuotaUsage
 
@@ -35,11 +38,6 @@ class TenantQuotas(Accounts):
     def over(self) -> dict[Tenant, int]:
         """The tenants over their quotas, the longest first. Don't change it. O(1)."""
         return self._over.tenants
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether any tenant is over its quota. O(1)."""
-        return bool(self._over.tenants)
 
     @property
     def is_empty(self) -> bool:
@@ -114,22 +112,13 @@ class TenantQuotas(Accounts):
         self._over.reorder(sorted(self.over, key=_name))  # by name: it isn't known who went over first
         self.note_released(free_blocks)
 
-    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
+    def note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None = None) -> None:  # noqa: ARG002
         """Note which tenants' blocks became free. blocks: just released, in order. O(blocks)."""
         for block in blocks:
             if block.ref_cnt == 0 and block.run is not None:
                 tenant = block.run.account
                 if isinstance(tenant, Tenant):
                     tenant.note_free(block)
-
-    def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:  # noqa: ARG002  # one by one
-        """Take the first block; if it is cached and there is a `next_victim`, take that. O(log tenants) on average."""
-        first = queue.first
-        block = self.next_victim() if first is not None and first.is_cached else None
-        if block is None:
-            return [queue.popleft()]
-        queue.take(block)
-        return [block]
 
     def next_victim(self) -> KVCacheBlock | None:
         """Return the least recently used free block of `next_tenant`, None if there is none."""
@@ -150,6 +139,69 @@ class TenantQuotas(Accounts):
         kept = [t for t in self._tenants.values() if t.salt in self._named or t.num_cached_blocks]
         self._tenants = {tenant.salt: tenant for tenant in kept}
         self._sweep_at = max(1000, 2 * len(kept))  # so that this costs O(1) for each tenant on average
+
+
+class QuotaOrder(Chooser):
+    """Takes blocks of tenants over their quotas first, and else the first of the queue. For pools without a policy."""
+
+    def __init__(self, quotas: TenantQuotas) -> None:
+        self._quotas = quotas
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether any tenant is over its quota. O(1)."""
+        return bool(self._quotas.over)
+
+    def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:  # noqa: ARG002  # one by one
+        """Take the first block; if it is cached and there is a `next_victim`, take that. O(log tenants) on average."""
+        first = queue.first
+        block = self._quotas.next_victim() if first is not None and first.is_cached else None
+        if block is None:
+            return [queue.popleft()]
+        queue.take(block)
+        return [block]
+
+
+def charge(pool: BlockPool, quotas: TenantQuotas) -> TenantQuotas | None:
+    """Charge changed quotas for a pool, and count its cached blocks again. Returns the quotas, None if none. O(pool).
+
+    What chooses blocks must be told of the result.
+    """
+    quotas.recount(pool.index.count_by_run(), [*pool.queue])
+    in_force, index = None if quotas.is_empty else quotas, pool.index
+    if index.accounts is not None:
+        index.unwatch(index.accounts)
+    index.accounts = in_force
+    if in_force is not None:
+        index.watch(in_force)
+    return in_force
+
+
+def salt_in(extra_keys: bytes | None) -> str | None:
+    """Return the salt in a first block's encoded extra keys, where it comes first; None if there is none. O(bytes)."""
+    if not extra_keys or extra_keys[0] != SALT_KIND:
+        return None
+    (num_bytes,) = unpack_from("<I", extra_keys, 1)
+    return extra_keys[5 : 5 + num_bytes].decode()
+
+
+def forget_salt(pool: BlockPool, salt: str | None) -> int:
+    """Stop caching all prefixes with one salt; None: without one. Returns how many blocks. O(runs + those blocks)."""
+    num_before = pool.num_cached_blocks
+    for run in pool.index.runs():
+        parent, _, _, extra_keys = run.key
+        if parent is None and salt_in(extra_keys) == salt:
+            while run.blocks:  # once for each duplicate of its first block; after the last one the run is empty
+                pool.index.forget(run.blocks[0], "dropped")
+    pool.requeue_detached()
+    return num_before - pool.num_cached_blocks
+
+
+def ended_epoch(epoch: Epoch) -> Epoch:
+    """Return an epoch that has ended, for sequences that must go on as after a reset."""
+    ended = Epoch(epoch.names, epoch.block_bytes)
+    ended.is_current = False
+    return ended
 
 
 def _name(tenant: Tenant) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from kvblocks.arguments import Text, check_id, check_name, check_text, is_a, plain_text, wrong
-from kvblocks.core.change import Changeable
+from kvblocks.core.change import Change
 from kvblocks.retention.eviction import Eviction
 
 
@@ -18,9 +18,9 @@ class Sessions:
     Made by a manager. As with the manager's calls, one that raises has changed nothing.
     """
 
-    def __init__(self, manager: Changeable, eviction: Eviction | None, end: Callable[[], None]) -> None:
+    def __init__(self, change: Change, eviction: Eviction | None, end: Callable[[], None]) -> None:
         """end: the manager's call that ends a change and, in debug mode, checks all."""
-        self._manager = manager
+        self._change = change
         self._eviction = eviction
         self._end = end
 
@@ -33,7 +33,7 @@ class Sessions:
         """
         own, why, tenant = self._check(session), _check_reason(reason), check_name("salt", salt)
         if self._eviction is not None:
-            self._manager.begin_change()
+            self._change.begin()
             self._eviction.pause(own, tenant, why)
             self._end()
 
@@ -44,12 +44,12 @@ class Sessions:
         """
         own, tenant = self._check(session), check_name("salt", salt)
         if self._eviction is not None:
-            self._manager.begin_change()
+            self._change.begin()
             self._eviction.end(own, tenant)
             self._end()
 
     def _check(self, session: Hashable) -> Hashable:
-        self._manager.check_whole()
+        self._change.check_whole()
         if session is None:
             raise wrong("session", "something hashable other than None", session)
         check_id("session", session)

@@ -9,7 +9,7 @@ def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]
     """Return the free blocks to evict for `victim`, a free cached block: those below it, and the victim last.
 
     At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. If the
-    victim has duplicates, or is a duplicate or an attached block, it is returned alone. released: by block id, when it
+    victim has duplicates, or is an attached block, it is returned alone. released: by block id, when it
     became free. Changes nothing. O(blocks returned + owned blocks between them + branches).
     """
     run, index = victim.run, victim.index
@@ -68,8 +68,7 @@ def _take_apart(
 def _emit(emit: tuple[Run, int, int], found: list[KVCacheBlock], max_blocks: int) -> None:
     """Add the free blocks of positions high to low of a run."""
     run, high, low = emit
-    duplicates = run.duplicates or {}
     for position in range(high, low - 1, -1):
-        for block in (run.blocks[position], *duplicates.get(position, ())):
-            if not block.ref_cnt and len(found) < max_blocks:
-                found.append(block)
+        block = run.blocks[position]
+        if not block.ref_cnt and len(found) < max_blocks:
+            found.append(block)

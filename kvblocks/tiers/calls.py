@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit
+from kvblocks.tiers.transfer import TierHit
 
 
 class ManagerCalls:
     """What `Tiers` needs of its manager.
 
     check_owned: the manager's check of a sequence. commit: caches what `prepare_commit` returned. rewind: gives back a
-    sequence's slots behind a token; called inside a change of the manager. end: ends a change, and runs `check` if the
-    manager checks after each change.
+    sequence's slots behind a token; called inside a change of the manager. start: gives a sequence blocks for its hit,
+    for loads, and for tokens behind them; called with what `allocate` has checked. end: ends a change, and runs `check`
+    if the manager checks after each change.
     """
 
     def __init__(
@@ -20,9 +24,11 @@ class ManagerCalls:
         check_owned: Callable[[Any, str], Sequence],
         commit: Callable[[Commit], None],
         rewind: Callable[[Sequence, int], None],
+        start: Callable[[Sequence, CacheHit | None, list[TierHit], Any], list[KVCacheBlock] | None],
         end: Callable[[], None],
     ) -> None:
         self.check_owned = check_owned
         self.commit = commit
         self.rewind = rewind
+        self.start = start
         self.end = end

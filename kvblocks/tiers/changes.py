@@ -1,4 +1,8 @@
-"""Changes of the slots of a tier that outlives its manager, for whoever remembers what the slots hold."""
+"""Changes of the slots of a tier that outlives its manager, for whoever remembers what the slots hold.
+
+Uses are told by the last slot of the prefix that was used, since `restore` counts a block as being as new as the newest
+block behind it. So a use of a long prefix is one number.
+"""
 
 from typing import SupportsIndex
 
@@ -16,6 +20,7 @@ class SlotChanges:
 
     def __init__(self) -> None:
         self._changes: Changes = {}
+        self._used: dict[int, None] = {}  # in the order of use
 
     def __bool__(self) -> bool:
         """Whether `take` would return any change. O(1)."""
@@ -26,10 +31,32 @@ class SlotChanges:
         for slot, identity in zip(slots, identities, strict=True):
             self._changes.pop(slot.block_id, None)
             self._changes[slot.block_id] = identity
+            self._used.pop(slot.block_id, None)  # a new block is the last used one anyway
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
         """Take note that slots hold nothing that lookups can find. O(slots)."""
         self._changes.update(dict.fromkeys([slot.block_id for slot in slots]))
+        for slot in slots:
+            self._used.pop(slot.block_id, None)
+
+    def note_used(self, slots: list[KVCacheBlock]) -> None:
+        """Take note of a use of a prefix whose slots these are, or of slots that are attached to one.
+
+        Of a prefix, its last slot stands for all. O(1) for a prefix, O(slots) for attached ones.
+        """
+        last = next((slot for slot in reversed(slots) if slot.is_cached), None)
+        if last is None or last.run is None:
+            return
+        is_prefix = last.index < len(last.run.blocks) and last.run.blocks[last.index] is last
+        for slot in (last,) if is_prefix else slots:
+            if slot.is_cached and slot.block_id not in self._changes:
+                self._used.pop(slot.block_id, None)
+                self._used[slot.block_id] = None
+
+    def take_used(self) -> list[int]:
+        """Return the slots in which used prefixes end, the last used one last, and forget them. O(1)."""
+        used, self._used = self._used, {}
+        return [*used]
 
     def look(self) -> Changes:
         """Return what `take` would. O(changes)."""

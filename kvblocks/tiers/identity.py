@@ -8,7 +8,7 @@ all of these.
 from struct import pack, unpack
 from typing import Any, Final, SupportsIndex
 
-from kvblocks.arguments import Given, check_count, is_a, plain_bytes, wrong
+from kvblocks.arguments import Given, check_count, is_a, wrong
 from kvblocks.core.hashing import Names, make_preimage, sha256_digest
 
 NUM_DIGEST_BYTES: Final = 32
@@ -88,4 +88,5 @@ def _bytes_of(name: str, value: Given[bytes]) -> bytes:
     given: Any = value
     if not is_a(given, bytes):
         raise wrong(f"BlockIdentity: {name}", "bytes", given)
-    return plain_bytes(given)
+    own: bytes = given
+    return own

@@ -4,8 +4,8 @@ A job owns the blocks on both sides from its beginning to the end of its last tr
 meanwhile. So no transfer reads or writes a block that has been given to something else.
 """
 
-from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
-from kvblocks.core.caching import first_uncached
+from kvblocks.core.block import KVCacheBlock, Node, Run
+from kvblocks.core.hooks import Digests
 from kvblocks.core.sequence import Sequence
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.telling import names_of
@@ -43,8 +43,13 @@ class Job:
         if ok:
             self._note_arrived(self._has_arrived, transfer)
 
-    def note_forgotten(self) -> None:
-        """Take note that something was removed from the device's cache because it is not valid. O(blocks)."""
+    def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:  # noqa: ARG002  # loads need both
+        """Take note of lost blocks of the device: what is from the first of them on is bad. O(blocks).
+
+        At the end would be too late: they may be written by then, and cached again. prefixes: what they held.
+        """
+        lost = [number for number, block in enumerate(self.blocks[: self.num_good]) if block in blocks]
+        self.num_good = min([self.num_good, *lost])
 
     def cancel_queued(self) -> None:
         """End the transfers that `take_transfers` hasn't returned yet."""
@@ -74,9 +79,9 @@ class LoadJob(Job):
     """Loads of the blocks that stand in its sequences' tables from index `first` on.
 
     sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
-    hold up to the load's end. start: how many first tokens are there without the load. pools: the tier of each slot.
-    parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks that the job owns: all
-    of the prefix, as long as a sequence waits.
+    hold up to the load's end. start: how many first tokens the sequences had without the load when it began. pools: the
+    tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks that
+    the job owns: all of the prefix, as long as a sequence waits.
     """
 
     def __init__(
@@ -93,7 +98,6 @@ class LoadJob(Job):
         self.start = first * size
         self.held = [*prefix.blocks]
         self.sequences: dict[Sequence, None] = {sequence: None}
-        self._starts: dict[Sequence, int] = {}  # of sequences that lost a part of their hit
         self.pools = pools
         self.parts = parts
 
@@ -107,58 +111,32 @@ class LoadJob(Job):
                 start = number
         return found
 
-    def join(self, twin: Sequence, sequence: Sequence) -> None:
-        """Have the fork (`twin`) of a waiting sequence wait too. O(1)."""
-        self.sequences[twin] = None
-        if sequence in self._starts:
-            self._starts[twin] = self._starts[sequence]
+    def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
+        """As `Job.note_lost`. What the load brings of the same prefixes may be bad, too, and so is all behind them."""
+        indices = [index for index, block in enumerate(self.prefix.blocks) if block in blocks]
+        indices += [len(lost.blocks) - 1 for lost in prefixes if self.prefix.begins_with(lost, self._block_size)]
+        for index in indices:
+            self.num_good = min(self.num_good, max(0, index - self.first))
+            if index >= self.first:
+                self.pools[index - self.first].drop([self.slots[index - self.first]])
 
-    def note_forgotten(self) -> None:
-        """Take note of the parts of the sequences' hits that were taken back. Called before a reset, which hides them.
+    def start_for(self, sequence: Sequence) -> int:
+        """Return how many first tokens a waiting sequence has without the load, in whole blocks. O(1).
 
-        O(sequences).
+        These are fewer than `start` if a part of its hit was lost: the step that was to write it died, or it turned out
+        to be bad.
         """
-        for sequence in self.sequences:
-            if sequence.epoch is not None:
-                self._starts[sequence] = self.start_for(sequence, sequence.epoch)
-
-    def note_bad(self, index: int) -> None:
-        """Take note that the block at `index` of the tables is or will be bad: none from there on counts as arrived."""
-        self.num_good = min(self.num_good, max(0, index - self.first))
-        if index >= self.first:
-            self.pools[index - self.first].drop([self.slots[index - self.first]])
-
-    def note_lost(self, epoch: Epoch) -> None:
-        """If a part of a hit before the load was taken back, take note that the load may be bad. epoch: the cache's."""
-        for sequence in self.sequences:
-            if self.start_for(sequence, epoch) < self.start:
-                self.num_good = 0
-
-    def start_for(self, sequence: Sequence, epoch: Epoch) -> int:
-        """Return how many first tokens a sequence has without the load.
-
-        These are fewer than `start` if a part of its hit was taken back. A hit is taken back if the step that was to
-        write it died, or if it turned out to be bad. O(1); O(blocks) if taken back.
-        """
-        start = self._starts.get(sequence, self.start)
-        if sequence.epoch is not epoch or not epoch.is_current:
-            return start
-        kept = first_uncached(sequence)
-        return min(start, kept * self._block_size) if kept < min(self.first, len(sequence.blocks)) else start
-
-    def index_of(self, block: KVCacheBlock, prefix: Prefix | None) -> int | None:
-        """Return the index in the tables of a block, or of one with the same prefix; None if there is none."""
-        if block in self.prefix.blocks:
-            return self.prefix.blocks.index(block)
-        if prefix is None or not self.prefix.begins_with(prefix, self._block_size):
-            return None
-        return len(prefix.blocks) - 1
+        lost_from = sequence.lost_from
+        return self.start if lost_from is None else min(self.start, lost_from) // self._block_size * self._block_size
 
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
         """Return the token of a sequence up to which this job's blocks have arrived and still stand in its table.
 
-        also: as in `has_arrived`. O(blocks).
+        If it lost a part of its hit, what it has of that. also: as in `has_arrived`. O(blocks).
         """
+        start = self.start_for(sequence)
+        if start < self.start:
+            return start
         table, index = sequence.blocks, self.first
         for block in self.blocks[: self.num_arrived(also)]:
             if index >= len(table) or table[index] is not block:
@@ -202,25 +180,23 @@ class StoreJob(Job):
         run, index = self._nodes[self.num_good - 1]
         return [] if run is None else [prefix_of(run, index + 1).blocks]
 
-    def note_forgotten(self) -> None:
-        """Take note of blocks that are no longer cached at their node, since their KV may never have been written.
-
-        Called whenever something is taken back. Later would be too late: a block may be cached at the same node again.
-        O(blocks).
-        """
+    def _leave_uncached(self) -> None:
+        """Count only the first blocks that are still cached at their nodes as good. O(blocks)."""
         for number in range(self.num_good):
             (run, index), block = self._nodes[number], self.blocks[number]
             if block.run is not run or block.index != index or not block.is_cached:
                 self.num_good = number
                 break
 
-    def names(self, number: int) -> bytearray | None:
+    def names(self, number: int) -> Digests | None:
         """Return the names of the first blocks for events; None if no events are recorded. O(number)."""
-        return None if self._names is None else self._names[: number * self.pool.index.epoch.num_digest_bytes]
+        if self._names is None:
+            return None
+        return Digests(self._names[: number * self.pool.index.epoch.num_digest_bytes])
 
     def finish(self) -> int:
         """Cache in the tier what arrived and is good, give all slots back, and return how many blocks were stored."""
-        self.note_forgotten()
+        self._leave_uncached()
         number, parents = self.num_arrived(), self.above[0]
         if parents and not parents[-1].is_cached:
             number = 0

@@ -9,23 +9,23 @@ somebody asks for a block's identity.
 from kvblocks.core.block import KVCacheBlock, Node
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
-from kvblocks.retention.charging import charge
-from kvblocks.retention.quotas import TenantQuotas
-from kvblocks.retention.salts import forget_salt
+from kvblocks.core.sequence import Sequence
+from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge, forget_salt
 from kvblocks.retention.tenant import Tenant
 from kvblocks.tiers.changes import PersistentSlots, SlotChanges
 from kvblocks.tiers.identity import identity_names
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
-from kvblocks.tiers.wishes import Prefix, Wishes
+from kvblocks.tiers.wishes import Prefix, Wishes, prefix_in
 
 
 class TierPool:
     """The slots of a tier and what is wished for. Counters as in `TierStats`.
 
     rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at
-    most max_storing, with their salts. quotas: of tenants; None without quotas. changes: what is to be remembered if
-    the tier is persistent; else None.
+    most max_storing, with their salts. copies: by block of the device, the slot that was last stored from it, whatever
+    either holds by now. quotas: of tenants; None without quotas. changes: what is to be remembered if the tier is
+    persistent; else None. num_loading_bytes: of loads that haven't ended, begun or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -33,6 +33,7 @@ class TierPool:
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
+        self.copies: dict[KVCacheBlock, KVCacheBlock] = {}
         self.max_storing = max_storing
         self.name: str = tier.name
         self.num_block_bytes: int = tier.num_block_bytes
@@ -46,6 +47,7 @@ class TierPool:
         self.index = pool.index
         self.changes = changes
         self.quotas: TenantQuotas | None = None
+        self.num_loading_bytes = 0
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
@@ -86,7 +88,9 @@ class TierPool:
         return self.quotas is not None and self.quotas.next_victim() is not None
 
     def let_go(self, blocks: list[KVCacheBlock]) -> None:
-        """Give slots back, in the order of their prefix. What they store stays stored. O(their number)."""
+        """Give slots back after a use, in the order of their prefix. What they store stays stored. O(their number)."""
+        if self.changes is not None:
+            self.changes.note_used(blocks)
         self.pool.release_table(blocks)
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
@@ -98,13 +102,32 @@ class TierPool:
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
             self.drop(found[-1:])
 
+    def drop_copies(self, sequence: Sequence, lost: set[KVCacheBlock]) -> list[Prefix]:
+        """Forget what was stored from lost blocks of a sequence, and all behind. Returns its prefix, if there is any.
+
+        The tier may have the same prefix from an earlier time, when its KV was there. So only slots go that were stored
+        from these very blocks. A lookup in the tier, and O(blocks).
+        """
+        slots = self.slots_of(sequence)
+        for index, (block, slot) in enumerate(zip(sequence.blocks, slots)):  # noqa: B905  # the shorter one counts
+            if block in lost and self.copies.get(block) is slot:
+                self.drop([slot])
+                return [prefix_in(sequence, index + 1, self.index.block_size)]
+        return []
+
+    def slots_of(self, sequence: Sequence) -> list[KVCacheBlock]:
+        """Return the slots that hold the prefix of an allocated sequence, as far as it has blocks. A lookup."""
+        keys = sequence.encoded_keys(self.index.block_size)
+        return self.match(memoryview(sequence.tokens), keys, len(sequence.blocks))
+
     def forget_salt(self, salt: str | None) -> int:
         """Forget what is stored of a salt; returns how many slots that were. O(runs + those slots)."""
         return forget_salt(self.pool, salt)
 
     def charge(self, quotas: TenantQuotas) -> None:
         """Put changed quotas into force. O(slots)."""
-        self.quotas = charge(self.pool, quotas)
+        in_force = self.quotas = charge(self.pool, quotas)
+        self.pool.chooser = None if in_force is None else QuotaOrder(in_force)
 
     def max_blocks_of(self, salt: str | None) -> int | None:
         """Return the quota of a salt, None without one. O(1)."""
@@ -143,11 +166,13 @@ class TierPool:
 
         O(1), plus the time to free memory; O(slots) if the tier is persistent.
         """
+        self.copies.clear()
         self.index.clear()
         self.note_unstored(self.pool.blocks)
 
     def note_stored(self, slots: list[KVCacheBlock], prefix: Prefix, first: int) -> None:
         """Take note that slots hold the blocks of a prefix from index `first` on. O(blocks)."""
+        self.copies.update(zip(prefix.blocks[first : first + len(slots)], slots))  # noqa: B905  # a found prefix has none
         if self.changes is not None:
             self.changes.note_stored(slots, prefix.identities(first, first + len(slots), self.index.block_size))
 

@@ -34,6 +34,16 @@ class Rate:
         self._seconds_a_unit = found
         self._is_measured = True
 
+    def note_failed(self, num_units: int, seconds: float) -> None:
+        """Learn from a try that failed after so many seconds: num_units would have taken at least that.
+
+        It can only make the rate slower: a try that failed at once says nothing. The first measurement replaces it.
+        """
+        found = seconds / num_units if num_units > 0 else 0.0
+        if found > self._seconds_a_unit:
+            share = SMOOTHING if self._is_measured else 1.0
+            self._seconds_a_unit += share * (found - self._seconds_a_unit)
+
     def doubt(self) -> None:
         """Assume that the learned speed is a little too low.
 

@@ -14,12 +14,13 @@ from typing import Any, SupportsIndex
 
 from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.core.block import ROOT, KVCacheBlock
-from kvblocks.core.hashing import decode_extra_keys
+from kvblocks.core.hooks import Digests
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import Prefix
+from kvblocks.wire.extra_keys import decode_extra_keys
 
 _EXPECTED = "pairs of a slot's id and a BlockIdentity"
 
@@ -48,20 +49,24 @@ def restore_slots(pool: TierPool, remembered: Remembered) -> int:
     """Cache what slots hold, and order them so that the slots stored first are reused first. O(slots log slots).
 
     A block counts as stored when the last block behind it, or attached to it, was stored. So a prefix's end is reused
-    before its beginning. Returns how many were cached; the others count as forgotten.
+    before its beginning. Of slots that hold the same one stays cached. Returns how many did; the others count as
+    forgotten.
     """
     slots, identities = remembered
     blocks = [pool.pool.blocks[slot] for slot in slots]
     pool.hold(blocks)
     restoring = _Restoring(pool, identities, blocks)
     restoring.cache()
-    found = restoring.in_order()
-    pool.let_go([blocks[number] for number in found])
-    if len(found) < len(blocks):
-        lost = [block for block in blocks if not block.is_cached]
-        pool.let_go(lost)
-        pool.note_unstored(lost)
-    return len(found)
+    order = [blocks[number] for number in restoring.in_order()]
+    lost = [block for block in blocks if not block.is_cached] if len(order) < len(blocks) else []
+    if not pool.index.num_duplicates:  # none of them is used now, hence not `let_go`
+        pool.pool.release_table(order)
+    else:  # one by one, so that what stays cached is as new as the newest of its duplicates
+        for block in reversed(order):
+            pool.pool.release_table([block])
+    pool.pool.release_table(lost)
+    pool.note_unstored(lost)
+    return sum([block.is_cached for block in order])
 
 
 class _Restoring:
@@ -231,7 +236,7 @@ def note_found(
             memoryview(prefix.tokens),
             prefix.extra_keys,
             len(held),
-            None if names is None else names[len(held) * pool.index.epoch.num_digest_bytes :],
+            None if names is None else Digests(names[len(held) * pool.index.epoch.num_digest_bytes :]),
         )
     found = [*held, *slots]
     beside = _attach(pool, prefix, found, attached)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from xxhash import xxh3_128
 
-from kvblocks.arguments import Given, is_a, plain_bytes, wrong
+from kvblocks.arguments import Given, is_a, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
 
@@ -87,7 +87,8 @@ def _check_bytes(name: str, expected: str, value: Given[bytes]) -> bytes:
     given: Any = value
     if not is_a(given, bytes):
         raise wrong(name, expected, given if name != "secret" else type(given))
-    return plain_bytes(given)
+    own: bytes = given
+    return own
 
 
 def _wrong_number(name: str, expected: str, value: bytes) -> InvalidArgumentError:

@@ -44,7 +44,8 @@ class Tier:
     - is_persistent: whether the tier outlives the manager. `tiers.take_changes` then says what to remember, and
       `tiers.restore` takes it back.
     - is_shared: whether others also store in the tier and delete from it. `tiers.note_found` then says what it has. A
-      shared tier isn't persistent: its slots are only what this manager knows of it.
+      shared tier isn't persistent: its slots are only what this manager knows of it. What others have found there can't
+      be taken back: answer a store to it only when the step that wrote its blocks has ended.
     - medium: its name in events. None: "EXTERNAL" if shared, as in SGLang; "STORAGE" if persistent, else "CPU", as in
       vLLM.
     """
@@ -117,7 +118,7 @@ def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching:
 def check_layers(groups: Iterable[Any]) -> None:
     """Raise InvalidArgumentError unless tiers can serve these groups of layers."""
     items = tuple(groups)
-    if items and all(group.window is not None for group in items):
+    if items and not any(group.sees_all for group in items):
         raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
     if not all(group.is_cached for group in items):
         raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")

@@ -16,6 +16,7 @@ from kvblocks.arguments import (
     Flag,
     Given,
     Text,
+    asked_once,
     check_count,
     check_flag,
     check_name,
@@ -25,8 +26,9 @@ from kvblocks.arguments import (
     plain_text,
     wrong,
 )
-from kvblocks.core.change import Changeable
-from kvblocks.core.hit import CacheHit
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.change import Change
+from kvblocks.core.hit import CacheHit, check_start
 from kvblocks.core.sequence import Sequence, not_a_sequence
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.retention.quotas import TenantQuotas
@@ -48,9 +50,9 @@ class Tiers:
     a transfer that had already ended.
     """
 
-    def __init__(self, manager: Changeable, traffic: Traffic, calls: ManagerCalls) -> None:
+    def __init__(self, change: Change, traffic: Traffic, calls: ManagerCalls) -> None:
         """traffic: where calls are delegated. calls: what this needs of the manager."""
-        self._manager = manager
+        self._change = change
         self._traffic = traffic
         self._calls = calls
         self._compute_rate = Rate()
@@ -80,10 +82,10 @@ class Tiers:
     def find(self, hit: Given[CacheHit]) -> list[TierHit]:
         """Return what the tiers have of a hit's sequence behind the hit, the nearest part first. Changes nothing.
 
-        Each part begins where the one before it ends. You may give `allocate_slots` any number of the first parts.
+        Each part begins where the one before it ends. You may give `allocate` any number of the first parts.
         Raises InvalidArgumentError, and SequenceStateError for another manager's hit. A lookup in each tier.
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         given: Any = hit
         if not is_a(given, CacheHit):
             raise wrong("tiers.find", "what get_computed_blocks returned", hit)
@@ -96,19 +98,44 @@ class Tiers:
         """Return the first parts of `find`'s answer that are expected to be faster to load than to compute.
 
         Uses the tiers' bytes per second (see `Tier`, learned by `complete`) and the model's speed (learned by
-        `note_computed`). A tier of unknown speed counts as fast, and a model of unknown speed as slow.
+        `note_computed`). A tier of unknown speed counts as fast, and a model of unknown speed as slow. A load begins
+        when those before it in its tier have ended, so their bytes count too.
         """
         given = self._traffic.listed(loads)
-        costs = [(hit.num_tokens, hit.seconds()) for hit in given]
+        waits_s = [hit.pool.num_loading_bytes * hit.pool.rate.seconds_a_unit for hit in given]
+        costs = [(hit.num_tokens, hit.seconds() + wait_s) for hit, wait_s in zip(given, waits_s, strict=True)]
         number = num_worth_loading(costs, self._compute_rate.seconds_a_unit)
         for declined in given[number:]:
-            declined.pool.rate.doubt()  # so that one slow load doesn't rule out the tier forever
+            if not declined.pool.num_loading_bytes:  # else a load that is under way will say how fast the tier is
+                declined.pool.rate.doubt()  # so that one slow load doesn't rule out the tier forever
         return given[:number]
 
     def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
         """Learn that a step computed so many tokens of prompts in so many seconds. Raises InvalidArgumentError."""
         number = check_count("num_tokens", num_tokens, 0)
         self._compute_rate.note(number, _check_seconds(seconds))
+
+    def allocate(
+        self,
+        sequence: Given[Sequence],
+        hit: Given[CacheHit] | None,
+        loads: Iterable[TierHit],
+        num_new_tokens: SupportsIndex | None = 0,
+    ) -> list[KVCacheBlock] | None:
+        """Start a sequence with a hit and with tokens that tiers have: `allocate_slots` with loads.
+
+        loads: what `find` returned for the hit, or the first items of it. They get slots, and so do the
+        `num_new_tokens` known tokens behind them (None: all the rest). All of these are delayed. The transfers begin
+        with the next `take_transfers`. Put the sequence in no step until `complete` says that it is loaded. Without
+        loads this is `allocate_slots`. Returns and raises as that call; StaleHitError also for loads that aren't stored
+        any more. O(blocks).
+        """
+        self._change.check_whole()
+        check_start(sequence, hit)
+        number = None if num_new_tokens is None else asked_once(num_new_tokens)
+        own: Any = sequence
+        found: Any = hit
+        return self._calls.start(own, found, self._traffic.check_loads(own, found, loads), number)
 
     # Transfers.
 
@@ -119,7 +146,7 @@ class Tiers:
         no more stores than the limit on held blocks allows. O(blocks that move, and of their prefixes), and
         O(sequences) if a tier stores what is computed.
         """
-        self._manager.begin_change()
+        self._change.begin()
         transfers = self._traffic.take()
         self._calls.end()
         return transfers
@@ -134,7 +161,7 @@ class Tiers:
 
         Raises InvalidArgumentError. O(blocks).
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         is_ok = check_flag("ok", ok)
         took = None if seconds is None else _check_seconds(seconds)
         own = self._check_transfer(transfer)
@@ -143,7 +170,9 @@ class Tiers:
             self.num_stale_answers += 1
             return []
         commits = self._traffic.prepare_commits(job, own, ok=is_ok)
-        self._manager.begin_change()
+        self._change.begin()
+        if own.is_load and not is_ok and took is not None:
+            own.pool.rate.note_failed(own.num_bytes, took)
         ended = self._traffic.end(own, job, commits, took, ok=is_ok)
         self._calls.end()
         return ended
@@ -154,11 +183,11 @@ class Tiers:
         The sequence goes on at once. Transfers that have begun keep their blocks until they are answered. Raises
         SequenceStateError if the sequence isn't loading. O(blocks).
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         own = self._calls.check_owned(sequence, "tiers.give_up")
         if not self._traffic.is_loading(own):
             raise SequenceStateError(f"tiers.give_up: expected a sequence that is loading, got {own}")
-        self._manager.begin_change()
+        self._change.begin()
         self._traffic.give_up(own)
         self._calls.end()
         return own.num_computed_tokens
@@ -187,7 +216,7 @@ class Tiers:
         blocks known to be there. Call it when the tier has answered, before `find`. Blocks that `evict_blocks` took
         back must be deleted from the tier before it is asked. Raises InvalidArgumentError. O(tokens).
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         pool = self._check_tier("note_found", tier)
         if not pool.is_shared:
             raise wrong("tiers.note_found", "the name of a tier that is shared (is_shared=True)", tier)
@@ -199,7 +228,7 @@ class Tiers:
         number = check_count("num_blocks", num_blocks, 0, most)
         columns = _check_attached(attached, number)
         names = first_names(pool, prefix, number)
-        self._manager.begin_change()
+        self._change.begin()
         found = note_found(pool, prefix, number, columns, names)
         self._calls.end()
         return found
@@ -213,35 +242,48 @@ class Tiers:
         last comes last. Remember all changes of a call, or none of them; `restore` takes what was remembered. At most
         one change per slot is kept for the next call. O(tiers).
         """
-        self._manager.begin_change()
+        self._change.begin()
         noted = {pool.name: pool.changes for pool in self._traffic.pools}
         changes = {name: of_tier.take() for name, of_tier in noted.items() if of_tier is not None}
         self._calls.end()
         return changes
+
+    def take_uses(self) -> dict[str, list[int]]:
+        """Return the slots of persistent tiers in which prefixes end that were used since the last call, by tier.
+
+        The last used one comes last. Whoever remembers slots moves these behind all others, in this order: then
+        `restore` knows which prefixes were used last. A slot that `take_changes` has a change for isn't among them. At
+        most one note per slot is kept for the next call. O(tiers + such slots).
+        """
+        self._change.begin()
+        uses = {pool.name: pool.changes.take_used() for pool in self._traffic.pools if pool.changes is not None}
+        self._calls.end()
+        return uses
 
     def empty_slots(self, tier: Text) -> list[int]:
         """Return the slots of a persistent tier that hold nothing that lookups can find, and that no transfer uses.
 
         Their bytes may still be there: whoever deletes data erases these slots. Raises InvalidArgumentError. O(slots).
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         return self._check_tier("empty_slots", tier, persistent=True).empty_slots()
 
     def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
         """Take a persistent tier's slots back as they were remembered, the least recently stored first.
 
-        tier: its name; it must be empty, as in a new manager. slots: ids, and the block that each holds. A slot can't
+        tier: its name; it must be empty, as in a new manager. slots: ids, and the block that each holds, the least
+        recently stored or used (`take_uses`) first. A slot can't
         be found if its prefix isn't among them, or its keys can't be read; it counts as forgotten (`take_changes`).
         Returns how many can be found. The bytes are checked by whoever loads them. Raises InvalidArgumentError, and
         SequenceStateError if the tier isn't empty. O(slots).
         """
-        self._manager.check_whole()
+        self._change.check_whole()
         pool = self._check_tier("restore", tier, persistent=True)
         remembered = check_slots(pool, slots)
         if pool.pool.num_cached_blocks or pool.pool.num_free_blocks < len(pool.pool.blocks):
             raise SequenceStateError(f"tiers.restore: expected tier {pool.name!r} to be empty, got {pool.stats()}")
         try_names(pool, remembered[1])
-        self._manager.begin_change()
+        self._change.begin()
         number = restore_slots(pool, remembered)
         self._traffic.note_restored(pool)
         self._calls.end()
@@ -252,14 +294,14 @@ class Tiers:
     def set_quota(self, tier: Text, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
         """Limit what one salt (None: blocks without a salt) keeps stored in a tier while others want its slots.
 
-        As the manager's `set_quota`, which limits the device's blocks. tier: its name. Slots count once their bytes
+        As `manager.quotas.set`, which limits the device's blocks. tier: its name. Slots count once their bytes
         have arrived. Raises InvalidArgumentError. O(slots of the tier).
         """
         pool = self._check_tier("set_quota", tier)
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = TenantQuotas() if pool.quotas is None else pool.quotas
-        self._manager.begin_change()
+        self._change.begin()
         quotas.set_quota(name, number)
         pool.charge(quotas)
         self._calls.end()
@@ -269,10 +311,18 @@ class Tiers:
         pool = self._check_tier("set_default_quota", tier)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = TenantQuotas() if pool.quotas is None else pool.quotas
-        self._manager.begin_change()
+        self._change.begin()
         quotas.set_default(number)
         pool.charge(quotas)
         self._calls.end()
+
+    def quota_of(self, tier: Text, salt: Text | None) -> int | None:
+        """Return the quota of a salt in a tier, its own or the default; None: it has none.
+
+        Raises InvalidArgumentError. O(1).
+        """
+        quotas, name = self._check_tier("quota_of", tier).quotas, check_name("salt", salt)
+        return None if quotas is None else quotas.limit_of(name)
 
     def quotas(self, tier: Text) -> list[QuotaUsage]:
         """Return a tier's quotas and their use, of salts that have a quota or store anything there.

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.change import Changeable
+from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit, SlotAllocator
@@ -24,7 +24,7 @@ from kvblocks.tiers.pool import TierPool, make_pool
 from kvblocks.tiers.telling import note_restored, record_tiers
 from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
-from kvblocks.tiers.wishes import Prefix, prefix_of
+from kvblocks.tiers.wishes import Prefix, prefix_of, shortest_prefixes
 
 STORING_SHARE = 8
 """Stores of all tiers hold at most an eighth of the device's blocks. Each tier gets an equal part, at least one."""
@@ -39,13 +39,13 @@ class Traffic:
     def __init__(
         self,
         tiers: tuple[Tier, ...],
-        manager: Changeable,
+        change: Change,
         slots: SlotAllocator,
         sequences: Mapping[Hashable, Sequence],
         calls: ManagerCalls,
     ) -> None:
         """sequences: the manager's, by id. calls: what this needs of the manager."""
-        self._manager = manager
+        self._change = change
         self._slots = slots
         self._sequences = sequences
         self._calls = calls
@@ -116,13 +116,11 @@ class Traffic:
     def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
         """Return what to cache of a load when this transfer ends, for each waiting sequence. Call it outside a change.
 
-        The answer is [] before the load's last transfer. Nothing is cached behind a hit that was taken back meanwhile:
-        that hit may be bad, and must not be cached again. If a hash function raises, it does so here, and the transfer
-        can be answered again.
+        The answer is [] before the load's last transfer. Nothing is cached behind a hit that was lost meanwhile. If a
+        hash function raises, it does so here, and the transfer can be answered again.
         """
         if not isinstance(job, LoadJob) or job.num_open > 1:
             return []
-        job.note_lost(self.index.epoch)
         also = transfer if ok else None
         ends = {sequence: min(job.end_in(sequence, also), sequence.num_computed_tokens) for sequence in job.sequences}
         return [
@@ -151,32 +149,31 @@ class Traffic:
 
     def give_up(self, sequence: Sequence) -> None:
         """Have a loading sequence wait no more, and give back the slots of what it waited for. O(blocks)."""
-        job = self._loading[sequence]
-        start = job.start_for(sequence, self.index.epoch)
+        start = self._loading[sequence].start_for(sequence)
         self.leave(sequence)
         self._calls.rewind(sequence, start)
 
     # Called by the manager.
 
-    def check_loads(self, sequence: Sequence, hit: CacheHit | None, loads: object) -> tuple[list[TierHit], int]:
-        """Return loads as a list, and their number of tokens. Raises as `allocate_slots`. Read-only. O(blocks)."""
+    def check_loads(self, sequence: Sequence, hit: CacheHit | None, loads: object) -> list[TierHit]:
+        """Return loads as a list. Raises as `Tiers.allocate`. Changes nothing. O(blocks)."""
         given = self.listed(loads)
         if given and sequence.owner is not None:
-            raise SequenceStateError(f"allocate_slots: expected no loads, since {sequence} has blocks; got {given}")
+            raise SequenceStateError(f"tiers.allocate: expected no loads, since {sequence} has blocks; got {given}")
         start = 0 if hit is None else len(hit.blocks) * self._block_size
         if given and hit is not None and hit.num_tokens != start:
-            raise StaleHitError(f"allocate_slots: expected no loads behind {hit}, whose last token is computed again")
+            raise StaleHitError(f"tiers.allocate: expected no loads behind {hit}, whose last token is computed again")
         for load in given:
             if load.sequence is not sequence:
-                raise SequenceStateError(f"allocate_slots: expected loads of {sequence}, got {load}")
+                raise SequenceStateError(f"tiers.allocate: expected loads of {sequence}, got {load}")
             if load.first_token != start:
-                raise InvalidArgumentError(f"allocate_slots: loads: expected one from token {start} on, got {load}")
+                raise InvalidArgumentError(f"tiers.allocate: loads: expected one from token {start} on, got {load}")
             start += load.num_tokens
             if not self._is_stored(load):
-                raise StaleHitError(f"allocate_slots: expected {load} to be stored still; it isn't: look it up again")
+                raise StaleHitError(f"tiers.allocate: expected {load} to be stored still; it isn't: look it up again")
         if given and start >= sequence.num_tokens:
-            raise StaleHitError(f"allocate_slots: expected loads of fewer tokens than {sequence} has, got {given}")
-        return given, sum([load.num_tokens for load in given])
+            raise StaleHitError(f"tiers.allocate: expected loads of fewer tokens than {sequence} has, got {given}")
+        return given
 
     def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002  # for subclasses
         """Return the hit that a sequence with these loads starts with. Changes nothing."""
@@ -219,20 +216,22 @@ class Traffic:
         """Take note that a sequence was forked: the twin waits for the same loads. O(1)."""
         job = self._loading.get(sequence)
         if job is not None and twin.num_computed_tokens > job.start:
-            job.join(twin, sequence)
+            job.sequences[twin] = None
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence was cut (`truncate`, `rewind`). Inside its load, it keeps whole blocks only.
+        """Take note that a sequence was cut (`truncate`, `rewind`). Of a hit that was lost it keeps the part before.
 
-        A transfer may still write to a partly kept block, so no token may be added to it.
+        Inside its load, it keeps whole blocks only: a transfer may still write to a partly kept one.
         """
         job = self._loading.get(sequence)
         if job is None:
             return
-        num_left = sequence.num_computed_tokens
-        if num_left <= job.start:
+        num_left, start = sequence.num_computed_tokens, job.start_for(sequence)
+        if start < job.start or num_left <= job.start:
             self.leave(sequence)
+            if start < min(job.start, num_left):
+                self._calls.rewind(sequence, start)
         elif num_left < job.start + len(job.blocks) * self._block_size and num_left % self._block_size:
             self._calls.rewind(sequence, num_left // self._block_size * self._block_size)
             if sequence.num_computed_tokens == job.start:
@@ -243,30 +242,26 @@ class Traffic:
         job = self._loading.get(sequence)
         return num_tokens if job is None else min(num_tokens, job.start)
 
-    def note_forgotten(self) -> None:
-        """Take note that something was taken back from the device's cache. O(blocks that move)."""
-        for job in self._jobs:
-            job.note_forgotten()
+    def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None) -> None:
+        """Forget what tiers have of these lost blocks of the device. Called before the blocks stop being cached.
 
-    def note_bad(self, blocks: list[KVCacheBlock]) -> None:
-        """Forget in all tiers what these blocks of the device hold, because it turned out to be bad.
-
-        Loads that bring it, or come behind it, have failed there. O(their prefixes x loads). Of blocks that are cached
-        one after another only the first is looked at.
+        sequence: who was to write them: what was stored from them goes. None: they are bad, maybe since a tier brought
+        them: all that tiers have of their prefixes goes. Loads that bring it, or come behind it, fail, and so do stores
+        that read the blocks. O(lost blocks + prefixes), and O(blocks of stores) if one reads them.
         """
         if not self.pools:
             return
-        given = {block.node for block in blocks if block.is_cached}
-        for block in blocks:
-            prefix = None
-            if block.run is not None and block.is_cached and (block.run, block.index - 1) not in given:
-                prefix = prefix_of(block.run, block.index + 1)
-                for pool in self.pools:
-                    pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
-            for job in self._jobs:
-                index = job.index_of(block, prefix) if isinstance(job, LoadJob) else None
-                if index is not None and isinstance(job, LoadJob):
-                    job.note_bad(index)
+        lost = set(blocks)
+        prefixes = [] if sequence is not None else self._drop_prefixes(blocks)
+        left = lost if sequence is not None else {block for block in blocks if block.ref_cnt and not block.is_cached}
+        owners = self._sequences.values() if sequence is None else [sequence]
+        for pool in self.pools:
+            if [block for block in left if block in pool.copies]:
+                prefixes += [prefix for owner in owners for prefix in pool.drop_copies(owner, left)]
+        is_read = [block for pool in self.pools for block in blocks if block in pool.storing]
+        for job in self._jobs:
+            if is_read or isinstance(job, LoadJob):
+                job.note_lost(lost, prefixes)
 
     def clear(self) -> None:
         """Forget everything in all tiers, after the device's cache was reset. O(1), plus the time to free memory.
@@ -319,7 +314,7 @@ class Traffic:
                     tables += [prefix for other, prefix in job.parts if other is pool]
             pool.pool.check(tables)
         for sequence, job in self._loading.items():
-            assert sequence.owner is self._manager and sequence in job.sequences, f"{sequence}: waits for no load"
+            assert sequence.owner is self._change and sequence in job.sequences, f"{sequence}: waits for no load"
             assert job in self._jobs and job.num_open, f"{sequence}: waits for a load that is over"
         num_open = sum([job.num_open for job in self._jobs])
         assert num_open == len(self._queue) + len(self._begun), f"tiers: {num_open} transfers counted"
@@ -351,6 +346,14 @@ class Traffic:
         tokens = bytearray(sequence.packed_tokens()[: 4 * size * len(blocks)])
         prefix = Prefix(tokens, sequence.encoded_keys(size), blocks)
         return LoadJob(sequence, prefix, first, slots, pools, [(load.pool, load.prefix) for load in loads])
+
+    def _drop_prefixes(self, blocks: list[KVCacheBlock]) -> list[Prefix]:
+        """Forget in all tiers the prefixes of those of `blocks` that are cached, and return the shortest of them."""
+        prefixes = shortest_prefixes(blocks)
+        for prefix in prefixes:
+            for pool in self.pools:
+                pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+        return prefixes
 
     def _note_started(self, sequence: Sequence) -> None:
         """Take note that some of a sequence's loads arrived, and that it goes on behind them."""
@@ -482,8 +485,6 @@ class Traffic:
         for sequence in job.sequences:
             del self._loading[sequence]
             end = job.end_in(sequence)
-            if end == job.start:
-                end = job.start_for(sequence, self.index.epoch)
             is_whole = end >= job.start and not job.waits_behind(sequence, end)
             if end > job.start:
                 self._note_started(sequence)

@@ -56,6 +56,7 @@ class Transfer:
     """
 
     __slots__ = (
+        "_state",
         "block_ids",
         "generation",
         "has_arrived",
@@ -65,7 +66,6 @@ class Transfer:
         "position",
         "prefix",
         "slots",
-        "state",
         "tier",
     )
 
@@ -82,8 +82,21 @@ class Transfer:
         self.slots = slots
         self.num_bytes = len(slots) * pool.num_block_bytes
         self.is_load = is_load
-        self.state = QUEUED
         self.has_arrived = False
+        self._state = QUEUED
+        if is_load:
+            pool.num_loading_bytes += self.num_bytes
+
+    @property
+    def state(self) -> int:
+        """QUEUED, BEGUN or ENDED. The tier counts the bytes of loads that haven't ended."""
+        return self._state
+
+    @state.setter
+    def state(self, state: int) -> None:
+        if self.is_load and state == ENDED != self._state:
+            self.pool.num_loading_bytes -= self.num_bytes
+        self._state = state
 
     @property
     def salt(self) -> str | None:

@@ -5,7 +5,8 @@ prefix is stored, if anything. So taking a block never waits for a copy.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
-from kvblocks.retention.salts import salt_in
+from kvblocks.core.sequence import Sequence
+from kvblocks.retention.quotas import salt_in
 from kvblocks.tiers.identity import BlockIdentity
 
 MOST_WISHES = 4096
@@ -69,6 +70,20 @@ def prefix_of(run: Run, num_blocks: int) -> Prefix:
         tokens += part.tokens[: count * part.epoch.block_bytes]
         blocks += part.blocks[:count]
     return Prefix(tokens, keys or None, blocks)
+
+
+def shortest_prefixes(blocks: list[KVCacheBlock]) -> list[Prefix]:
+    """Return the prefixes of those of `blocks` that are cached; of blocks of a run in a row, only the first one's."""
+    nodes = {block.node for block in blocks if block.is_cached}
+    ends = [(run, index + 1) for run, index in nodes if run is not None and (run, index - 1) not in nodes]
+    return [prefix_of(run, num_blocks) for run, num_blocks in ends]
+
+
+def prefix_in(sequence: Sequence, num_blocks: int, block_size: int) -> Prefix:
+    """Return the prefix of a sequence's first `num_blocks` blocks, cached or not. O(tokens)."""
+    keys = {index: key for index, key in (sequence.encoded_keys(block_size) or {}).items() if index < num_blocks}
+    tokens = bytearray(sequence.packed_tokens()[: 4 * block_size * num_blocks])
+    return Prefix(tokens, keys or None, sequence.blocks[:num_blocks])
 
 
 class Wishes:

@@ -11,7 +11,7 @@ STORED: Final = 1
 REMOVED: Final = 2
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where blocks are cached. rank: data-parallel; medium: None if the events don't say."""
 
     rank: int
@@ -19,7 +19,7 @@ class Place(NamedTuple):
     medium: str | None
 
 
-Change: TypeAlias = tuple[int, Place, list[int]]
+Change: TypeAlias = tuple[int, Location, list[int]]
 """CLEARED, STORED or REMOVED; the place; the hashes."""
 
 
@@ -29,11 +29,11 @@ def changes_of(batch: EventBatch) -> list[Change]:
     changes: list[Change] = []
     for event in batch.events:
         if isinstance(event, AllBlocksCleared):
-            changes.append((CLEARED, Place(rank, 0, None), []))
+            changes.append((CLEARED, Location(rank, 0, None), []))
         elif isinstance(event, BlockStored | BlockRemoved):
             kind = STORED if isinstance(event, BlockStored) else REMOVED
             changes.append(
-                (kind, Place(rank, event.group_idx or 0, event.medium), list(map(to_u64, event.block_hashes)))
+                (kind, Location(rank, event.group_idx or 0, event.medium), list(map(to_u64, event.block_hashes)))
             )
     return changes
 
@@ -44,7 +44,7 @@ class Holdings:
     __slots__ = ("_sets",)
 
     def __init__(self) -> None:
-        self._sets: dict[Place, set[int]] = {}
+        self._sets: dict[Location, set[int]] = {}
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Apply changes, in order. O(blocks)."""
@@ -71,17 +71,18 @@ class Holdings:
         """Return the ranks that have blocks."""
         return sorted({place.rank for place in self._sets})
 
-    def places(self) -> dict[Place, frozenset[int]]:
+    def places(self) -> dict[Location, frozenset[int]]:
         """Return a copy of the sets. O(blocks)."""
         return {place: frozenset(held) for place, held in self._sets.items()}
 
-    def find(self, hashes: Iterable[Hash], rank: int, group: int, medium: str | None) -> int:
-        """Return how many first blocks of `hashes` are cached. medium None: on any. O(blocks found x media)."""
-        held = [
-            found
-            for place, found in self._sets.items()
-            if place.rank == rank and place.group == group and medium in (None, place.medium)
-        ]
+    def find(self, hashes: Iterable[Hash], rank: int, group: int, medium: str | None, states: int | None = None) -> int:
+        """Return how many first blocks of `hashes` are cached. medium None: on any. O(blocks found x media).
+
+        states: the group of recurrent states; then only blocks up to the last one with a state count.
+        """
+        held = self._at(rank, group, medium)
+        if states is not None:
+            return self._find_with_state(hashes, held, self._at(rank, states, medium))
         count = 0
         if len(held) == 1:
             (only,) = held
@@ -96,3 +97,20 @@ class Holdings:
                     break
                 count += 1
         return count
+
+    def _at(self, rank: int, group: int, medium: str | None) -> list[set[int]]:
+        return [
+            found
+            for place, found in self._sets.items()
+            if place.rank == rank and place.group == group and medium in (None, place.medium)
+        ]
+
+    @staticmethod
+    def _find_with_state(hashes: Iterable[Hash], held: list[set[int]], saved: list[set[int]]) -> int:
+        usable = 0
+        for count, key in enumerate(map(to_u64, hashes), 1):
+            if not any(key in one for one in held):
+                break
+            if any(key in one for one in saved):
+                usable = count
+        return usable

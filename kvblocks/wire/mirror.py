@@ -19,7 +19,7 @@ from kvblocks.arguments import wrong
 from kvblocks.wire.codecs import Hash, decode
 from kvblocks.wire.errors import MalformedFrameError
 from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
-from kvblocks.wire.holdings import CLEARED, Change, Holdings, Place, changes_of
+from kvblocks.wire.holdings import CLEARED, Change, Holdings, Location, changes_of
 
 MAX_CHUNKS: Final = 1 << 16
 """The most chunks in a snapshot. So many hold 67 million blocks."""
@@ -145,7 +145,7 @@ class EventMirror:
         """Return how many blocks a worker has cached. A block counts once per group and medium. O(groups x media)."""
         return self._get(worker).holdings.count()
 
-    def places(self, worker: str) -> dict[Place, frozenset[int]]:
+    def places(self, worker: str) -> dict[Location, frozenset[int]]:
         """Return the low 64 bits of the hashes of a worker's blocks, by rank, group and medium. O(blocks)."""
         return self._get(worker).holdings.places()
 
@@ -154,25 +154,36 @@ class EventMirror:
         return len(self._get(worker).held)
 
     def find(
-        self, worker: str, hashes: Iterable[Hash], *, rank: int = 0, group: int = 0, medium: str | None = None
+        self,
+        worker: str,
+        hashes: Iterable[Hash],
+        *,
+        rank: int = 0,
+        group: int = 0,
+        medium: str | None = None,
+        states: int | None = None,
     ) -> int:
         """Return how many of the first blocks of a prefix a worker has cached. O(blocks found).
 
         hashes: of the prefix's blocks, in any form: signed, unsigned, or digests. medium: where; None: anywhere.
+        states: for models with recurrent layers, the number of their group. Then only blocks up to the last one with a
+        state count: a worker can go on from there, and from nowhere behind it.
         """
-        return self._get(worker).holdings.find(hashes, rank, group, medium)
+        return self._get(worker).holdings.find(hashes, rank, group, medium, states)
 
-    def overlaps(self, hashes: Sequence[Hash], *, group: int = 0, medium: str | None = None) -> dict[Holder, int]:
-        """Return, for each rank of each worker, how many of the first blocks it has cached. O(ranks x blocks found)."""
+    def overlaps(
+        self, hashes: Sequence[Hash], *, group: int = 0, medium: str | None = None, states: int | None = None
+    ) -> dict[Holder, int]:
+        """Return what `find` returns, for each rank of each worker. O(ranks x blocks found)."""
         return {
-            Holder(name, rank): state.holdings.find(hashes, rank, group, medium)
+            Holder(name, rank): state.holdings.find(hashes, rank, group, medium, states)
             for name, state in self._workers.items()
             for rank in state.holdings.ranks() or [0]
         }
 
-    def best(self, hashes: Sequence[Hash], *, group: int = 0) -> tuple[Holder, int] | None:
-        """Return who has the most of the first blocks cached, and how many; None if nobody has any."""
-        found = self.overlaps(hashes, group=group)
+    def best(self, hashes: Sequence[Hash], *, group: int = 0, states: int | None = None) -> tuple[Holder, int] | None:
+        """Return who has the most of the first blocks, as `find` counts them, and how many; None if nobody has any."""
+        found = self.overlaps(hashes, group=group, states=states)
         holder = max(found, key=lambda one: found[one], default=None)
         return None if holder is None or not found[holder] else (holder, found[holder])
 

@@ -34,10 +34,10 @@ from typing import Any, Final, SupportsIndex
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, plain_text, wrong
-from kvblocks.core.hashing import Names, decode_extra_keys, decode_names, sha256_digest
+from kvblocks.core.hashing import Names, sha256_digest
 from kvblocks.core.tokens import TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.wire.extra_keys import split_lora, tagged_keys
+from kvblocks.wire.extra_keys import decode_extra_keys, decode_names, split_lora, tagged_keys
 
 DEFAULT_SEED: Final = "vllm-none-hash"
 """vLLM's seed if PYTHONHASHSEED isn't set and the hash is cryptographic."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvblocks.arguments import check_count, check_number, wrong
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.events import BlockStored, CacheEvent
 from kvblocks.wire.convert import Converter
 from kvblocks.wire.errors import MalformedFrameError, PublisherClosedError, missing
@@ -331,7 +331,6 @@ def _bound(unbound: "zmq.Socket[bytes]", endpoint: str, hwm: int) -> str:
     try:
         unbound.bind(endpoint)
     except zmq.ZMQError as error:
-        raise InvalidArgumentError(
-            f"endpoint: expected a free address of this machine, got {endpoint!r}: {error}"
-        ) from error
+        kind = KVBlocksError if error.errno == zmq.EADDRINUSE else InvalidArgumentError  # in use: may be free later
+        raise kind(f"endpoint: expected a free address of this machine, got {endpoint!r}: {error}") from error
     return unbound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

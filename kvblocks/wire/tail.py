@@ -31,6 +31,7 @@ except ImportError as _error:
 _NUM_SHOWN: Final = 4  # hashes shown per event
 _SILENCE: Final = 10.0  # seconds without messages after which the user is told
 _PATIENCE: Final = 3.0  # seconds to wait for the first answer of a replay
+_NO_ENDPOINT: Final = (zmq.EINVAL, zmq.EPROTONOSUPPORT)  # errors of a text that is no endpoint
 _WORKER: Final = "publisher"
 
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (zmq.ZMQError, ConnectionError, MalformedFrameError) as error:
         print(f"kvblocks.wire: {options.endpoint}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, zmq.ZMQError) and error.errno in _NO_ENDPOINT else 1
     return 0
 
 

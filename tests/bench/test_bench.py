@@ -57,14 +57,16 @@ def test_compare_without_peers_says_so_and_measures_ours(tmp_path):
     assert 0 < row["low"] <= row["median"] <= row["high"]
 
 
-def test_free_order_shows_what_empty_blocks_first_is_worth(tmp_path):
+def test_free_order_shows_what_empty_blocks_first_and_one_copy_are_worth(tmp_path):
     kept = tmp_path / "kept.json"
     printed = run_bench("replay.free_order", "--requests", "400", "--seeds", "2", "--json", str(kept)).stdout
     assert "times as many tokens" in printed
-    first, by_use = json.loads(kept.read_text())["results"]
+    first, by_use, one_copy, copies = json.loads(kept.read_text())["results"]
     assert (first["order"], by_use["order"]) == ("empty first", "all by last use")
     assert first["hit_rate"] > by_use["hit_rate"] + 0.03
     assert first["prompt_tokens"] == by_use["prompt_tokens"]
+    assert (one_copy["order"], copies["order"]) == ("one copy", "all copies")
+    assert one_copy["hit_rate"] > copies["hit_rate"] + 0.2
 
 
 def test_hybrid_compares_groups_with_none_on_the_same_bytes(tmp_path):

@@ -26,6 +26,7 @@ def test_without_a_gpu_it_says_what_it_needs():
     assert "expected a GPU that torch can use, got none" in done.stderr and "--rehearse" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_rehearsal_runs_every_case(tmp_path):
     kept = tmp_path / "kept.json"
     done = run_bench("-m", "bench.attention.engine_gpu", "--rehearse", "--json", str(kept))

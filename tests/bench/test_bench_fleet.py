@@ -79,6 +79,35 @@ def test_a_stores_blocks_are_of_one_salt(bench):
     assert row.hit_rate == 6 / 16  # the second of each, without the last block, each at a worker of its own
 
 
+@pytest.mark.parametrize(("seconds", "num_left"), [(20, 3), (1, 0)], ids=["now and then", "too often to be told"])
+def test_what_is_used_on_one_worker_s_device_stays_in_the_store(bench, seconds, num_left):
+    """One worker has the same prompt again and again; the other fills the store, and has the prompt in the end."""
+    prompt = (1, 2, 3, 4)
+    chains = [chain for other in range(4) for chain in (prompt, tuple(range(100 * other + 100, 100 * other + 104)))]
+    chains += [prompt, prompt]
+    both = [Ask(f"s{n}", seconds * n, 0, 1, chain) for n, chain in enumerate(chains)]
+    fleet = bench.traces.Fleet(make_trace(both), bench.traces.Case("round robin", 2, 100, 8))
+    fleet.replay()
+    last = len(chains) - 1
+    assert fleet.runs[fleet.where[last]].outcome().loaded[last] == num_left
+
+
+def test_a_worker_whose_store_lost_a_prompt_stores_it_again(bench):
+    prompt = (1, 2, 3, 4)
+    both = [Ask(f"s{n}", 20 * n, 0, 1, prompt) for n in range(3)]
+    fleet = bench.traces.Fleet(make_trace(both), bench.traces.Case("round robin", 1, 100, 8))
+    happen = fleet.runs[0].happen
+
+    def lose(when, kind, request):
+        if request == 1:
+            fleet.store._held.clear()  # noqa: SLF001
+        happen(when, kind, request)
+
+    fleet.runs[0].happen = lose
+    fleet.replay()
+    assert len(fleet.store) == 4
+
+
 def test_the_command_keeps_and_draws(bench, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="draws: needs the extra kvblocks[bench]")
     lines = [{"session": "one", "block_size": 64}]

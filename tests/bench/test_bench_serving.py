@@ -227,50 +227,85 @@ def test_workloads_are_as_large_as_they_say(bench):
 
 def test_a_server_that_does_not_start_is_an_error(bench):
     served = importlib.import_module("bench.serving.process").served
-    with pytest.raises(RuntimeError, match="ended with status 1 before it served"), served("tiny", "--num-blocks", "0"):
+    with pytest.raises(RuntimeError, match="ended with status 2 before it served"), served("tiny", "--num-blocks", "0"):
         pass
 
 
 @pytest.fixture
 def bounds(monkeypatch):
-    """The module that compares a server under large bodies with its bounds."""
+    """The module that compares a server under attack with its bounds."""
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.chdir(ROOT)
     return importlib.import_module("bench.serving.bounds")
 
 
-def test_it_measures_a_server_under_large_bodies(bounds, roomy_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bounds, "NUM_CHATS", 3)
+def test_it_measures_a_server_under_attack(bounds, roomy_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bounds, "LEAST_CHATS", 2)
+    monkeypatch.setattr(bounds, "LEAST_S", 0.5)
     kept = tmp_path / "kept.json"
-    options = ["--rounds", "1", "--bodies", "2", "--kinds", "digits,empty lists", "--json", str(kept)]
+    names = {
+        "digits": {"400 context_length_exceeded"},
+        "390,000 keys": {"400 too_many_values"},
+        "tiny chunks": {"not answered", "400 too_much"},  # by how long the turn takes
+        "two lengths": {"400"},
+        "half a body": {"held to the end"},
+    }
+    options = ["--clients", "2", "--attacks", ",,".join(names), "--json", str(kept)]
     bounds.main(["--model", str(roomy_folder), *options])
     turns = json.loads(kept.read_text())["results"]
-    assert [turn["kind"] for turn in turns] == [None, "digits", None, "empty lists"]
+    assert [turn["attack"] for turn in turns] == [None, *names]
     for turn in turns:
-        assert len(turn["ttft_s"]) == 3
+        assert len(turn["ttft_s"]) >= 2
         assert min(turn["ttft_s"]) > 0
         assert turn["peak_mb"] > 0
-        assert turn["health_s"] > 0
-    assert turns[0]["outcomes"] == {}
-    assert set(turns[1]["outcomes"]) == {"400 context_length_exceeded"}
-    assert sum(turns[1]["outcomes"].values()) >= 2
-    assert set(turns[3]["outcomes"]) == {"400"}
-    shown = capsys.readouterr().out
-    assert "digits: TTFT p50 x " in shown
-    assert "Not shown:" in shown
+        assert turn["health_s"] >= turn["median_health_s"] > 0
+        assert turn["num_failed_health"] == turn["num_failed_chats"] == 0
+        expected = names.get(turn["attack"], set())
+        assert expected & set(turn.get("outcomes", ())) or turn["attack"] is None, turn
+    assert "Not shown:" in capsys.readouterr().out
 
 
-def turn_of(kind, ttft_s=0.1, health_s=0.1, peak_mb=1000.0):
-    return {"kind": kind, "ttft_s": [ttft_s] * 3, "health_s": health_s, "before_mb": 900.0, "peak_mb": peak_mb}
+def test_every_attack_that_is_a_body_is_made(bounds):
+    """All bodies can be made, and are what their names say."""
+    bodies = importlib.import_module("bench.serving.hostile_bodies")
+    for name, (path, make) in {**bodies.OLD_BODIES, **bodies.NEW_BODIES}.items():
+        assert path.startswith("/v1/")
+        assert name == "nothing" or make()
+    calls = json.loads(bodies.NEW_BODIES["63,000 tool calls"][1]())["messages"][1]["tool_calls"]
+    assert len(calls) == 63_000
+    assert len(json.loads(bodies.NEW_BODIES["390,000 keys"][1]())) == 390_000
+    assert len(bodies.NEW_BODIES["a schema of 3 MB"][1]()) > 2_900_000
+    for name in ("an array for the template", "an array in a tool call"):
+        assert 3_800_000 < len(bodies.NEW_BODIES[name][1]()) < 2**22
+    assert len(bounds.ATTACKS) == 58
+
+
+def turn_of(name, ttft_s=0.1, **more):
+    seen = {"health_s": 0.1, "before_mb": 900.0, "peak_mb": 1000.0, "num_failed_health": 0, "num_failed_chats": 0}
+    return {"attack": name, "ttft_s": [ttft_s] * 3, **seen, **more}
 
 
 @pytest.mark.parametrize(
     ("loud", "is_beyond"),
-    [({}, False), ({"ttft_s": 0.31}, True), ({"health_s": 1.1}, True), ({"peak_mb": 1500.0}, True)],
+    [
+        ({}, False),
+        ({"ttft_s": 0.31}, True),
+        ({"health_s": 0.21}, True),
+        ({"peak_mb": 1401.0}, True),
+        ({"num_failed_health": 1}, True),
+        ({"num_failed_chats": 1}, True),
+    ],
 )
 def test_it_says_which_bounds_are_not_held(bounds, loud, is_beyond):
-    turns = [turn_of(None), turn_of("digits", **loud), turn_of("lists")]
+    turns = [turn_of(None), turn_of("digits", **loud), turn_of("nested")]
     assert bounds.judge(turns) == (["digits"] if is_beyond else [])
+
+
+def test_an_attack_that_takes_all_connections_may_refuse_chats(bounds):
+    name = "1,000 halves of a body"
+    alone = turn_of(None)
+    assert bounds.judge([alone, turn_of(name, num_failed_chats=9)]) == []
+    assert bounds.judge([alone, turn_of(name, num_failed_health=1)]) == [name]
 
 
 @pytest.mark.parametrize("number", [1, 3, 5])

@@ -1,16 +1,16 @@
 """The terminal chat: what it sends, what it shows of each turn, and how it ends; in this process and with a server."""
 
 import re
+import signal
 
 import pytest
-from engine.server.server_harness import Gate, running_server, tiny_loaded
+from server.server_harness import Gate, running_server, tiny_loaded
 
 from kvblocks.cli import app as cli
-from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer, Turn, chat, describe_engine, describe_server
-from kvblocks.cli.client import ServerClient
+from kvblocks.cli.chat import ChatTurn, EngineAnswerer, ServerAnswerer, chat, describe_engine, describe_server
+from kvblocks.cli.client import ServerClient, UnreachableError
 from kvblocks.engine import Engine, LoadedModel, ModelError
-from kvblocks.engine.server.errors import ApiError
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.server.errors import ApiError
 
 SYSTEM = "the cat is in the hat. " * 8
 LINES = ["hello", "and the hen?", "why?"]
@@ -80,10 +80,54 @@ def test_a_turn_that_fails_is_forgotten_and_the_chat_goes_on(answerer):
     assert turns[1].num_prompt_tokens < 200
 
 
+@both
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_an_interrupt_ends_the_answer_and_the_chat_goes_on_with_what_there_is_of_it(model, answerer):
+    written, notes, pressed = [], [], []
+
+    def write(text):
+        written.append(text)
+        if text.strip() and not pressed:
+            pressed.append(text)
+            signal.raise_signal(signal.SIGINT)  # as Ctrl-C
+
+    turns = chat(answerer, ["hello", "and the hen?"], write, note=notes.append)
+    assert notes[0] == "the answer was ended"
+    assert len(turns) == 1
+    partial = "".join(written).partition("\n")[0]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": partial}]
+    messages.append({"role": "user", "content": "and the hen?"})
+    assert turns[0].num_prompt_tokens == len(model.tokenizer.apply_chat_template(messages))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_an_interrupt_does_not_break_off_a_step(model):
+    """It would leave the manager half changed, and every later answer would fail."""
+    engine = Engine(model, num_blocks=64)
+    run, interrupted = engine.runner.run, []
+
+    def run_interrupted(chunks):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # by somebody without patience
+        interrupted.append(chunks)
+        return run(chunks)
+
+    engine.runner.run = run_interrupted
+    notes = []
+    assert chat(EngineAnswerer(engine, **OPTIONS), ["hello"], lambda _: None, note=notes.append) == []
+    assert notes == ["the answer was ended"]
+    assert len(interrupted) == 1
+    engine.manager.check()
+    assert engine.manager.num_free_blocks == 64
+    engine.runner.run = run
+    assert len(chat(EngineAnswerer(engine, **OPTIONS), ["hello"], lambda _: None)) == 1
+
+
 def test_one_token_has_no_speed():
-    assert "1 token," in str(Turn("a", 10, 5, 1, 0.5, 0.5))
-    assert "50%" in str(Turn("a", 10, 5, 1, 0.5, 0.5))
-    assert "10.0 tokens/s" in str(Turn("a", 10, 5, 11, 0.5, 1.5))
+    assert "1 token," in str(ChatTurn("a", 10, 5, 1, 0.5, 0.5))
+    assert "50%" in str(ChatTurn("a", 10, 5, 1, 0.5, 0.5))
+    assert "10.0 tokens/s" in str(ChatTurn("a", 10, 5, 11, 0.5, 1.5))
 
 
 def test_a_model_without_a_chat_template_cannot_chat(model):
@@ -102,13 +146,13 @@ def test_salts_keep_chats_apart(model):
 def test_the_client_tells_errors_of_all_kinds(model):
     with running_server(model) as server, ServerClient(f"{server.url}/v1/") as client:
         assert client.ask("GET", "/v1/models")["object"] == "list"
-        with pytest.raises(ApiError, match="another path"):
+        with pytest.raises(ApiError, match="a path of this server"):
             client.ask("GET", "/nonsense")
         with pytest.raises(ApiError, match="expected a JSON object"):
             client.ask("GET", "/metrics")
         with pytest.raises(ApiError, match="messages: expected"):
             list(client.stream("/v1/chat/completions", {}))
-    with pytest.raises(InvalidArgumentError, match="expected a kvblocks server"):
+    with pytest.raises(UnreachableError, match="expected a kvblocks server"):
         list(client_of_nobody().stream("/v1/completions", {}))
 
 
@@ -129,7 +173,7 @@ def test_an_error_in_a_stream_is_raised(model):
 
 
 CACHE = "64 blocks of 16 tokens, {:.1f} MB"
-HOW_TO_END = "An empty line or Ctrl-D ends the chat."
+HOW_TO_END = "Ctrl-C ends an answer. An empty line or Ctrl-D ends the chat."
 
 
 def test_a_chat_begins_with_where_answers_come_from_the_cache_and_how_to_end(model):
@@ -149,11 +193,12 @@ def test_a_chat_begins_with_where_answers_come_from_the_cache_and_how_to_end(mod
             describe_server(stranger)
 
 
-def test_the_caches_options_are_for_a_chat_in_this_process():
+def test_the_caches_options_are_for_a_chat_in_this_process(capsys):
     for option in (["--num-blocks", "9"], ["--no-prefix-caching"], ["--eviction", "lru"]):
         with pytest.raises(SystemExit) as raised:
             cli.main(["chat", "--url", "http://127.0.0.1:1", *option])
-        assert "without --url only: a server has its own cache" in raised.value.code
+        assert raised.value.code == 2
+        assert "without --url only: a server has its own cache" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["generate", "hello", "--max-tokens", "1"], ["chat"]])

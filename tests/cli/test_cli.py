@@ -1,6 +1,7 @@
 """The command line: quick help, results on stdout, errors as one line, and what it says without the engine."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,17 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs kvblocks[engine]")
 
+from rich.text import Text
+from typer.main import get_command
+
 from kvblocks import KVBlocksError
 from kvblocks.cli import app as cli
+from kvblocks.cli.client import UnreachableError
+from kvblocks.engine.errors import UnknownModelError
 from kvblocks.engine.model import fetch
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies import NAMED
+from kvblocks.server.errors import ApiError
 from kvblocks.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +39,21 @@ def run(arguments, capsys):
     return code or 0, captured.out, captured.err
 
 
+def all_commands(group=None):
+    """All commands, and groups, each with the words that call it."""
+    group = group or get_command(cli.app)
+    yield "kvblocks", group
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {rest}", one) for rest, one in all_commands(command))
+        else:
+            yield name, command
+
+
 def run_python(code, **environment):
     command = [sys.executable, "-c", code]
     environment = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=150)
 
 
 def test_version(capsys):
@@ -57,7 +77,7 @@ def test_python_dash_m_is_the_same_command():
         text=True,
         check=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=150,
     )
     assert result.stdout == f"kvblocks {__version__}\n"
 
@@ -107,7 +127,7 @@ def test_an_answer_is_of_a_schema_and_drawn_as_it_is_told(capsys, tiny_folder, t
     schema.write_text('{"type": "nonsense"}')
     for file, said in ((schema, "expected a grammar"), (tmp_path / "none", "expected a file of JSON")):
         code, output, error = run([*asked, "--json-schema", str(file)], capsys)
-        assert (code, output) == (1, "")
+        assert (code, output) == (2, "")
         assert "--json-schema: " in error
         assert said in error
 
@@ -131,9 +151,9 @@ def test_fetch_prints_the_folder_as_its_last_line(capsys, monkeypatch, tmp_path)
     ]
 
 
-def test_an_error_is_one_line_and_exit_code_1(capsys):
+def test_a_wrong_value_is_one_line_and_exit_code_2_as_of_a_wrong_option(capsys):
     code, output, error = run(["fetch", "gpt-5"], capsys)
-    assert (code, output) == (1, "")
+    assert (code, output) == (2, "")
     assert error == "kvblocks: expected the name of a known model (smollm2), got 'gpt-5'\n"
 
 
@@ -143,6 +163,52 @@ def test_any_error_of_kvblocks_is_reported_so(capsys, monkeypatch):
 
     monkeypatch.setattr(fetch, "fetch_model", fail)
     assert run(["fetch"], capsys) == (1, "", "kvblocks: expected this, got that\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgumentError("expected a, got b"), 2),
+        (UnknownModelError("expected a, got b"), 2),
+        (ApiError(400, "expected a, got b"), 2),  # a server says so
+        (ApiError(404, "expected a, got b"), 1),
+        (ApiError(503, "expected a, got b"), 1),
+        (UnreachableError("expected a, got b"), 1),
+        (KVBlocksError("expected a, got b"), 1),
+    ],
+)
+def test_the_exit_code_is_2_whoever_says_that_a_value_is_wrong(error, code, capsys, monkeypatch):
+    def fail(name, progress):
+        raise error
+
+    monkeypatch.setattr(fetch, "fetch_model", fail)
+    assert run(["fetch"], capsys) == (code, "", "kvblocks: expected a, got b\n")
+
+
+@pytest.mark.parametrize("command", [["demo"], ["generate", "hello"], ["chat"]])
+def test_an_unknown_policy_is_refused_before_a_model_is_loaded(command, capsys, monkeypatch):
+    monkeypatch.setattr("kvblocks.engine.run.runner.LoadedModel.load", lambda *_: pytest.fail("loaded"))
+    code, output, error = run([*command, "--model", "smollm2", "--eviction", "nonsense"], capsys)
+    assert (code, output) == (2, "")
+    assert error == f"kvblocks: --eviction: expected one of {', '.join(NAMED)}, got 'nonsense'\n"
+
+
+def test_no_help_loses_what_stands_in_brackets():
+    """Helps are markup: `[valkey]` would be taken for a style, and left out."""
+    helps = {}
+    for name, command in all_commands():
+        helps[name] = command.help or ""
+        for one in command.params:
+            helps[f"{name} {one.name}"] = getattr(one, "help", None) or ""
+    assert len(helps) > 100
+    for name, text in helps.items():
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), name
+
+
+def test_the_help_of_serve_names_the_packages(capsys):
+    text = re.sub(r"[\s│]+", " ", run(["serve", "--help"], capsys)[1])
+    assert "Needs kvblocks[valkey]." in text
+    assert "Needs kvblocks[wire]." in text
 
 
 def test_a_bug_is_not_hidden(monkeypatch):
@@ -197,7 +263,7 @@ main(["fetch"])
     assert process.stderr.readline() == "Downloading\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=150)
     assert process.returncode == 130
     assert "Traceback" not in output + error
     assert [path for path in (tmp_path / "models").iterdir() if path.is_dir()] == []

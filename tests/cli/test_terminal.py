@@ -1,64 +1,20 @@
 """A chat at a terminal: text typed while an answer comes is not in the answer, but in the next line."""
 
-import os
 import re
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
-from engine.server.server_harness import ROOT, Gate, running_server, tiny_loaded, wait_for
 
-pty = pytest.importorskip("pty", reason="terminals are POSIX'")
+pytest.importorskip("pty", reason="terminals are POSIX'")
 
-
-class Screen:
-    """A process at a terminal of its own, and everything that it has shown."""
-
-    def __init__(self, *arguments):
-        self.terminal, inner = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvblocks", *arguments],
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            cwd=ROOT,
-            env={**os.environ, "TERM": "dumb"},
-            start_new_session=True,
-        )
-        os.close(inner)
-        self.text = ""
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self):
-        while True:
-            try:
-                part = os.read(self.terminal, 1000)
-            except OSError:  # nobody has the other side any more
-                return
-            if not part:
-                return
-            self.text += part.decode("utf-8", "replace")
-
-    def type(self, text):
-        os.write(self.terminal, text.encode())
-
-    def wait_for(self, text, count=1):
-        wait_for(lambda: self.text.count(text) >= count, 60)
-
-    def close(self):
-        self.process.kill()
-        self.process.wait(60)
-        self._reader.join(60)
-        os.close(self.terminal)
+from cli.screen import Screen
+from server.server_harness import Gate, running_server, tiny_loaded, wait_for
 
 
 def test_what_is_typed_during_an_answer_is_for_the_next_line(tiny_folder):
     with running_server(tiny_loaded(tiny_folder), cache={"deterministic": True}) as server:
         gate = Gate(server.engine)
-        screen = Screen("chat", "--url", server.url, "--max-tokens", "6")
+        screen = Screen.of_kvblocks("chat", "--url", server.url, "--max-tokens", "6")
         try:
             screen.wait_for("> ")
             gate.shut()
@@ -86,21 +42,59 @@ def test_what_is_typed_during_an_answer_is_for_the_next_line(tiny_folder):
         server.wait_until_idle()
 
 
-def test_ctrl_c_ends_an_answer_and_the_terminal_echoes_again(tiny_folder):
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(tiny_folder):
+    import termios
+
+    def echoes():
+        return bool(termios.tcgetattr(screen.terminal)[3] & termios.ECHO)
+
     with running_server(tiny_loaded(tiny_folder)) as server:
         gate = Gate(server.engine)
-        screen = Screen("chat", "--url", server.url, "--max-tokens", "6")
+        screen = Screen.of_kvblocks("chat", "--url", server.url, "--max-tokens", "6", term="xterm")
         try:
             screen.wait_for("> ")
             gate.shut()
             screen.type("hello\n")
             gate.wait_for_step()
-            import termios
-
-            assert not termios.tcgetattr(screen.terminal)[3] & termios.ECHO
-            screen.process.send_signal(2)
+            screen.wait_for("waiting for the first token")
+            assert not echoes()
+            screen.type("\x03")
+            screen.wait_for("[the answer was ended]")
+            wait_for(lambda: server.service.metrics.counts()["cancelled"] == 1)  # before the model could end it
+            gate.open()
+            screen.wait_for("> ", 2)
+            server.wait_until_idle()
+            screen.type("hello again\n")
+            screen.wait_for("from the cache")
+            screen.type("a line that I don't mean\x03")
+            screen.wait_for("[Ctrl-D, or Ctrl-C once more, ends the chat]")
+            screen.type("\x03")
             assert screen.process.wait(60) == 130
-            assert termios.tcgetattr(screen.terminal)[3] & termios.ECHO
+            assert echoes()
+            assert server.service.metrics.counts()["finished"] == 1
+        finally:
+            gate.open()
+            screen.close()
+        server.wait_until_idle()
+
+
+def test_nothing_of_the_sign_that_an_answer_is_waited_for_is_left(tiny_folder):
+    with running_server(tiny_loaded(tiny_folder), cache={"deterministic": True}) as server:
+        gate = Gate(server.engine)
+        screen = Screen.of_kvblocks("chat", "--url", server.url, "--max-tokens", "6", term="xterm")
+        try:
+            screen.wait_for("> ")
+            gate.shut()
+            screen.type("hello\n")
+            screen.wait_for("waiting for the first token")
+            wait_for(lambda: re.search("0:00:0[1-9]", screen.text), 60)
+            gate.open()
+            screen.wait_for("from the cache")
+            shown, _, _ = screen.text.partition("[first token")
+            _, _, after = shown.rpartition("waiting for the first token")
+            assert "\x1b[2K" in after  # the line of the sign is erased
+            assert "\x1b[?25h" in after  # and the cursor is shown again
         finally:
             gate.open()
             screen.close()

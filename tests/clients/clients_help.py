@@ -1,14 +1,15 @@
 """Finds the clients that others wrote, and runs SGLang's router. `make test-clients` installs them."""
 
 import os
-import socket
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
-from engine.server.server_harness import wait_for
+from server.server_harness import wait_for
+
+from bench.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = Path(os.environ.get("KVBLOCKS_CLIENTS_VENV", ROOT / ".venv-clients"))
@@ -26,18 +27,12 @@ def python(venv):
     return str(path)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def routed(policy, *servers):
     """SGLang's router before servers: its URL. It sends a client's key on, and has none of its own."""
-    port = free_port()
+    port, metrics = free_ports(2)
     command = [python(CLIENTS), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", policy, "--prometheus-port", str(free_port()), "--log-level", "warn"]
+    command += ["--policy", policy, "--prometheus-port", str(metrics), "--log-level", "warn"]
     command += ["--worker-urls", *(server.url for server in servers)]
     environment = {**os.environ, "PYTHONPATH": ""}
     router = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from clients.clients_help import CLIENTS, GUIDELLM, IS_REQUIRED, ROOT, VLLM, python, routed
-from engine.server.server_harness import MODEL, outcomes, running_server, tiny_loaded
+from server.server_harness import MODEL, outcomes, running_server, tiny_loaded
 
 HERE = Path(__file__).resolve().parent
 VERSIONS = HERE / "versions.txt"

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 import httpx2
 import pytest
 from clients.clients_help import routed
-from engine.server.server_harness import MODEL, outcomes, running_server, tiny_loaded
+from server.server_harness import MODEL, outcomes, running_server, tiny_loaded
 
-from kvblocks.engine.server.access.keys_file import read_keys
+from kvblocks.server.access.keys_file import read_keys
 
 KEYS = {"ann": "sk-ann-0123456789abcdef", "bob": "sk-bob-0123456789abcdef"}
 SYSTEM = "The kettle holds 1.2 litres. It is sold in slate, sand and sea green. " * 4

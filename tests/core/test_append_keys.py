@@ -20,7 +20,7 @@ def test_keys_of_appended_tokens_are_part_of_the_prefix_as_if_given_at_first():
     assert manager.get_computed_blocks(whole).num_tokens == 12
     other = Sequence("other", tokens, salt="s", extra_keys=[(2, 6, "cat"), (7, 12, "cow")])
     assert manager.get_computed_blocks(other).num_tokens == 4
-    assert manager.block_hashes(grown) == manager.block_hashes(whole)
+    assert manager.inspect.block_hashes(grown) == manager.inspect.block_hashes(whole)
 
 
 def test_a_twin_keeps_its_own_keys():

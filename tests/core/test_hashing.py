@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 
 from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
-from kvblocks.core.hashing import decode_extra_keys, encode_extra_keys
+from kvblocks.core.hashing import encode_extra_keys
 from kvblocks.hashing import get_names
+from kvblocks.wire.extra_keys import decode_extra_keys
 
 GOLDEN = Path(__file__).with_name("golden_digests.json")
 

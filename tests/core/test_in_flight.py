@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvblocks import KVCacheManager, Sequence
-from kvblocks.core.change import Changeable
+from kvblocks.core.change import Change
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.hashing import get_names
@@ -104,16 +104,16 @@ def test_nobody_waits_for_itself() -> None:
 
 def test_it_forgets_who_has_finished() -> None:
     manager = KVCacheManager(64, 4)
-    in_flight = InFlight(PrefixIndex(4, get_names("xxh3_128")), Changeable("manager"))
+    in_flight = InFlight(PrefixIndex(4, get_names("xxh3_128")), Change("manager"))
     one, other = Sequence(1, range(8)), Sequence(2, range(8))
     manager.allocate_slots(one, 3)
     in_flight.note(one)
     in_flight.note(other)
-    assert len(in_flight) == 2
+    assert len(in_flight.sequences) == 2
     manager.allocate_slots(one)
     in_flight.note(one)
     in_flight.drop(other)
-    assert len(in_flight) == 0
+    assert len(in_flight.sequences) == 0
 
 
 def test_it_speaks_of_now_when_the_sequence_got_more_tokens_since_the_lookup() -> None:
@@ -138,7 +138,6 @@ WAYS: dict[str, Any] = {
     "allocate_slots": lambda manager, sequence: manager.allocate_slots(sequence, delay_cache_blocks=True),
     "append_slots": lambda manager, sequence: manager.append_slots(sequence, [3], delay_cache_blocks=True),
     "append_step": lambda manager, sequence: manager.append_step([sequence], [3], delay_cache_blocks=True),
-    "append_group_step": lambda manager, sequence: manager.append_group_step([sequence], [3], delay_cache_blocks=True),
 }
 
 
@@ -147,7 +146,7 @@ def test_every_delayed_call_is_told_to_others(way: str) -> None:
     manager, sequence = KVCacheManager(8, 4, debug=True), Sequence("a", range(3))
     manager.allocate_slots(sequence)
     if way == "allocate_slots":
-        sequence.append_token(3)
+        sequence.append_tokens([3])
     WAYS[way](manager, sequence)
     hit = manager.get_computed_blocks(Sequence("b", range(4)))
     assert (hit.pending_tokens, hit.pending_sequence) == (4, sequence)
@@ -178,4 +177,4 @@ def test_going_back_to_what_is_written_leaves_nothing_in_flight() -> None:
 
 
 def num_in_flight(manager: KVCacheManager) -> int:
-    return len(manager._in_flight)  # noqa: SLF001
+    return len(manager._in_flight.sequences)  # noqa: SLF001

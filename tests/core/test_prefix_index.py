@@ -34,7 +34,7 @@ def test_a_prompt_that_parts_anywhere_from_a_run_hits_just_the_blocks_before(num
     tokens = list(range(2 * num_blocks))
     blocks = blocks_from(0, num_blocks)
     index.cache(ROOT, blocks, view(tokens), None, 0)
-    assert index.num_runs == 1
+    assert len(index.runs()) == 1
     for position in {0, 1, 2, 3, num_blocks, 2 * num_blocks - 2, 2 * num_blocks - 1} & set(range(2 * num_blocks)):
         other = [*tokens[:position], 2**32 - 1, *tokens[position + 1 :]]
         assert index.match(ids(other), None, num_blocks) == blocks[: position // 2]
@@ -54,7 +54,7 @@ def test_a_run_that_lost_its_end_is_never_extended() -> None:
     other = [0, 0, 1, 1, 3, 3]
     new = blocks_from(3, 1)
     index.cache(node, new, view(other), None, 2)
-    assert index.num_runs == 2
+    assert len(index.runs()) == 2
     assert index.match(ids(other), None, 3) == [*old[:2], *new]
     assert index.match(ids(tokens), None, 3) == old[:2]
     index.check()
@@ -71,7 +71,7 @@ def test_eviction_gives_the_memory_of_a_long_run_back() -> None:
     assert (len(run.tokens), len(run.digests), run.extra_keys) == (2 * 8, 2 * 16, {0: b"salt"})
     assert blocks[1].block_hash is not None
     assert index.evict(blocks[1::-1]) == 2
-    assert index.num_runs == index.num_cached_blocks == 0
+    assert len(index.runs()) == index.num_cached_blocks == 0
     index.check()
 
 
@@ -82,13 +82,13 @@ def test_evicting_a_block_takes_along_what_hangs_from_it() -> None:
     index.cache(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
     index.cache(trunk[0].node, branch, view([0, 0, 5, 5, 6, 6]), None, 1)
     index.cache(branch[0].node, twig, view([0, 0, 5, 5, 7, 7]), None, 2)
-    assert index.num_runs == 3
+    assert len(index.runs()) == 3
     index.check()
     assert index.evict([branch[0]]) == 3
     assert [block.is_cached for block in (*trunk, *branch, *twig)] == [True] * 3 + [False] * 3
     index.check()
     assert index.evict([trunk[0]]) == 3
-    assert index.num_runs == 0
+    assert len(index.runs()) == 0
     index.check()
 
 
@@ -99,7 +99,7 @@ def test_the_end_of_a_run_goes_with_what_is_attached_to_it(way: str) -> None:
     index.cache(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
     index.evict([trunk[2]])  # closes the run, so that what comes next is attached to its end
     index.cache(trunk[1].node, branch, view([0, 0, 1, 1, 5, 5, 6, 6]), None, 2)
-    assert index.num_runs == 2
+    assert len(index.runs()) == 2
     if way == "evict":
         assert index.evict([trunk[1], trunk[0]]) == 4
     elif way == "evict one":

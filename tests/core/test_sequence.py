@@ -40,7 +40,7 @@ def test_tokens_slots_and_computed_tokens_are_three_numbers() -> None:
     assert (sequence.num_tokens, len(sequence.block_ids), sequence.num_computed_tokens) == (6, 0, 0)
     manager.allocate_slots(sequence, 3)
     assert (sequence.num_tokens, len(sequence.block_ids), sequence.num_computed_tokens) == (6, 1, 3)
-    manager.reserve_slots(sequence, 7)
+    manager.allocate_slots(sequence, 0, num_total_tokens=13)
     assert (sequence.num_tokens, len(sequence.block_ids), sequence.num_computed_tokens) == (6, 4, 3)
     sequence.append_tokens([6])
     assert (sequence.num_tokens, sequence.num_prompt_tokens, sequence.num_computed_tokens) == (7, 6, 3)

@@ -36,7 +36,7 @@ def kind_of(sequence):
 
 
 class FakeCache:
-    """The slots, and the model that fills and reads them."""
+    """The slots, and the model that fills and reads them. Slices before the last one of a chunk fill them with junk."""
 
     def __init__(self, block_size):
         self.block_size = block_size
@@ -55,15 +55,18 @@ class FakeCache:
                 self.slots[destination * self.block_size + offset] = None if poison else copied
         for chunk in chunks:
             sequence = chunk.request.sequence
+            is_unwritten = poison or (chunk.part is not None and chunk.part.layers.stop < chunk.part.num_layers)
             for position in range(chunk.start, chunk.start + chunk.num_tokens):
                 if position >= sequence.num_readonly_tokens:
-                    prefix = None if poison else (sequence.salt, *sequence.token_ids(0, position + 1))
+                    prefix = None if is_unwritten else (sequence.salt, *sequence.token_ids(0, position + 1))
                     self.slots[self.slot(sequence, position)] = prefix
 
     def run(self, chunks):
         """Compute a step. Returns a sampled token for each request that gets one."""
         self.store(chunks)
         for chunk in chunks:
+            if chunk.part is not None and chunk.part.layers.stop < chunk.part.num_layers:
+                continue
             sequence = chunk.request.sequence
             tokens = sequence.token_ids()
             assert chunk.token_ids == tokens[chunk.start : chunk.start + chunk.num_tokens]
@@ -87,11 +90,12 @@ def make(
     order=None,
     pin_budget=0.5,
     debug=False,
+    num_layers=1,
     **more_limits,
 ):
     manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching, pin_budget=pin_budget, debug=debug)
     limits = StepLimits(max_num_batched_tokens, max_num_seqs, **more_limits)
-    return Scheduler(manager, max_model_len, limits, order=order)
+    return Scheduler(manager, max_model_len, limits, order=order, num_layers=num_layers)
 
 
 def add(scheduler, name, prompt, max_tokens=4, **options):
@@ -132,7 +136,11 @@ def run_any_step(scheduler, cache, *, dies=False, fails=()):
     limits = scheduler.limits
     chunks = scheduler.schedule()
     assert chunks, "a step without progress"
-    assert all(1 <= chunk.num_tokens <= limits.chunk_tokens(10**9) for chunk in chunks)
+    assert all(1 <= chunk.num_tokens <= limits.chunk_tokens(10**9) for chunk in chunks if chunk.part is None)
+    assert len(chunks) == 1 or all(chunk.part is None for chunk in chunks)
+    for part in [chunk.part for chunk in chunks if chunk.part is not None]:
+        assert part.layers and part.num_worth_tokens <= limits.num_step_tokens
+        assert part.request.sequence.num_written_tokens == part.start < part.start + part.num_tokens
     assert sum(chunk.num_tokens for chunk in chunks) <= limits.max_num_batched_tokens
     assert len(scheduler.running) <= limits.max_num_seqs
     assert set(unfinished) == set(unfinished_requests(scheduler))

@@ -8,12 +8,15 @@ import torch
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
+from kvblocks.engine.model.architectures import LLAMA4 as LLAMA4_ARCHITECTURE
 from kvblocks.engine.model.architectures import QWEN3 as QWEN3_ARCHITECTURE
 from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.layer_attention import Temperature
+from kvblocks.engine.model.llama4 import Experts
 from kvblocks.engine.model.loader import expected_shapes
 from kvblocks.engine.model.products import pack
 from kvblocks.engine.model.rope_config import RopeConfig
-from kvblocks.engine.model.weights import LayerWeights, ModelWeights
+from kvblocks.engine.model.weights import ExpertWeights, LayerWeights, ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, KVCache
 
 BLOCK_SIZE = 16
@@ -59,6 +62,18 @@ GEMMA3 = replace(
     logits_softcap=5.0,
     vocab_size=131,
 )
+# A layer with chunks, RoPE and experts, and one with none of these but a temperature.
+LLAMA4 = replace(
+    ODD,
+    architecture=LLAMA4_ARCHITECTURE,
+    attention_bias=False,
+    mlp_bias=False,
+    chunk_sizes=(WINDOW, None),
+    unrotated_layers=frozenset({1}),
+    temperature=Temperature(20, 0.5),
+    norms_rotated=True,
+    experts=Experts(frozenset({0}), num_experts=3, num_chosen=1, width=40),
+)
 CONFIGS = {"odd": ODD, "even": EVEN, "qwen3": QWEN3, "gemma3": GEMMA3}
 
 
@@ -74,9 +89,20 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
 
     architecture = config.architecture
     shapes = expected_shapes(config)
-    hidden, wide = config.hidden_size, config.intermediate_size
+    hidden, experts = config.hidden_size, config.experts
     queries = config.num_heads * config.head_dim
     heads = queries + 2 * config.num_kv_heads * config.head_dim
+
+    def qk_norm(layer: int) -> torch.Tensor | None:
+        num_heads = config.num_heads + config.num_kv_heads
+        if config.norms_rotated and layer not in config.unrotated_layers:
+            return torch.ones(num_heads, config.head_dim)
+        return norm(num_heads, config.head_dim) if architecture.has_qk_norms else None
+
+    widths = [
+        config.intermediate_size if experts is None or layer not in experts.layers else experts.width
+        for layer in range(config.num_layers)
+    ]
     layers = tuple(
         LayerWeights(
             input_norm=norm(),
@@ -89,13 +115,18 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
             output_bias=matrix(hidden) if config.attention_bias else None,
             gate_up_bias=matrix(2 * wide) if config.mlp_bias else None,
             down_bias=matrix(hidden) if config.mlp_bias else None,
-            qk_norm=norm(heads // config.head_dim - config.num_kv_heads, config.head_dim)
-            if architecture.has_qk_norms
-            else None,
+            qk_norm=qk_norm(layer),
             attention_output_norm=norm() if architecture.has_output_norms else None,
             mlp_output_norm=norm() if architecture.has_output_norms else None,
+            experts=ExpertWeights(
+                router=matrix(experts.num_experts, hidden),
+                gate_up=tuple(matrix(2 * wide, hidden) for _ in range(experts.num_experts)),
+                down=tuple(matrix(hidden, wide) for _ in range(experts.num_experts)),
+            )
+            if experts is not None and layer in experts.layers
+            else None,
         )
-        for _ in range(config.num_layers)
+        for layer, wide in enumerate(widths)
     )
     embedding = matrix(*shapes["model.embed_tokens.weight"]) * (1 if architecture.scales_embedding else hidden**0.5)
     head = embedding if config.tie_word_embeddings else matrix(config.vocab_size, hidden)

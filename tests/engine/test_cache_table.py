@@ -26,7 +26,7 @@ def make_manager() -> KVCacheManager:
 
 
 def test_a_row_tells_its_blocks_keys_and_tokens() -> None:
-    lines = show(make_manager().prefix_rows())
+    lines = show(make_manager().inspect.prefix_rows())
     assert lines[0].strip() == "Cached prefixes: 5 blocks (4 owned, 1 free)"
     cells = [[cell.rstrip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [[cell.lstrip() for cell in row[1:]] for row in cells] == [
@@ -38,14 +38,16 @@ def test_a_row_tells_its_blocks_keys_and_tokens() -> None:
 
 
 def test_a_narrow_terminal_cuts_nothing_off() -> None:
-    lines = [line.split("│")[1:-1] for line in show(make_manager().prefix_rows(), width=60) if line.startswith("│")]
+    lines = [
+        line.split("│")[1:-1] for line in show(make_manager().inspect.prefix_rows(), width=60) if line.startswith("│")
+    ]
     keys, tokens = ["".join(line[column].strip() + " " for line in lines) for column in (5, 6)]
     assert keys.replace(" ", "") == "salt'[bold]a[/bold]'"
     assert tokens.split() == [*"01234567", *"11111111", *"2222"]
 
 
 def test_rows_that_are_left_out_are_counted() -> None:
-    rows = make_manager().prefix_rows()
+    rows = make_manager().inspect.prefix_rows()
     lines = show(rows, max_rows=1)
     last = [cell.strip() for cell in lines[-2].split("│")[1:-1]]
     assert last == ["2 rows left out", "3", "0", "2", "1", "", ""]

@@ -355,3 +355,23 @@ def test_the_package_exports_lazily():
 
     with pytest.raises(AttributeError, match="has no attribute 'Enginge'"):
         _ = kvblocks.engine.Enginge
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "fast"}, "attention: expected one of auto, triton, torch, flash-attn, got 'fast'"),
+        ({"attention": 5}, "attention: expected one of"),
+        ({"attention": "flash-attn", "device": "cpu"}, "attention='flash-attn': expected a CUDA device"),
+        ({"attention": "flash-attn", "deterministic": True}, "expected deterministic=False, got True"),
+        ({"attention": "flash-attn", "kv_cache_dtype": "fp8"}, "expected kv_cache_dtype='auto', got 8 bits"),
+        ({"eviction": "nonsense"}, "eviction: expected None, 'lru'"),
+        ({"eviction": 5}, "eviction: expected None, 'lru'"),
+        ({"schedule": "random"}, "schedule: expected one of"),
+        ({"device": "tpu"}, "device: expected 'auto', 'cpu'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_weights_are_loaded(options, message, monkeypatch):
+    monkeypatch.setattr(LoadedModel, "load", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(InvalidArgumentError, match=message):
+        Engine("some-folder", **options)

@@ -8,7 +8,7 @@ from model.told import Told, cached
 
 from engine.small_models import EVEN, random_tokens, random_weights
 from kvblocks import InvalidArgumentError
-from kvblocks.engine import Engine, LoadedModel
+from kvblocks.engine import Engine, LoadedModel, TierOptions
 
 CONFIG = replace(EVEN, tie_word_embeddings=False)
 
@@ -26,7 +26,7 @@ def settle(engine):
 
 def test_what_is_told_is_what_is_cached_after_each_step(model):
     told = Told()
-    with Engine(model, num_blocks=24, host_cache="4MiB", on_events=told.replay) as engine:
+    with Engine(model, num_blocks=24, tiers=["host:4MiB"], on_events=told.replay) as engine:
         for number in range(6):
             prompt = random_tokens(CONFIG, 90, seed=number % 4)
             engine.submit(prompt, max_tokens=20, ignore_eos=True, salt="ann" if number % 2 else None)
@@ -62,11 +62,11 @@ def test_a_step_that_dies_is_told_to_its_end(model, monkeypatch):
 
 def test_what_a_disk_has_is_told_at_the_start(model, tmp_path):
     prompt = random_tokens(CONFIG, 300, seed=3)
-    with Engine(model, num_blocks=64, disk_cache=tmp_path / "disk", disk_cache_size="16MiB") as engine:
+    with Engine(model, num_blocks=64, tiers=[TierOptions(f"disk:{tmp_path / 'disk'}", "16MiB")]) as engine:
         engine.generate([prompt], max_tokens=1)
     told = Told()
     with Engine(
-        model, num_blocks=64, disk_cache=tmp_path / "disk", disk_cache_size="16MiB", on_events=told.replay
+        model, num_blocks=64, tiers=[TierOptions(f"disk:{tmp_path / 'disk'}", "16MiB")], on_events=told.replay
     ) as engine:
         assert told.blocks == cached(engine.manager)
         assert len(told.blocks) == 18

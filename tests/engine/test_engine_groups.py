@@ -1,7 +1,7 @@
-"""Models with windows in the engine: the same answers, to the last bit, however computed; windows give blocks back.
+"""Models with windows or chunks: the same answers, to the last bit, however computed; what was passed is given back.
 
-Contexts are six times the window. While a step runs, every slot that no row of it sees is NaN: blocks that have left a
-window, blocks of other sequences, blocks that are merely cached.
+Contexts are six times the window, or the chunk. While a step runs, every slot that no row of it sees is NaN: blocks
+that have left a window, blocks of other sequences, blocks that are merely cached.
 """
 
 from dataclasses import replace
@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.small_models import GEMMA3, ODD, QWEN3, WINDOW, random_tokens, random_weights
+from engine.small_models import GEMMA3, LLAMA4, ODD, QWEN3, WINDOW, random_tokens, random_weights
 from engine.watched import Watch
 from kvblocks import FullAttention, PoolExhaustedError, SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, StepLimits
-from kvblocks.engine.run.cache_plan import plan_cache
+from kvblocks.engine.run.backends import plan_cache
 from kvblocks.engine.sampling.random_numbers import sample_seed
 from kvblocks.errors import InvalidArgumentError
 
@@ -24,6 +24,7 @@ CONFIGS = {
     "gemma3": replace(GEMMA3, num_layers=6, windows=(WINDOW, WINDOW, None) * 2, tie_word_embeddings=False),
     "qwen3": QWEN3,
     "windows only": replace(QWEN3, windows=(WINDOW, WINDOW)),
+    "llama4": LLAMA4,
     "two windows": replace(QWEN3, num_layers=3, windows=(5, None, WINDOW)),
 }
 MAX_TOKENS = 12
@@ -275,7 +276,7 @@ def test_the_longest_request_is_what_all_groups_hold(name, num_pinned_tokens):
     if num_pinned_tokens:
         pinned = random_tokens(model.config, num_pinned_tokens, seed=9)
         engine.generate([pinned], max_tokens=1)
-        engine.manager.pin(pinned, priority=100)
+        engine.manager.pins.pin(pinned, priority=100)
     most = engine.scheduler.max_request_tokens
     prompt = random_tokens(model.config, most - 1)
     assert len(engine.generate([prompt], max_tokens=1)) == 1

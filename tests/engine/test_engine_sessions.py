@@ -79,8 +79,8 @@ def test_an_engine_takes_a_policy_by_its_name(model):
     assert engine.manager.stats.num_eviction_failures == 0
     assert engine.manager.stats.num_evicted_blocks > 0
     engine.manager.check()
-    with pytest.raises(InvalidArgumentError, match=r"eviction: expected None, 'lru'.*'sessions'.*got 'mru'"):
-        Engine(model, num_blocks=12, eviction="mru")
+    with pytest.raises(InvalidArgumentError, match=r"eviction: expected None, 'lru'.*'sessions'.*got 'nonsense'"):
+        Engine(model, num_blocks=12, eviction="nonsense")
 
 
 def test_a_session_that_is_none_is_refused(model):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.small_models import EVEN, GEMMA3, ODD, random_tokens, random_weights
-from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
+from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits, TierOptions
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales
 from kvblocks.engine.run.calibration import calibrate
 from kvblocks.errors import InvalidArgumentError
@@ -73,14 +73,14 @@ def test_samples_share_blocks_and_copy_the_one_that_they_write_to(model):
 
 def test_what_tiers_keep_has_the_same_bits(model, tmp_path):
     (computed,), logits = ask(make(model), PROMPT)
-    with make(model, num_blocks=24, host_cache="4MiB", disk_cache=tmp_path, disk_cache_size="16MiB") as engine:
+    with make(model, num_blocks=24, tiers=["host:4MiB", TierOptions(f"disk:{tmp_path}", "16MiB")]) as engine:
         ask(engine, PROMPT)
         settle(engine)
         ask(engine, random_tokens(CONFIG, 300, seed=9))  # which pushes the blocks out
         (from_host,), host_logits = ask(engine, PROMPT)
         assert from_host.num_loaded_tokens.get("host", 0) > 0
         settle(engine)
-    with make(model, num_blocks=24, disk_cache=tmp_path, disk_cache_size="16MiB") as engine:
+    with make(model, num_blocks=24, tiers=[TierOptions(f"disk:{tmp_path}", "16MiB")]) as engine:
         (from_disk,), disk_logits = ask(engine, PROMPT)
         assert from_disk.num_loaded_tokens == {"disk": 288}
     assert torch.equal(host_logits, logits) and torch.equal(disk_logits, logits)
@@ -88,19 +88,19 @@ def test_what_tiers_keep_has_the_same_bits(model, tmp_path):
 
 
 def test_a_disk_of_another_dtype_or_of_other_scales_is_not_read(model, tmp_path, monkeypatch):
-    with make(model, disk_cache=tmp_path / "first", disk_cache_size="16MiB") as engine:
+    with make(model, tiers=[TierOptions(f"disk:{tmp_path / 'first'}", "16MiB")]) as engine:
         ask(engine, PROMPT)
         settle(engine)
     found = calibrate(model)
     other = KVScales(tuple(2 * scales for scales in found.keys), found.values)
     with monkeypatch.context() as patch:
         patch.setattr("kvblocks.engine.run.backends.calibrate", lambda _model: other)
-        with make(model, disk_cache=tmp_path / "other", disk_cache_size="16MiB") as engine:
+        with make(model, tiers=[TierOptions(f"disk:{tmp_path / 'other'}", "16MiB")]) as engine:
             assert not torch.equal(engine.runner.kv_cache.scales.keys[0], found.keys[0])
             ask(engine, PROMPT)
             settle(engine)
     for options, folder in (({"kv_cache_dtype": "auto"}, "first"), ({}, "other")):
-        with make(model, disk_cache=tmp_path / folder, disk_cache_size="16MiB", **options) as engine:
+        with make(model, tiers=[TierOptions(f"disk:{tmp_path / folder}", "16MiB")], **options) as engine:
             (completion,), _ = ask(engine, PROMPT)
             assert completion.num_loaded_tokens == {}
 
@@ -144,5 +144,5 @@ def test_scales_are_those_of_each_head_and_the_same_every_time(model):
 
 @pytest.mark.parametrize("name", ["fp8_e5m2", "bfloat16", "", None, 8, ["fp8"]])
 def test_names_that_mean_nothing(model, name):
-    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected auto, fp8, fp8_e4m3, got"):
+    with pytest.raises(InvalidArgumentError, match="kv_cache_dtype: expected one of auto, fp8, fp8_e4m3, got"):
         Engine(model, kv_cache_dtype=name)

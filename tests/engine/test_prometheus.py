@@ -13,9 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvblocks import InvalidArgumentError, KVCacheManager, Sequence, Tier
 from kvblocks.engine import Engine
-from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
+from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector
+from kvblocks.engine.schedule.entrance import EntranceView
 from kvblocks.engine.tiers.offload import TierTraffic
 from kvblocks.observe.metrics import CacheMetrics
+from kvblocks.retention.session_gate import SessionGate
 from kvblocks.stats import HitCounts
 from kvblocks.tiers.disk import DiskStats
 from kvblocks.tiers.store import StoreStats
@@ -46,9 +48,9 @@ def busy() -> tuple[KVCacheManager, CacheMetrics]:
     """A manager that has hits, evictions, pins, tenants and a running sequence."""
     manager = KVCacheManager(16, 4)
     metrics = CacheMetrics(manager, sample_every=1)
-    manager.set_quota("ann", 2)
-    manager.set_quota("bob", 5)
-    manager.pin(range(8))
+    manager.quotas.set("ann", 2)
+    manager.quotas.set("bob", 5)
+    manager.pins.pin(range(8))
     for start in (0, 0, 100, 200, 0, 300):
         for salt in (None, "ann", "bob"):
             compute(manager, range(start, start + 14), salt)
@@ -115,7 +117,7 @@ def test_a_scrape_is_of_its_moment(busy):
 
 def test_no_salt_is_shown_unless_asked_for(busy):
     manager, metrics = busy
-    manager.set_quota("a secret", 1)
+    manager.quotas.set("a secret", 1)
     registry = CollectorRegistry()
     KVBlocksCollector(metrics, registry=registry)
     shown = generate_latest(registry).decode()
@@ -125,14 +127,14 @@ def test_no_salt_is_shown_unless_asked_for(busy):
 
 def test_tenants_by_labels_of_ones_own(busy):
     manager, metrics = busy
-    manager.set_quota("a secret", 1)
-    manager.set_quota(None, 7)
+    manager.quotas.set("a secret", 1)
+    manager.quotas.set(None, 7)
     labels = {"ann": 'team "A"', "bob": 'team "A"', None: "unsalted"}
     registry = CollectorRegistry()
     KVBlocksCollector(metrics, registry=registry, tenant_label=labels.get)
     samples = scrape(registry)
     shown = {key: value for key, value in samples.items() if key[1] and key[1][0][0] == "tenant"}
-    cached = {quota.salt: quota.num_cached_blocks for quota in manager.quotas()}
+    cached = {quota.salt: quota.num_cached_blocks for quota in manager.quotas}
     assert shown == {
         ("kvblocks_tenant_cached_blocks", (("tenant", 'team "A"'),)): cached["ann"] + cached["bob"],
         ("kvblocks_tenant_quota_blocks", (("tenant", 'team "A"'),)): 7,
@@ -230,7 +232,7 @@ def test_what_an_engine_moved_is_shown_by_tier_and_direction():
     ]
     values = dict(zip([field.name for field in fields(StoreStats)], range(10, 30), strict=False))
     store = StoreStats(**{**values, "is_away": True})
-    traffic.append(TierTraffic("store", {"load": 50, "store": 60}, {"load": 3.5, "store": 4.5}, store=store))
+    traffic.append(TierTraffic("store", {"load": 50, "store": 60}, {"load": 3.5, "store": 4.5}, store))
     registry = CollectorRegistry()
     OffloadCollector(SimpleNamespace(traffic=lambda: traffic), registry=registry)
     samples = scrape(registry)
@@ -249,11 +251,31 @@ def test_what_an_engine_moved_is_shown_by_tier_and_direction():
     assert samples == series
 
 
+def test_a_gate_is_shown_as_of_its_last_decision_and_the_page_names_every_series():
+    gate = SessionGate(1000)
+    gate.ask("a", "one", None, 900, 0, 0.0)
+    gate.release(0, 0.001, 0.0)
+    gate.ask("b", "two", None, 200, 0, 1.0)
+    why = gate.why("b")
+    view = EntranceView(1.0, gate.stats, tuple(gate.members()), (why,))
+    registry = CollectorRegistry()
+    GateCollector(SimpleNamespace(view=view), registry=registry)
+    samples = scrape(registry)
+    assert samples["kvblocks_gate_members", ()] == samples["kvblocks_gate_waiting_requests", ()] == 1
+    assert samples["kvblocks_gate_member_tokens", ()] == 900
+    assert samples["kvblocks_gate_waiting", (("reason", "room"),)] == 1
+    assert samples["kvblocks_gate_waiting", (("reason", "idle"),)] == 0
+    assert samples["kvblocks_gate_left_total", (("rule", "hold"),)] == 0
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert {name for name, _ in samples if f"`{name}`" not in page} == set()
+
+
 def test_the_page_on_metrics_names_every_series_of_tiers():
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     registry = CollectorRegistry()
     KVBlocksCollector(CacheMetrics(KVCacheManager(16, 4, tiers=[Tier("host", 8, 64)])), registry=registry)
-    traffic = [TierTraffic("disk", {"load": 1, "store": 1}, {"load": 1.0, "store": 1.0}, DiskStats(), StoreStats())]
+    moved = {"load": 1, "store": 1}, {"load": 1.0, "store": 1.0}
+    traffic = [TierTraffic("disk", *moved, DiskStats()), TierTraffic("store", *moved, StoreStats())]
     OffloadCollector(SimpleNamespace(traffic=lambda: traffic), registry=registry)
     names = {name for name, _ in scrape(registry) if name.startswith(("kvblocks_tier_", "kvblocks_store_"))}
     assert len(names) == 22

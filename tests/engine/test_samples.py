@@ -165,11 +165,11 @@ def test_equal_prompts_that_arrive_together_compute_their_prefix_once(model, pro
 def test_pins_that_leave_no_room_are_named_and_cost_nothing(model, prompts):
     engine = Engine(model, num_blocks=8)
     engine.generate([prompts[0]], max_tokens=1)
-    pin = engine.manager.pin(prompts[0], priority=100)  # 4 blocks
+    pin = engine.manager.pins.pin(prompts[0], priority=100)  # 4 blocks
     with pytest.raises(PoolExhaustedError, match=r"prompts\[1\]: expected at most 65 tokens while pins keep 4"):
         engine.generate([prompts[0], prompts[1]], n=2, max_tokens=40)
     assert engine.manager.num_free_blocks == 4
-    engine.manager.unpin(pin)
+    engine.manager.pins.unpin(pin)
     assert len(engine.generate([prompts[0], prompts[1]], n=2, max_tokens=40)) == 4
 
 

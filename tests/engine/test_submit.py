@@ -15,7 +15,7 @@ from kvblocks import InvalidTokensError, PoolExhaustedError
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling.sampler import Sampler
-from kvblocks.engine.schedule.schedules import SCHEDULES
+from kvblocks.engine.schedules import SCHEDULES
 from kvblocks.engine.text.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidArgumentError
 
@@ -410,7 +410,7 @@ def test_pins_that_leave_no_room_fail_who_is_next_and_not_the_others(model, prom
     engine = Engine(model, num_blocks=6)
     engine.generate([prompts[0][:32]], max_tokens=1)
     large, small = submit(engine, [*range(70)]), submit(engine, [7] * 5)
-    engine.manager.pin(prompts[0][:32], priority=100)
+    engine.manager.pins.pin(prompts[0][:32], priority=100)
     assert engine.step() == [large]
     assert (large.finish_reason, type(large.error).__mro__[1]) == ("error", PoolExhaustedError)
     assert run(engine) == [small]

@@ -1,6 +1,7 @@
 """An engine whose steps are watched: slots that no row may see are NaN during a step, and its logits are kept."""
 
 import torch
+from model.sight import first_seen
 
 
 class Watch:
@@ -48,7 +49,7 @@ class Watch:
         seen = torch.zeros(manager.num_blocks, block_size, dtype=torch.bool)
         for chunk in chunks:
             for group, kind in enumerate(manager.groups):
-                first = 0 if kind.window is None else max(0, chunk.start - kind.window + 1)
+                first = first_seen(kind, chunk.start)
                 positions = torch.arange(first, chunk.start + chunk.num_tokens)
                 block_ids = torch.tensor(chunk.request.sequence.group_block_ids(group))
                 seen[block_ids[positions // block_size], positions % block_size] = True

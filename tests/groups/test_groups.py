@@ -1,23 +1,29 @@
 """Groups of layers, one promise at a time. Long histories are in test_group_stateful.py."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from model.sight import first_seen
 
 from kvblocks import (
     BlockStored,
     CacheMetrics,
+    ChunkedLocal,
     FullAttention,
     Group,
     GroupUsage,
     InvalidArgumentError,
     KVCacheManager,
+    KVLayer,
     PinBudgetError,
     Sequence,
     SequenceStateError,
     SlidingWindow,
     StaleHitError,
+    plan,
 )
+from kvblocks.groups.layout import make_layout
 
 FULL, WINDOW = FullAttention(4), SlidingWindow(4, 6)
 
@@ -85,7 +91,7 @@ class TestSpecs:
 
     @pytest.mark.parametrize("groups", [[], [4], None.__class__, [FULL, "window"]])
     def test_bad_groups(self, groups: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match="groups: expected FullAttention and SlidingWindow items"):
+        with pytest.raises(InvalidArgumentError, match="groups: expected Group items"):
             KVCacheManager(8, groups=groups)
 
     def test_block_sizes_divide_each_other(self) -> None:
@@ -109,11 +115,11 @@ class TestOneFullGroup:
         assert sequence.group_block_ids() == sequence.group_block_ids(0) == sequence.block_ids == [0, 1, 2]
         assert sequence.group_blocks(0) == sequence.blocks
         assert (sequence.first_live_block(0), sequence.new_group_blocks) == (0, [])
-        assert manager.append_group_step([sequence], [5]) == []
+        assert manager.append_step([sequence], [5]) == []
         manager.append_slots(sequence, [6, 7])
-        assert manager.append_group_step([sequence], [8]) == [(0, 0, 3, 3)]
-        assert manager.take_group_copies() == []
-        assert manager.group_usage() == [GroupUsage(0, 4, 3)]
+        assert manager.append_step([sequence], [8]) == [(0, 0, 3, 3)]
+        assert manager.take_copies() == []
+        assert manager.inspect.group_usage() == [GroupUsage(0, 4, 3)]
         hit = manager.get_computed_blocks(Sequence("b", range(10)))
         assert (hit.num_matched_tokens, hit.group_blocks(0)) == (8, hit.blocks)
 
@@ -143,7 +149,7 @@ class TestTables:
         assert sequence.group_block_ids(1) == [0, 0, 6, 7, 2]
         assert (sequence.group_block_ids(0), sequence.first_live_block(1)) == ([0, 1, 4, 5, 8], 2)
         assert sequence.group_blocks(1)[:2] == [None, None]
-        assert manager.free_block_ids() == [3]
+        assert manager.inspect.free_block_ids() == [3]
 
     def test_a_call_can_use_what_it_lets_go_of(self) -> None:
         manager = KVCacheManager(9, groups=[FULL, WINDOW])
@@ -162,26 +168,23 @@ class TestTables:
         twin = manager.fork(sequence, "twin")
         assert manager.num_free_blocks == 0
         assert manager.append_slots(sequence, [7]) is None  # two blocks leave its window, and the twin's they stay
-        assert manager.append_group_step([sequence], [7]) is None
-        assert manager.append_group_step([sequence, twin], [7, 8]) is None  # together they free two, and need four
+        assert manager.append_step([sequence], [7]) is None
+        assert manager.append_step([sequence, twin], [7, 8]) is None  # together they free two, and need four
         manager.free(twin)
         assert manager.append_slots(sequence, [7]) is not None
 
-    def test_append_step_asks_for_the_groups(self) -> None:
+    def test_append_step_says_the_group_of_each_change(self) -> None:
         manager = KVCacheManager(20, groups=[WINDOW, FULL])
         sequence = Sequence("a", range(8))
         manager.allocate_slots(sequence)
-        with pytest.raises(InvalidArgumentError, match="one group, got 2: use append_group_step"):
-            manager.append_step([sequence], [1])
-        assert (sequence.num_tokens, sequence.num_computed_tokens) == (8, 8)
-        assert manager.append_group_step([sequence], [1]) == [(0, 0, 2, 4), (0, 1, 2, 5)]
-        assert manager.append_group_step([], []) == []
+        assert manager.append_step([sequence], [1]) == [(0, 0, 2, 4), (0, 1, 2, 5)]
+        assert manager.append_step([], []) == []
 
-    def test_one_window_alone_needs_no_group_in_its_changes(self) -> None:
+    def test_the_changes_of_one_window_alone_say_group_0(self) -> None:
         manager = KVCacheManager(20, groups=[WINDOW])
         sequence = Sequence("a", range(8))
         manager.allocate_slots(sequence)
-        assert manager.append_step([sequence], [1]) == [(0, 2, 2)]
+        assert manager.append_step([sequence], [1]) == [(0, 0, 2, 2)]
         assert sequence.block_ids == sequence.group_block_ids(0) == [0, 1, 2]
 
     def test_truncate_goes_back_to_what_the_last_call_found(self) -> None:
@@ -190,7 +193,7 @@ class TestTables:
         manager.allocate_slots(sequence)
         manager.append_slots(sequence, [1, 2, 3, 4])
         manager.append_slots(sequence, [5, 6, 7, 8])  # from 14 on: nothing before 9 is seen
-        with pytest.raises(SequenceStateError, match="sees no token before 8, where the blocks of group 1"):
+        with pytest.raises(SequenceStateError, match="sees no token before 8, where the KV of group 1"):
             manager.truncate(sequence, 12)
         assert sequence.num_tokens == 18
         manager.truncate(sequence, 14)
@@ -203,20 +206,20 @@ class TestTables:
         sequence = Sequence("a", range(7))
         manager.allocate_slots(sequence)
         twin = manager.fork(sequence, "twin")
-        assert manager.append_group_step([sequence, twin], [1, 2]) == [(0, 0, 3, 6), (0, 1, 1, 7)]
-        assert manager.take_group_copies() == [(0, 3, 6), (1, 5, 7)]
+        assert manager.append_step([sequence, twin], [1, 2]) == [(0, 0, 3, 6), (0, 1, 1, 7)]
+        assert manager.take_copies() == [(0, 3, 6), (1, 5, 7)]
         manager.free(twin)
         manager.free(sequence)
         manager.check()
 
-    def test_take_copies_leaves_no_groups_behind(self) -> None:
+    def test_copies_are_told_once(self) -> None:
         manager = KVCacheManager(30, groups=[FULL, WINDOW])
         sequence = Sequence("a", range(6))
         manager.allocate_slots(sequence)
         twin = manager.fork(sequence, "twin")
         manager.append_slots(twin, [1])
-        assert manager.take_copies() == [(1, 4), (3, 5)]
-        assert manager.take_group_copies() == []
+        assert manager.take_copies() == [(0, 1, 4), (1, 3, 5)]
+        assert manager.take_copies() == []
 
 
 class TestHits:
@@ -301,7 +304,7 @@ class TestHits:
         newer = manager.get_computed_blocks(Sequence("b", [*range(8), 1])).group_blocks(1)
         assert newer == sequence.group_blocks(1) != older
         first = [block.block_id for block in older if block is not None]
-        assert manager.free_block_ids()[: len(first)] == sorted(first)  # they can be hit no more
+        assert manager.inspect.free_block_ids()[: len(first)] == sorted(first)  # they can be hit no more
 
     def test_an_abort_takes_attached_blocks_along_that_were_never_written(self) -> None:
         """The primary blocks of 0 to 12 stay cached, since another sequence wrote them; the window's blocks weren't."""
@@ -316,24 +319,150 @@ class TestHits:
         manager.check()
 
 
+@dataclass(frozen=True)
+class NoTable(Group):
+    """A kind whose layers keep nothing in blocks, as recurrent layers do."""
+
+    label = event_kind = "states"
+    has_table = False
+
+    def first_seen(self, position: int) -> int:
+        return position
+
+    def num_blocks(self, num_tokens: Any, num_step_tokens: Any = 1) -> int:
+        return 0 * num_tokens * num_step_tokens
+
+
+@pytest.mark.parametrize(
+    ("groups", "tables"),
+    [
+        ([FullAttention(4), NoTable(8)], [0]),
+        ([NoTable(4), SlidingWindow(4, 6), FullAttention(2)], [1, 2]),
+        ([SlidingWindow(2, 3), NoTable(4)], [0]),
+    ],
+)
+def test_a_group_may_have_no_table(groups: list[Group], tables: list[int]) -> None:
+    manager = KVCacheManager(64, groups=groups, debug=True)
+    assert not make_layout(None, groups).is_single and make_layout(None, groups[:1]).is_single == (groups[0].sees_all)
+    alone = KVCacheManager(64, groups=[groups[group] for group in tables])
+    first, same = Sequence("first", range(21)), Sequence("first", range(21))
+    for each, sequence in ((manager, first), (alone, same)):
+        assert each.allocate_slots(sequence, num_total_tokens=30) is not None
+    assert manager.num_free_blocks == alone.num_free_blocks
+    for group in range(len(groups)):
+        there = tables.index(group) if group in tables else None
+        assert sequence_tables(first, group) == ([], [], 0, []) if there is None else sequence_tables(same, there)
+    second = Sequence("second", range(23))
+    hit = manager.get_computed_blocks(second)
+    assert hit.num_tokens % manager.alignment == 0 and hit.num_tokens
+    assert [len(hit.group_blocks(group)) > 0 for group in range(len(groups))] == [
+        g in tables for g in range(len(groups))
+    ]
+    assert manager.allocate_slots(second, hit=hit) is not None
+    fork = manager.fork(second, "fork")
+    changes = manager.append_step([first, second, fork], [7, 8, 9])
+    assert changes and {group for _, group, _, _ in changes} <= set(tables)
+    assert {group for group, _, _ in manager.take_copies()} <= set(tables)
+    usage = manager.inspect.group_usage()
+    assert [bool(used.num_owned_blocks) for used in usage] == [group in tables for group in range(len(groups))]
+    for sequence in (first, second, fork):
+        manager.free(sequence)
+    assert manager.num_free_blocks == 64
+
+
+def sequence_tables(sequence: Sequence, group: int) -> Any:
+    blocks = [None if block is None else block.block_id for block in sequence.group_blocks(group)]
+    new = [block.block_id for block in sequence.new_group_blocks[group]] if sequence.new_group_blocks else blocks
+    return sequence.group_block_ids(group), blocks, sequence.first_live_block(group), new
+
+
+@pytest.mark.parametrize("num_step_tokens", [1, 2, 5, 9])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *[SlidingWindow(size, window) for size in (1, 4) for window in (1, 2, 5, 8)],
+        *[ChunkedLocal(size, chunk) for size in (1, 4, 6) for chunk in (1, 3, 4, 8, 12)],
+        FullAttention(4),
+    ],
+)
+def test_a_kind_sees_and_holds_what_it_says(kind: Group, num_step_tokens: int) -> None:
+    seen = [first_seen(kind, position) for position in range(60)]
+    assert [kind.first_seen(position) for position in range(60)] == seen
+    assert [kind.first_needed(position) for position in range(60)] == [first // kind.block_size for first in seen]
+    for num_tokens in (1, 3, 10, 48):
+        held = [  # what a step holds that ends at `end`
+            (end - 1) // kind.block_size - first_seen(kind, max(0, end - num_step_tokens)) // kind.block_size + 1
+            for end in range(1, num_tokens + 1)
+        ]
+        most = kind.num_blocks(num_tokens, num_step_tokens)
+        assert max(held) <= most and (num_tokens < 48 or max(held) == most)
+
+
+class TestChunks:
+    """Blocks of 4 tokens, chunks of 8."""
+
+    KINDS = (FullAttention(4), ChunkedLocal(4, 8))
+
+    def test_a_hit_between_chunks_needs_nothing_of_them(self) -> None:
+        manager = KVCacheManager(32, groups=self.KINDS, debug=True)
+        compute(manager, "first", list(range(17)), chunk=8)
+        for num_tokens, needed in ((9, []), (14, [2]), (17, []), (13, [2])):
+            hit = manager.get_computed_blocks(Sequence("probe", list(range(num_tokens))))
+            assert hit.num_tokens == num_tokens // 4 * 4
+            table = hit.group_blocks(1)
+            assert [number for number, block in enumerate(table) if block is not None] == needed
+
+    def test_an_exact_repeat_computes_the_last_token_of_a_chunk_again(self) -> None:
+        manager = KVCacheManager(32, groups=self.KINDS, debug=True)
+        compute(manager, "first", list(range(16)))
+        hit = manager.get_computed_blocks(Sequence("again", list(range(16))))
+        assert (hit.num_tokens, [block is not None for block in hit.group_blocks(1)]) == (
+            15,
+            [False, False, True, True],
+        )
+
+    def test_a_chunk_is_released_when_the_next_one_begins(self) -> None:
+        manager = KVCacheManager(32, groups=self.KINDS, debug=True)
+        sequence = Sequence("first", list(range(15)))
+        assert manager.allocate_slots(sequence) is not None
+        assert sequence.first_live_block(1) == 0  # it was one step, whose first tokens see the first chunk
+        manager.append_slots(sequence, [15])
+        assert sequence.first_live_block(1) == 2
+        manager.append_slots(sequence, [16])
+        assert sequence.first_live_block(1) == 4
+        with pytest.raises(SequenceStateError, match=r"sees no token before 16, where .*chunks of 8"):
+            manager.truncate(sequence, 15)
+
+    def test_what_people_and_events_see(self) -> None:
+        manager = KVCacheManager(9, groups=self.KINDS, enable_events=True, num_history_blocks=32)
+        compute(manager, "first", list(range(14)))
+        stored = [event for event in manager.take_events() if isinstance(event, BlockStored)]
+        assert {(e.group_idx, e.kind, e.window) for e in stored} == {
+            (0, "full_attention", None),
+            (1, "chunked_local_attention", None),
+        }
+        compute(manager, "second", list(range(100, 120)), chunk=4)
+        assert "chunks of 8" in str(plan(self.KINDS, [KVLayer(0, 1, 8), KVLayer(1, 1, 8)], 2, 2**20))
+
+
 class TestAnswers:
     def test_explain_names_the_group(self) -> None:
         manager = KVCacheManager(22, groups=[FULL, WINDOW], num_history_blocks=100)
         compute(manager, "a", list(range(32)), chunk=8)
-        assert manager.explain(Sequence("b", range(32))).cause == "no miss"
+        assert manager.inspect.explain(Sequence("b", range(32))).cause == "no miss"
         compute(manager, "b", list(range(100, 120)))
-        explanation = manager.explain(Sequence("c", range(18)))
-        assert (explanation.cause, explanation.group, explanation.window) == ("group", 1, 6)
+        explanation = manager.inspect.explain(Sequence("c", range(18)))
+        assert (explanation.cause, explanation.group, explanation.kind) == ("group", 1, "a window of 6")
         assert explanation.num_matched_blocks == 4
         assert explanation.missing_tokens is not None
         assert "group 1 (a window of 6) lacks tokens" in str(explanation)
         assert explanation.removal is not None and explanation.removal.cause == "evicted"
         assert "they were evicted" in str(explanation)
-        other = manager.explain(Sequence("d", range(500, 520)))
+        other = manager.inspect.explain(Sequence("d", range(500, 520)))
         assert (other.cause, other.group) == ("never cached", 0)
 
     def test_explain_without_a_history(self) -> None:
-        text = str(lost_window().explain(Sequence("c", range(13))))
+        text = str(lost_window().inspect.explain(Sequence("c", range(13))))
         assert text.startswith("0 of 3 full blocks are cached in all groups; 3 are in the primary one")
         assert text.endswith("lacks tokens 8 to 11; as far as is remembered they were never cached")
 
@@ -378,9 +507,9 @@ class TestAnswers:
         sequence = Sequence("a", range(20))
         manager.allocate_slots(sequence, 10)
         manager.allocate_slots(sequence)
-        assert manager.group_usage() == [GroupUsage(0, 5, 5), GroupUsage(1, 4, 5)]
+        assert manager.inspect.group_usage() == [GroupUsage(0, 5, 5), GroupUsage(1, 4, 5)]
         assert manager.stats.num_cached_blocks == 10
-        assert manager.prefix_rows()[0].num_blocks == 5
+        assert manager.inspect.prefix_rows()[0].num_blocks == 5
         manager.free(sequence)
         compute(manager, "b", list(range(300, 420)), chunk=8)
         assert metrics.snapshot().lifetimes.num_values > 0
@@ -391,17 +520,17 @@ class TestAnswers:
         a, b = Sequence("a", [*range(8), 1]), Sequence("b", [*range(8), 2])
         for sequence in (a, b):
             manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
-        (shared,) = manager.shared_prefixes([a, b])
+        (shared,) = manager.inspect.shared_prefixes([a, b])
         assert list(shared.block_ids) == a.group_block_ids(1)[:2] == b.group_block_ids(1)[:2]
 
     @pytest.mark.parametrize(
         ("call", "ask"),
         [
-            ("shared_prefixes", lambda manager: manager.shared_prefixes([])),
-            ("set_quota", lambda manager: manager.set_quota("a", 1)),
-            ("set_default_quota", lambda manager: manager.set_default_quota(1)),
-            ("prefix_rows", lambda manager: manager.prefix_rows()),
-            ("prefix_rows", lambda manager: manager.to_dot()),
+            ("shared_prefixes", lambda manager: manager.inspect.shared_prefixes([])),
+            ("quotas.set", lambda manager: manager.quotas.set("a", 1)),
+            ("quotas.set_default", lambda manager: manager.quotas.set_default(1)),
+            ("prefix_rows", lambda manager: manager.inspect.prefix_rows()),
+            ("prefix_rows", lambda manager: manager.inspect.to_dot()),
         ],
     )
     def test_what_needs_a_full_group_says_so(self, call: str, ask: Any) -> None:
@@ -412,12 +541,12 @@ class TestAnswers:
 class TestQuotas:
     def test_attached_blocks_count_and_go_with_their_prefix(self) -> None:
         manager = KVCacheManager(24, groups=[FULL, SlidingWindow(4, 100)])
-        manager.set_quota("greedy", 4)
+        manager.quotas.set("greedy", 4)
         compute(manager, "a", list(range(16)), salt="greedy")
         compute(manager, "b", list(range(16)), salt="modest")
-        assert {usage.salt: usage.num_cached_blocks for usage in manager.quotas()} == {"greedy": 8}
-        manager.set_quota("modest", 100)
-        assert {usage.salt: usage.num_cached_blocks for usage in manager.quotas()} == {"greedy": 8, "modest": 8}
+        assert {usage.salt: usage.num_cached_blocks for usage in manager.quotas} == {"greedy": 8}
+        manager.quotas.set("modest", 100)
+        assert {usage.salt: usage.num_cached_blocks for usage in manager.quotas} == {"greedy": 8, "modest": 8}
         compute(manager, "c", list(range(100, 124)))
         assert hit_tokens(manager, [*range(16), 1], salt="modest") == 16
         assert hit_tokens(manager, [*range(16), 1], salt="greedy") < 16
@@ -428,18 +557,18 @@ class TestPins:
     def test_a_pin_keeps_what_its_hit_needs(self) -> None:
         manager = KVCacheManager(24, groups=[FULL, WINDOW])
         compute(manager, "a", list(range(16)))
-        pin = manager.pin(range(16), priority=100)
+        pin = manager.pins.pin(range(16), priority=100)
         assert (pin.num_blocks, pin.num_held_blocks, pin.num_wanted_blocks) == (4, 6, 6)
         for number in range(5):
             compute(manager, f"b{number}", list(range(100 * number + 100, 100 * number + 130)))
         assert hit_tokens(manager, [*range(16), 1]) == 16
-        manager.unpin(pin)
+        manager.pins.unpin(pin)
         assert manager.num_free_blocks == 24
         manager.check()
 
     def test_a_pin_takes_hold_before_the_window_has_passed(self) -> None:
         manager = KVCacheManager(40, groups=[FULL, WINDOW])
-        pin = manager.pin(range(16))
+        pin = manager.pins.pin(range(16))
         compute(manager, "a", [*range(16), *range(100, 140)], chunk=8)
         assert pin.num_held_blocks == pin.num_wanted_blocks == 6
         assert hit_tokens(manager, [*range(16), 1]) == 16
@@ -447,7 +576,7 @@ class TestPins:
     def test_under_pressure_it_first_gives_up_what_hangs(self) -> None:
         manager = KVCacheManager(12, groups=[FULL, WINDOW])
         compute(manager, "a", list(range(16)))
-        pin = manager.pin(range(16), priority=10)
+        pin = manager.pins.pin(range(16), priority=10)
         sequence = Sequence("b", range(100, 116))
         assert manager.allocate_slots(sequence) is not None
         assert (len(pin.blocks), pin.attached_blocks) == (4, [])
@@ -456,12 +585,12 @@ class TestPins:
     def test_the_budget_counts_all_groups(self) -> None:
         manager = KVCacheManager(10, groups=[FULL, WINDOW])
         with pytest.raises(PinBudgetError, match="at most 5 blocks together, got 6 more"):
-            manager.pin(range(16))
+            manager.pins.pin(range(16))
 
     def test_without_a_full_group_only_windows_count(self) -> None:
         manager = KVCacheManager(8, groups=[WINDOW])
         compute(manager, "a", list(range(24)))
-        pin = manager.pin(range(24), priority=100)
+        pin = manager.pins.pin(range(24), priority=100)
         assert (pin.num_wanted_blocks, len(pin.attached_blocks)) == (2, 2)
         compute(manager, "b", list(range(100, 124)))
         assert hit_tokens(manager, [*range(24), 1]) == 24
@@ -508,7 +637,7 @@ class TestWhatASequenceKeeps:
 
         interrupted_at = 0
         manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 8)])
-        manager.start_sampling(1, clock, [1.0])
+        manager._start_sampling(1, clock, (1.0,))  # noqa: SLF001
         sequence = Sequence("a", range(12))
         manager.allocate_slots(sequence)
         interrupted_at = num_calls + 2  # when its second table is given back
@@ -525,7 +654,7 @@ def test_the_history_keeps_the_primary_groups_block_longest() -> None:
     manager.allocate_slots(sequence)
     manager.free(sequence)
     manager.allocate_slots(Sequence("b", range(100, 116)))
-    assert manager.explain(Sequence("c", range(4))).cause == "evicted"
+    assert manager.inspect.explain(Sequence("c", range(4))).cause == "evicted"
 
 
 class TestWindowsThatAreNotCached:
@@ -544,7 +673,7 @@ class TestWindowsThatAreNotCached:
         assert second.block_ids[:6] == first.block_ids[:6]
         assert second.first_live_block(1) == 4  # position 24 sees 17 to 24
         assert not set(second.group_block_ids(1)[4:]) & set(first.group_block_ids(1))
-        assert [usage.num_cached_blocks for usage in manager.group_usage()] == [7, 0]
+        assert [usage.num_cached_blocks for usage in manager.inspect.group_usage()] == [7, 0]
         assert {event.group_idx for event in manager.take_events()} == {0}
 
     def test_its_blocks_are_free_and_empty_when_it_ends(self):
@@ -553,7 +682,7 @@ class TestWindowsThatAreNotCached:
         manager.allocate_slots(sequence)
         ids = sequence.group_block_ids(1).copy()
         manager.free(sequence)
-        assert set(manager.free_block_ids()[: len(ids)]) >= set(ids[:-1])
+        assert set(manager.inspect.free_block_ids()[: len(ids)]) >= set(ids[:-1])
 
     def test_a_group_beside_it_that_is_cached_is_asked_all_the_same(self):
         manager = KVCacheManager(64, groups=self.GROUPS, debug=True)
@@ -570,7 +699,7 @@ class TestWindowsThatAreNotCached:
         for _ in range(5):
             manager.allocate_slots(sequence, 8)
         assert sequence.first_live_block(1) == sequence.first_live_block(2) > 0
-        manager.pin(range(16))
+        manager.pins.pin(range(16))
         hit = manager.get_computed_blocks(Sequence("b", range(41)))
         assert [hit.cut(most).num_tokens for most in (40, 39)] == [
             40,

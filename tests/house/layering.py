@@ -28,6 +28,9 @@ FLOORS = {
     "kvblocks.retention": 2,
     "kvblocks.retention.policies": 1,  # know nothing of the core, as a user's don't
     "kvblocks.groups": 3,
+    "kvblocks.groups.kinds": 1,  # what an engine says of its layers; knows nothing of the core
+    "kvblocks.groups.states": 2,  # what pools, tables and lookups of groups need of states
+    "kvblocks.states": 4,  # extends the slots of groups
     "kvblocks.prefix_cache": 5,
     "kvblocks.observe": 4,
     "kvblocks.tiers": 3,
@@ -40,12 +43,14 @@ FLOORS = {
     "kvblocks.integrations.vllm.probe": 9,
     "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
     "kvblocks.integrations": 11,  # inside other engines, which have environments of their own
+    "kvblocks.integrations.vllm_plugin": 12,  # loaded by every vLLM, and imports the integration when that is chosen
     "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.kernels.device": 8,  # the kernels themselves
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
-    "kvblocks.replay": 8,  # traces through the public manager; no engine
-    "kvblocks.replay.report": 9,  # shows what a replay found
+    "kvblocks.replay": 10,  # traces through the public manager; no engine
+    "kvblocks.replay.served": 11,  # the same on a server that takes time
+    "kvblocks.replay.report": 12,  # shows what a replay found
     "kvblocks.tiers.store": 9,  # input and output, and one package in one module, imported when a store is opened
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.collector": 8,
@@ -59,17 +64,18 @@ FLOORS = {
     "kvblocks.engine.tiers": 12,
     "kvblocks.engine": 13,
     "kvblocks.engine.demo": 14,
-    "kvblocks.engine.server.errors": 14,
-    "kvblocks.engine.server.wire": 14,
-    "kvblocks.engine.server.fields": 14,
-    "kvblocks.engine.server.body": 15,
-    "kvblocks.engine.server.page": 15,
-    "kvblocks.engine.server.access": 15,
-    "kvblocks.engine.server.answers": 15,
-    "kvblocks.engine.server": 16,
-    "kvblocks.engine.server.endpoints": 17,
-    "kvblocks.engine.server.app": 18,
-    "kvblocks.engine.server.run": 18,
+    "kvblocks.server.errors": 13,
+    "kvblocks.server.wire": 14,
+    "kvblocks.server.body": 15,
+    "kvblocks.server.body.fields": 14,
+    "kvblocks.server.body.parsing": 14,  # bodies are parsed where they are bounded, too
+    "kvblocks.server.page": 15,
+    "kvblocks.server.access": 15,
+    "kvblocks.server.answers": 15,
+    "kvblocks.server": 16,
+    "kvblocks.server.endpoints": 17,
+    "kvblocks.server.app": 18,
+    "kvblocks.server.run": 18,
     "kvblocks.cli": 19,
     "kvblocks.__main__": 20,
 }
@@ -87,8 +93,13 @@ ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
     | {"flash_attn", "xxhash", "llguidance"}
 )
-SERVER = "kvblocks.engine.server"
-SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
+SERVER = "kvblocks.server"
+SERVER_PACKAGES = ENGINE_PACKAGES | {
+    "starlette",
+    "uvicorn",
+    "httptools",
+    "httpx2",
+}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
 REPLAY = "kvblocks.replay"
 REPLAY_PACKAGES = CORE_PACKAGES | {"numpy"}
@@ -140,9 +151,7 @@ PERMITTED_STDLIB = {
 MAX_FILE_LINES = 500
 MAX_FOLDER_FILES = 15
 # Lines of code, without blanks, comments and docstrings, of what is to be read in an afternoon.
-# 2,000 when the rooms were made. Caching late, loads that fail and hits that are cut came after that; they are rules of
-# the core and may not stand elsewhere.
-MAX_CORE_LINES = 2100
+MAX_CORE_LINES = 2000
 # From the line of `def` to the last, without the docstring and the decorators; without the signature if that is free.
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
@@ -150,7 +159,6 @@ MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; with
 # "module:Class.function" (or "module" for a file) -> why it may be larger. An entry that is not needed fails the test.
 LARGER_FILES: dict[str, str] = {
     "kvblocks.manager": "the facade: one class, whose methods check what they were given and delegate",
-    "kvblocks.core.slots": "one class: the order of things in each call that makes room, which is read call by call",
 }
 LONGER_FUNCTIONS: dict[str, str] = {}
 _PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels take them"
@@ -171,7 +179,6 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.kernels.decode:decode": _PAGED_BATCH,
     "kvblocks.kernels.extend:extend": _PAGED_BATCH,
     "kvblocks.kernels.extend:share_rows": _PAGED_BATCH,
-    "kvblocks.kernels.prefix_decode:prefix_decode": _PAGED_BATCH,
     "kvblocks.kernels.cascade:cascade_decode": _PAGED_BATCH,
 }
 # These decide their parameters themselves: a Triton kernel takes pointers and strides one by one, a typer command its
@@ -256,7 +263,7 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
     target = imported.target
     if target not in known:
         return f"imports {target}, which is not a module of this tree"
-    if is_inside(target, SERVER) and is_inside(module, "kvblocks.engine") and not is_inside(module, SERVER):
+    if is_inside(target, SERVER) and is_inside(module, "kvblocks.engine"):
         return f"imports {target}: the engine knows nothing of its server"
     if is_inside(target, KERNELS) and not is_inside(module, KERNELS) and module not in KERNELS_DOORS:
         return f"imports {target}: only {', '.join(sorted(KERNELS_DOORS))} may import {KERNELS}"

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from kvblocks.tiers import tiers
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OWN_TIER = ROOT / "examples" / "own_tier.py"
+# Those that need a model have tests of their own.
+EXAMPLES = [
+    path for path in sorted((ROOT / "examples").glob("*.py")) if "kvblocks.engine" not in path.read_text("utf-8")
+]
 
 
 def python_blocks(path):
@@ -25,7 +31,7 @@ def python_blocks(path):
 
 GUIDES = [
     path for path in sorted(DOCS.rglob("*.md")) if python_blocks(path) and path.name != "server.md"
-]  # docs/server.md is run beside a server, by tests/engine/server/test_server_docs.py
+]  # docs/server.md is run beside a server, by tests/server/test_server_docs.py
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -33,6 +39,22 @@ def test_an_example_runs_and_prints(path):
     result = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout
+
+
+def test_a_tier_of_ones_own_is_short_and_gives_the_same_answer(tiny_folder, monkeypatch, capsys):
+    source = OWN_TIER.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 60
+    shown = (DOCS / "tiers.md").read_text(encoding="utf-8").partition("```py\nclass ZipPlace")[2].partition("```")[0]
+    parts = shown.split("\n\n\n")
+    assert [part.strip() in source for part in parts] == [True, True]
+    monkeypatch.setattr(sys, "argv", [str(OWN_TIER), str(tiny_folder)])
+    monkeypatch.setattr(tiers, "num_worth_loading", lambda loads, _: len(loads))  # however fast this machine computes
+    runpy.run_path(str(OWN_TIER), run_name="__main__")
+    printed = capsys.readouterr().out
+    found = re.fullmatch(
+        r"the same answer: True loaded: \{'zip': 192\} ZipStats\(num_compressed_bytes=(\d+)\)\n", printed
+    )
+    assert found and int(found[1]) > 0, printed
 
 
 def functions(source):

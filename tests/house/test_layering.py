@@ -85,13 +85,13 @@ NEIGHBOURS = {
     "kvblocks.engine": "",
     "kvblocks.engine.run.forward": "",
     "kvblocks.engine.attention.attention": "",
-    "kvblocks.engine.server": "",
-    "kvblocks.engine.server.app": "",
+    "kvblocks.server": "",
+    "kvblocks.server.app": "",
     "kvblocks.kernels": "",
     "kvblocks.kernels.store": "",
 }
 DOORS = "only kvblocks.engine.attention.attention, "
-PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.engine.server", "kvblocks.kernels"})
+PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.server", "kvblocks.kernels"})
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,15 @@ PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.engine.server", "
         ("kvblocks.engine.run.forward", "from kernels import store", "imports kernels"),
         ("kvblocks.engine.run.forward", "import requests", "imports requests"),
         ("kvblocks.engine.run.forward", "import starlette", "imports starlette"),
-        ("kvblocks.engine.run.forward", "from kvblocks.engine.server import app", "knows nothing of its server"),
-        ("kvblocks.engine", "from kvblocks.engine.server.app import make_app", "knows nothing of its server"),
-        ("kvblocks.engine.server.app", "import requests", "imports requests"),
+        ("kvblocks.engine.run.forward", "from kvblocks.server import app", "knows nothing of its server"),
+        ("kvblocks.engine", "from kvblocks.server.app import make_app", "knows nothing of its server"),
+        ("kvblocks.server.app", "import requests", "imports requests"),
         (
-            "kvblocks.engine.server.app",
+            "kvblocks.server.app",
             "from kvblocks.kernels import store",
             DOORS,
         ),
-        ("kvblocks.engine.server.app", "import kvblocks.cli.app", "at most 18, got 19"),
+        ("kvblocks.server.app", "import kvblocks.cli.app", "at most 18, got 19"),
         ("kvblocks.cli.app", "import requests", "imports requests"),
         ("kvblocks.engine.attention.attention", "from kvblocks.cli import app", "at most 10, got 19"),
         ("kvblocks.kernels.store", "from kvblocks.errors import KVBlocksError", "kernels take tensors"),
@@ -181,8 +181,8 @@ def test_the_checker_finds_a_circle():
             "import torch\nfrom kvblocks.kernels import store\nfrom ...kernels.store import f",
         ),
         ("kvblocks.engine", "from kvblocks import KVCacheManager\nfrom .run.forward import Model\nimport time, os"),
-        ("kvblocks.engine.server.app", "import uvicorn\nfrom kvblocks.engine import model\nimport asyncio"),
-        ("kvblocks.cli.app", "from kvblocks.engine.server import app"),
+        ("kvblocks.server.app", "import uvicorn\nfrom kvblocks.engine import model\nimport asyncio"),
+        ("kvblocks.cli.app", "from kvblocks.server import app"),
         ("kvblocks.kernels.store", "import math\nimport torch\nimport triton.language as tl"),
         ("kvblocks.kernels", "from .store import store\nfrom kvblocks.kernels import store as again"),
         ("kvblocks.cli.app", "from kvblocks.engine.run.forward import Model\nimport typer"),

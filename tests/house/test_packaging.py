@@ -145,9 +145,10 @@ def test_the_wheel_says_what_it_needs(metadata):
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 
-def test_the_wheel_installs_the_command(wheel):
+def test_the_wheel_installs_the_command_and_the_plugin_for_vllm(wheel):
     entry_points = wheel[f"kvblocks-{kvblocks.__version__}.dist-info/entry_points.txt"].decode()
-    assert entry_points.split() == ["[console_scripts]", "kvblocks", "=", "kvblocks.cli:main"]
+    plugin = ["[vllm.general_plugins]", "kvblocks", "=", "kvblocks.integrations.vllm_plugin:register"]
+    assert entry_points.split() == ["[console_scripts]", "kvblocks", "=", "kvblocks.cli:main", *plugin]
 
 
 def test_the_source_distribution_builds_the_same_wheel(checkout, wheel, tmp_path):
@@ -166,13 +167,18 @@ site_folder, requirements = sys.argv[1:]
 site.addsitedir(site_folder)
 sys.path.append(requirements)
 from importlib.util import find_spec
+finders = len(sys.meta_path)
 import kvblocks
+print(len(sys.meta_path) - finders)
 print(kvblocks.__version__, kvblocks.__file__, *find_spec("kvblocks.kernels").submodule_search_locations, sep="\\n")
 """
 
 
 def where(site_folder: Path) -> list[str]:
-    """The version, the file of kvblocks, and the folder of kvblocks.kernels, as installed in `site_folder`."""
+    """What `import kvblocks` finds in `site_folder`.
+
+    How many finders it puts into `sys.meta_path`, the version, the file of kvblocks, the folder of kvblocks.kernels.
+    """
     requirements = sysconfig.get_path("purelib")
     return run_python("-I", "-S", "-c", WHERE, str(site_folder), requirements, cwd=site_folder).splitlines()
 
@@ -182,7 +188,7 @@ def test_an_installed_wheel_is_importable(wheel, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     package = tmp_path / "kvblocks"
-    assert where(tmp_path) == [kvblocks.__version__, str(package / "__init__.py"), str(package / "kernels")]
+    assert where(tmp_path) == ["0", kvblocks.__version__, str(package / "__init__.py"), str(package / "kernels")]
 
 
 # Runs a module as `python -m` does where a checkout comes first, then an installed wheel, then what that requires.
@@ -195,7 +201,7 @@ sys.argv[1:] = arguments
 import kvblocks.kernels
 print(kvblocks.__file__, kvblocks.kernels.__file__, sep="\\n", flush=True)
 if module == "kvblocks":  # what `serve` and `demo` load first
-    import kvblocks.engine.demo.demo, kvblocks.engine.server.run
+    import kvblocks.engine.demo.demo, kvblocks.server.run
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
@@ -257,7 +263,8 @@ def test_an_editable_install_finds_the_kernels_in_their_folder(checkout, tmp_pat
     with zipfile.ZipFile(made) as archive:
         archive.extractall(site_folder)
     package = checkout / "kvblocks"
-    assert where(site_folder) == [kvblocks.__version__, str(package / "__init__.py"), str(checkout / "kernels")]
+    found = ["1", kvblocks.__version__, str(package / "__init__.py"), str(checkout / "kernels")]
+    assert where(site_folder) == found
 
 
 def read_constraints() -> dict[str, str]:

@@ -35,6 +35,13 @@ def test_each_name_is_that_of_its_home(name):
         assert getattr(kvblocks, name) is vars(importlib.import_module(typed_imports()[name]))[name]
 
 
+@pytest.mark.parametrize(("made", "most"), [(kvblocks.KVCacheManager(4), 40), (kvblocks.PrefixCache(4), 18)])
+def test_there_is_one_door_for_one_thing(made, most):
+    """What isn't a call of an engine's step is read through a noun, such as `manager.pins`."""
+    names = [name for name in dir(made) if not name.startswith("_")]
+    assert len(names) <= most, names
+
+
 def test_modules_are_attributes_as_if_they_had_been_imported():
     program = "import kvblocks; print(kvblocks.errors.KVBlocksError, kvblocks.metrics.CacheMetrics, kvblocks.groups)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
@@ -62,8 +69,8 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_records_can_be_pickled():
     manager = kvblocks.KVCacheManager(8, 4, enable_events=True)
     manager.allocate_slots(kvblocks.Sequence("a", range(9)))
-    records = [manager.stats, manager.take_events(), manager.prefix_rows(), kvblocks.FullAttention(4)]
-    records += [kvblocks.CacheMetrics(manager).snapshot(), manager.explain(kvblocks.Sequence("b", range(3)))]
+    records = [manager.stats, manager.take_events(), manager.inspect.prefix_rows(), kvblocks.FullAttention(4)]
+    records += [kvblocks.CacheMetrics(manager).snapshot(), manager.inspect.explain(kvblocks.Sequence("b", range(3)))]
     assert pickle.loads(pickle.dumps(records)) == records
 
 
@@ -78,7 +85,7 @@ def test_a_pickle_is_read_by_a_process_that_imported_nothing():
     ("path", "name"),
     [
         ("kvblocks.metrics", "CacheMetrics"),
-        ("kvblocks.hashing", "decode_extra_keys"),
+        ("kvblocks.wire.extra_keys", "decode_extra_keys"),
         ("kvblocks.prefix_cache", "PrefixCache"),
     ],
 )

@@ -45,8 +45,8 @@ manager.free(sequence)
 manager.free(1)  # refused
 manager.allocate_slots(sequence, hit=sequence)  # refused
 manager.append_slots("a", [1])  # refused
-manager.unpin(manager.pin([1] * 8))
-manager.unpin(5)  # refused
+manager.pins.unpin(manager.pins.pin([1] * 8))
+manager.pins.unpin(5)  # refused
 PrefixCache(8).insert_prefix([1], [], pin=True)
 PrefixCache(8).insert_prefix([1], [], pin="yes")  # refused
 """

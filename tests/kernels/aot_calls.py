@@ -15,7 +15,6 @@ from kvblocks.kernels.copy import CacheTable, copy_blocks, gather_blocks, scatte
 from kvblocks.kernels.decode import decode
 from kvblocks.kernels.extend import extend
 from kvblocks.kernels.layout import BLOCK_SIZES, FP8, HEAD_DIMS
-from kvblocks.kernels.merge import merge_state
 from kvblocks.kernels.rows import ACTIVATIONS, MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
@@ -87,12 +86,10 @@ def make_cascade(model):
 
 
 def make_rest(model):
-    """Kernels without tiles of keys: storing, merging and copying."""
+    """Kernels without tiles of keys: storing and copying."""
     query, key_cache, value_cache, *_ = model.tensors(64, 1)
     key = torch.empty(64, 8, model.head_dim, dtype=query.dtype)
     store(key, key, key_cache, value_cache, torch.zeros(64, dtype=torch.int64))
-    lse = torch.empty(query.shape[:2])
-    merge_state([query, query], [lse, lse])
     table = CacheTable.of([torch.empty(4, 8192, dtype=torch.uint8) for _ in range(2)])
     ids, staging = torch.zeros(2, dtype=torch.int64), torch.empty(2, table.staging_bytes, dtype=torch.uint8)
     copy_blocks(table, ids.view(1, 2))

@@ -94,6 +94,7 @@ class Case:
         assert (lse - expected_lse)[seen].abs().le(4e-6 * (1 + expected_lse[seen].abs())).all()
 
 
+@pytest.mark.every(11)
 @SPLITS
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -107,6 +108,7 @@ def test_dtypes_and_head_dims(dtype, kv_dtype, head_dim, split_keys):
     case.check(case.run(split_keys))
 
 
+@pytest.mark.every(5)
 @SPLITS
 @pytest.mark.parametrize("tile_keys", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -115,6 +117,7 @@ def test_block_sizes_below_and_above_the_tile(block_size, tile_keys, split_keys)
     case.check(case.run(split_keys, dataclasses.replace(SMALL, tile_keys=tile_keys)))
 
 
+@pytest.mark.every(5)
 @SPLITS
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 2), (5, 1), (24, 1)])
 def test_groups_of_heads(heads, split_keys):
@@ -122,6 +125,7 @@ def test_groups_of_heads(heads, split_keys):
     case.check(case.run(split_keys))
 
 
+@pytest.mark.every(9)
 @SPLITS
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -140,6 +144,7 @@ def test_sinks_in_the_dtype_of_a_model(dtype):
     case.check(case.run())
 
 
+@pytest.mark.every(5)
 @SPLITS
 @pytest.mark.parametrize(
     "lengths",
@@ -151,6 +156,7 @@ def test_ragged_batches_with_rows_of_padding(lengths, split_keys):
     case.check(case.run(split_keys))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 4, 5, 7, 10, 13, 40])
 def test_any_number_of_programs(num_programs):
     # 13 tiles of 2 heads: heads that end where a share ends, that cross shares, and that cover whole shares.
@@ -158,6 +164,7 @@ def test_any_number_of_programs(num_programs):
     case.check(case.run(launch=dataclasses.replace(SMALL, programs_per_sm=num_programs)))
 
 
+@pytest.mark.every(2)
 @SPLITS
 def test_a_head_with_more_parts_than_a_merge_reads_at_once(split_keys):
     # Scores of order 8, so that the largest has weight; four heads, so that it comes early in some and late in others.
@@ -165,6 +172,7 @@ def test_a_head_with_more_parts_than_a_merge_reads_at_once(split_keys):
     case.check(case.run(split_keys, dataclasses.replace(SMALL, programs_per_sm=50)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("split_keys", "window"), [(None, None), (2**15, None), (None, 4096)])
 def test_lengths_of_128k(split_keys, window):
     case = Case([2**17, 2**17 - 1, 3], heads=(1, 1), window=window, dtype=torch.float16, block_size=128)
@@ -173,7 +181,7 @@ def test_lengths_of_128k(split_keys, window):
     case.check(case.run(split_keys, large if DEVICE.type == "cpu" else None))
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 4)
 @given(data=st.data())
 def test_any_small_batch(data):
     draw = data.draw

@@ -84,6 +84,7 @@ def expect_place(heads, turn, num_heads, num_kv_heads):
     return turned[:, :num_heads], turned[:, num_heads:], value
 
 
+@pytest.mark.every(11)
 @DTYPES
 @pytest.mark.parametrize("shape", [(6, 2, 64), (5, 1, 128), (1, 1, 256), (32, 8, 64)])
 @pytest.mark.parametrize("normed", [None, "as the heads", "in fp32"])

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kvblocks.kernels.device.shares import find_cut, find_unit, find_work, share_begin, share_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Numbers are never constants in these kernels, as in those that ship: Triton 3.6.0 can't compile a search of 1 unit.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_programs"])
 def shares_kernel(begin_ptr, program_ptr, num_tiles, num_programs):
     for program in tl.range(0, num_programs + 1):
         tl.store(begin_ptr + program, share_begin(program, num_tiles, num_programs))
@@ -22,13 +23,13 @@ def shares_kernel(begin_ptr, program_ptr, num_tiles, num_programs):
         tl.store(program_ptr + tile, share_of(tile, num_tiles, num_programs))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_units", "num_tiles"])
 def units_kernel(end_ptr, found_ptr, num_units, num_tiles):
     for tile in tl.range(0, num_tiles):
         tl.store(found_ptr + tile, find_unit(end_ptr, tile, num_units))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_units", "num_tiles"])
 def work_kernel(end_ptr, work_ptr, num_units, num_tiles, heads: tl.constexpr):
     for tile in tl.range(0, num_tiles):
         unit, head, number, head_tiles = find_work(end_ptr, num_units, tile, heads)
@@ -38,7 +39,7 @@ def work_kernel(end_ptr, work_ptr, num_units, num_tiles, heads: tl.constexpr):
         tl.store(work_ptr + 4 * tile + 3, head_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_units", "num_programs"])
 def cuts_kernel(end_ptr, cut_ptr, num_units, num_programs, heads: tl.constexpr):
     for program in tl.range(1, num_programs):
         unit, head, first, num_parts = find_cut(end_ptr, num_units, num_programs, program, heads)

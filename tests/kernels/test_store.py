@@ -30,6 +30,7 @@ def make(device, *, num_tokens=9, num_kv_heads=2, head_dim=64, block_size=16, dt
     return *new, *caches, slots.to(device)
 
 
+@pytest.mark.every(13)
 @DTYPES
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("heads", [(1, 64), (3, 128), (8, 256), (40, 64)])
@@ -80,6 +81,7 @@ def test_a_slot_beyond_two_to_the_31_bytes(device):
     assert torch.equal(value_cache[2, 1].float(), value[0])
 
 
+@pytest.mark.every(5)
 @DTYPES
 @pytest.mark.parametrize(("k_scale", "v_scale"), [(None, None), (0.03, 1.7)])
 # Signalling NaN and overflow are what is tested here, and numpy warns of them.

@@ -1,5 +1,6 @@
 """A measure of a call's work that is the same on any machine: the bytecodes that it executes."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -24,10 +25,13 @@ def count_bytecodes(function: Callable[[], object]) -> int:
         num_bytecodes += event == "opcode"
         return count
 
-    previous = sys.gettrace()
+    previous, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # a collection runs others' callbacks, such as Hypothesis's, and they would be counted
     sys.settrace(count)
     try:
         function()
     finally:
         sys.settrace(previous)
+        if collects:
+            gc.enable()
     return num_bytecodes

@@ -6,28 +6,29 @@ that the node is below. Anchors have numbers behind those of the pool's blocks.
 
 from collections import Counter
 
+from kvblocks import Group
 from kvblocks.groups import anchors
 from model.dumb_model import DumbModel, ModelPin, ModelSequence, Prefix
-
-Spec = tuple[int, int | None]
-"""(block size, window or None)"""
+from model.sight import first_seen, sees, sees_all
 
 
 class DumbGroups(DumbModel):
     def __init__(
         self,
         num_blocks: int,
-        specs: list[Spec],
+        specs: tuple[Group, ...],
         enable_caching: bool = True,
         first_block: int = 0,
         keeping: frozenset[int] = frozenset(),
+        uncached: frozenset[int] = frozenset(),
     ) -> None:
-        """keeping: the groups whose blocks that left a window are reused like others."""
-        self.keeping = keeping
-        full = [group for group, (_, window) in enumerate(specs) if window is None]
+        """keeping: the groups whose blocks that left a window are reused like others. uncached: those without hits."""
+        self.keeping, self.uncached = keeping, uncached
+        self.computed_from: dict[ModelSequence, dict[int, int]] = {}  # by uncached group: its first token
+        full = [group for group, spec in enumerate(specs) if sees_all(spec)]
         self.primary = full[0] if full else None
-        self.alignment = max(size for size, _ in specs)
-        size = self.alignment if self.primary is None else specs[self.primary][0]
+        self.alignment = max(spec.block_size for spec in specs)
+        size = self.alignment if self.primary is None else specs[self.primary].block_size
         super().__init__(num_blocks, size, enable_caching, first_block)
         self.specs = specs
         self.others = [group for group in range(len(specs)) if group != self.primary]
@@ -55,14 +56,14 @@ class DumbGroups(DumbModel):
 
     def numbers(self, group: int, position: int, end: int) -> set[int]:
         """The numbers of the blocks before `end` with a token that a query at `position` sees."""
-        size, window = self.specs[group]
-        return {i // size for i in range(end) if window is None or i > position - window}
+        spec = self.specs[group]
+        return {i // spec.block_size for i in range(end) if sees(spec, position, i)}
 
     def needed(self, group: int, end: int, num_tokens: int) -> list[int]:
         return sorted(self.numbers(group, end - 1 if end == num_tokens else end, end)) if end else []
 
     def home(self, sequence: ModelSequence, group: int, number: int) -> Prefix:
-        end = (number + 1) * self.specs[group][0]
+        end = (number + 1) * self.specs[group].block_size
         return (*sequence.prefix(-(-end // self.block_size), self.block_size), group, end)
 
     def match(self, sequence: ModelSequence, max_tokens: int | None = None) -> list[int]:
@@ -71,7 +72,7 @@ class DumbGroups(DumbModel):
     def missing_group(self, sequence: ModelSequence, end: int) -> int | None:
         """A group that can't serve a hit of `end` tokens."""
         for group in self.others:
-            for number in self.needed(group, end, len(sequence.tokens)):
+            for number in [] if group in self.uncached else self.needed(group, end, len(sequence.tokens)):
                 if self.home(sequence, group, number) not in self.cached:
                     return group
         return None
@@ -89,7 +90,10 @@ class DumbGroups(DumbModel):
         for group in self.others:
             end = len(hit) * self.block_size
             numbers = self.needed(group, end, num_tokens)
-            tables[group] = [None] * (end // self.specs[group][0])
+            if group in self.uncached:
+                tables[group] = [None] * min([end // self.specs[group].block_size, *numbers])
+                continue
+            tables[group] = [None] * (end // self.specs[group].block_size)
             for number in numbers:
                 tables[group][number] = self.cached.get(self.home(sequence, group, number), [None])[0]
         return tables
@@ -115,20 +119,30 @@ class DumbGroups(DumbModel):
         self.unsure.discard(sequence)
         sequence.table = list(hit)
         touched = [block for table in self.tables[sequence].values() for block in table if block is not None]
+        touched += self.also_touched(sequence, hit_end)
         indices = self.wanted(sequence, None, end + num_lookahead)
         if not self.can_take(self.num_taken(indices), touched if self.has_anchors else hit + touched):
             sequence.table = []
             return False
+        position = 0 if not hit else hit_end - 1 if is_whole else hit_end
+        self.computed_from[sequence] = {
+            group: first_seen(self.specs[group], position) if hit else 0 for group in self.uncached
+        }
         self.landmarks[sequence] = {e // self.alignment * self.alignment for e in (*ends, sequence.num_prompt)} - {0}
         sequence.is_allocated = sequence.is_of_this_epoch = True
+        self.running.append(sequence)
         self.hold(hit)
         self.hold(touched)
         sequence.num_registered = len(hit)
-        sequence.num_readonly = hit_end
+        sequence.num_readonly = sequence.num_given = hit_end
         self.fill(sequence, indices)
         sequence.num_computed = end
         self.register(sequence)
         return True
+
+    def also_touched(self, sequence: ModelSequence, end: int) -> list[int]:
+        """What a start with a hit of `end` tokens owns beside its tables."""
+        return []
 
     def serve(self, wishes: list[tuple[ModelSequence, int, int, int]]) -> list[tuple[int, int, int, int]] | None:
         """Room for each (sequence, first token to write, slots, tokens then computed); what changed in their tables."""
@@ -148,15 +162,6 @@ class DumbGroups(DumbModel):
             self.register(sequence)
         return changes
 
-    def reserve(self, sequence: ModelSequence, num_tokens: int) -> list[int] | None:
-        if not num_tokens:
-            return []
-        indices = self.wanted(sequence, sequence.num_computed, len(sequence.tokens) + num_tokens)
-        if not self.can_take(self.num_taken(indices), []):
-            return None
-        self.fill(sequence, indices)
-        return [block for blocks in self.new for block in blocks]
-
     def group_step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int, int]] | None:
         """Add a token to each sequence. Windows matter only where a block begins or ends, or may be shared."""
         at_boundary = [i for i, sequence in enumerate(sequences) if self.is_edge(sequence)]
@@ -175,7 +180,7 @@ class DumbGroups(DumbModel):
 
     def is_edge(self, sequence: ModelSequence) -> bool:
         """Whether its next token may change a table."""
-        edge = min(size for size, _ in self.specs)
+        edge = min(spec.block_size for spec in self.specs)
         return not 0 < len(sequence.tokens) % edge < edge - 1 or sequence in self.unsure
 
     def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
@@ -183,13 +188,18 @@ class DumbGroups(DumbModel):
         found = []
         seen = min(start - sequence.in_flight, start if sequence.delayed is None else sequence.delayed)
         for group in self.others:
-            size, window = self.specs[group]
             for index, block in enumerate(self.tables[sequence][group]):
-                if block is not None and window is not None and (index + 1) * size <= seen - window + 1:
+                if block is not None and self.has_passed(group, index, seen):
                     found.append((group, index, block))
-                elif block is not None and window is not None and (index + 1) * size <= start - window + 1:
+                elif block is not None and self.has_passed(group, index, start):
                     self.num_kept_in_flight += sequence.in_flight > 0
         return found
+
+    def has_passed(self, group: int, index: int, position: int) -> bool:
+        """Whether all tokens of a block come before `position`, and a query there sees none of them."""
+        size = self.specs[group].block_size
+        tokens = range(index * size, (index + 1) * size)
+        return not any(i >= position or sees(self.specs[group], position, i) for i in tokens)
 
     def wanted(
         self, sequence: ModelSequence, start: int | None, slots: int, leaving: Counter[int] | None = None
@@ -202,7 +212,7 @@ class DumbGroups(DumbModel):
         indices: dict[int | None, list[int]] = {}
         leaving = Counter() if leaving is None else leaving
         for group in [*self.others, None]:
-            size = self.block_size if group is None else self.specs[group][0]
+            size = self.block_size if group is None else self.specs[group].block_size
             table = sequence.table if group is None else self.tables[sequence][group]
             indices[group] = list(range(len(table), -(-slots // size)))
             if start is not None and start % size:
@@ -268,6 +278,7 @@ class DumbGroups(DumbModel):
             self.copy_groups.append(self.primary if group is None else group)  # type: ignore[arg-type]
         if group is None:
             sequence.num_readonly = min(sequence.num_readonly, index * self.block_size)
+            sequence.num_given = min(sequence.num_given, index * self.block_size)
 
     def can_take(self, num_blocks: int, hit: list[int]) -> bool:
         free = [block for block in self.early + self.late if block not in hit]
@@ -313,7 +324,7 @@ class DumbGroups(DumbModel):
                     queue.remove(block)
             self.owners[block] += 1
 
-    def drop(self, blocks: list[int]) -> None:
+    def drop(self, blocks: list[int]) -> list[int]:
         empty: dict[bool, list[int]] = {False: [], True: []}
         for block in reversed(blocks):
             is_anchor = block >= self.num_real
@@ -322,6 +333,12 @@ class DumbGroups(DumbModel):
                 queue = self.anchors if is_anchor else self.late
                 (queue if block in self.content else empty[is_anchor]).append(block)
         self.early[:0], self.anchors[:0] = empty[False], empty[True]
+        return self.drop_duplicates(blocks)
+
+    def renew_before(self, block: int, other: int) -> None:
+        queue = self.anchors if block >= self.num_real else self.late
+        queue.remove(block)
+        queue.insert(queue.index(other), block)
 
     def requeue_detached(self) -> None:
         for block in sorted(self.detached, reverse=True):
@@ -343,12 +360,14 @@ class DumbGroups(DumbModel):
 
     def attach(self, sequence: ModelSequence, first: int) -> None:
         for group in self.others:
-            size = self.specs[group][0]
+            size = self.specs[group].block_size
             for number, block in enumerate(self.tables[sequence][group]):
                 end = (number + 1) * size
                 if not first * self.block_size < end <= sequence.num_registered * self.block_size:
                     continue
                 if block is None or block in self.content or not self.is_useful(group, number):
+                    continue
+                if group in self.uncached:
                     continue
                 home = self.home(sequence, group, number)
                 older = self.cached.get(home, [])
@@ -363,9 +382,10 @@ class DumbGroups(DumbModel):
 
     def is_useful(self, group: int, number: int) -> bool:
         """Whether any hit can need it."""
-        last = (number + 1) * self.specs[group][0] + (self.specs[group][1] or 0) + self.alignment
-        ends = range(self.alignment, last + 1, self.alignment)
-        return any(number in self.numbers(group, end - 1, end) for end in ends)
+        spec = self.specs[group]
+        tokens = range(number * spec.block_size, (number + 1) * spec.block_size)
+        ends = [end for end in range(0, tokens.stop + 64, self.alignment) if end >= tokens.stop]
+        return any(sees(spec, end - 1, i) for end in ends for i in tokens)
 
     def forget(self, block: int, cause: str) -> None:
         prefix = self.content.pop(block, None)
@@ -392,13 +412,17 @@ class DumbGroups(DumbModel):
         self.attach(sequence, 0)
 
     def commit(self, sequence: ModelSequence, num_written: int) -> None:
-        first = self.first_uncached(sequence)
+        first = sequence.num_registered
         super().commit(sequence, num_written)
         if self.enable_caching and sequence.is_of_this_epoch and sequence.num_registered > first:
             self.attach(sequence, first)
         self.extend_pins(sequence)
 
     # What ends, parts and goes back.
+
+    def tables_of(self, sequence: ModelSequence) -> list[tuple[list[int], int]]:
+        side = [(self.tables[sequence][group], self.specs[group].block_size) for group in self.others]
+        return [(sequence.table, self.block_size), *side]  # type: ignore[list-item]
 
     def free(self, sequence: ModelSequence) -> None:
         tables = self.tables.pop(sequence)
@@ -411,8 +435,9 @@ class DumbGroups(DumbModel):
         if twin.num_computed % self.alignment:
             self.unsure |= {sequence, twin}
         self.landmarks[twin] = self.landmarks[sequence]
+        self.computed_from[twin] = self.computed_from[sequence]
         self.tables[twin] = {
-            group: self.tables[sequence][group][: -(-twin.num_computed // self.specs[group][0])]
+            group: self.tables[sequence][group][: -(-twin.num_computed // self.specs[group].block_size)]
             for group in self.others
         }
         for table in self.tables[twin].values():
@@ -420,8 +445,14 @@ class DumbGroups(DumbModel):
         return twin
 
     def can_truncate(self, sequence: ModelSequence, num_tokens: int) -> bool:
-        """Whether the blocks that the next token sees are held, and the block of the sequence's own end."""
+        """Whether the blocks that the next token sees are held, and the block of the sequence's own end.
+
+        And whether groups that aren't cached have computed what it sees.
+        """
         position = min(sequence.num_computed, num_tokens)
+        for group, first in self.computed_from[sequence].items():
+            if first_seen(self.specs[group], position) < first:
+                return False
         for group in self.others:
             table = self.tables[sequence][group]
             numbers = self.numbers(group, position, position + 1)
@@ -437,7 +468,9 @@ class DumbGroups(DumbModel):
             num_freed = len([block for _, _, block in self.passed(sequence, start) if self.owners[block] == 1])
             return max(0, self.num_taken(self.wanted(sequence, start, num_tokens)) - num_freed)
         tables = self.hit_tables(sequence, hit, len(sequence.tokens))
-        num_missing = sum(max(0, -(-num_tokens // self.specs[g][0]) - len(table)) for g, table in tables.items())
+        num_missing = sum(
+            max(0, -(-num_tokens // self.specs[g].block_size) - len(table)) for g, table in tables.items()
+        )
         held = [block for table in tables.values() for block in table if block is not None]
         if not self.has_anchors:
             num_missing += max(0, -(-num_tokens // self.block_size) - len(hit))
@@ -454,15 +487,15 @@ class DumbGroups(DumbModel):
         """The tables of all groups, with None where they are dead."""
         tables = self.tables[sequence]
         return [
-            (sequence.table if group == self.primary else tables[group], size)  # type: ignore[misc]
-            for group, (size, _) in enumerate(self.specs)
+            (sequence.table if group == self.primary else tables[group], spec.block_size)  # type: ignore[misc]
+            for group, spec in enumerate(self.specs)
         ]
 
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
         super().truncate(sequence, num_tokens, num_computed)
         self.unsure.add(sequence)
         for group in self.others:
-            table, num_kept = self.tables[sequence][group], -(-num_tokens // self.specs[group][0])
+            table, num_kept = self.tables[sequence][group], -(-num_tokens // self.specs[group].block_size)
             rest = table[num_kept:]
             del table[num_kept:]
             self.drop([block for block in rest if block is not None])
@@ -471,7 +504,8 @@ class DumbGroups(DumbModel):
 
     def attached_homes(self, prefix: ModelSequence, num_blocks: int) -> list[Prefix]:
         end = num_blocks * self.block_size // self.alignment * self.alignment
-        return [self.home(prefix, group, number) for group in self.others for number in self.needed(group, end, end)]
+        groups = [group for group in self.others if group not in self.uncached]
+        return [self.home(prefix, group, number) for group in groups for number in self.needed(group, end, end)]
 
     def num_wanted(self, prefix: ModelSequence, num_blocks: int) -> int:
         return (0 if self.has_anchors else num_blocks) + len(self.attached_homes(prefix, num_blocks))

@@ -23,13 +23,37 @@ class ModelSequence:
     is_allocated: bool = False
     is_of_this_epoch: bool = False
     delayed: int | None = None  # the first token that isn't to be cached yet
+    num_given: int = 0  # the first tokens that it was given by a hit or a fork, in part of a block, too
+    lost: int | None = None  # the first token whose KV was never written, or is bad
     in_flight: int = 0  # how many of its last tokens the next call that makes room is told to be in flight
     session: object = None
 
     @property
     def written(self) -> int:
-        """Tokens that may be cached."""
-        return self.num_computed if self.delayed is None else self.delayed
+        """Tokens whose KV is there, as far as anybody said, so that they may be cached."""
+        ends = [self.num_computed, self.delayed, self.lost]
+        return min(end for end in ends if end is not None)
+
+    def lose(self, first: int, block_size: int) -> None:
+        """Its KV from token `first` on isn't there."""
+        if first < self.written:
+            self.lost = first
+            self.num_registered = min(self.num_registered, first // block_size)
+
+    def write(self, num_tokens: int) -> None:
+        """Its first `num_tokens` tokens, more than before, are written."""
+        end = None if num_tokens >= self.num_computed else num_tokens
+        if self.delayed is not None:
+            self.delayed = end if end is None else max(end, self.delayed)
+        if self.lost is not None:
+            self.lost = end if end is None else max(end, self.lost)
+
+    def settle(self) -> None:
+        """What has no slots any more is neither delayed nor lost."""
+        if self.delayed is not None and self.delayed >= self.num_computed:
+            self.delayed = None
+        if self.lost is not None and self.lost >= self.num_computed:
+            self.lost = None
 
     def delay(self, first: int) -> None:
         if self.delayed is None:
@@ -68,6 +92,7 @@ class DumbModel:
         self.quotas: dict[str | None, int] = {}
         self.default_quota: int | None = None
         self.over: list[str | None] = []
+        self.running: list[ModelSequence] = []
 
     def hit(self, sequence: ModelSequence, max_tokens: int | None = None) -> list[int]:
         num_tokens = len(sequence.tokens) if max_tokens is None else min(max_tokens, len(sequence.tokens))
@@ -90,10 +115,11 @@ class DumbModel:
             return False
         if not sequence.is_allocated:
             sequence.is_allocated = sequence.is_of_this_epoch = True
+            self.running.append(sequence)
             self.hold(hit)
             sequence.table = list(hit)
             sequence.num_registered = len(hit)
-            sequence.num_readonly = len(hit) * self.block_size
+            sequence.num_readonly = sequence.num_given = len(hit) * self.block_size
         self.add_blocks(sequence, num_missing, self.must_copy(sequence))
         sequence.num_computed = end
         self.register(sequence)
@@ -106,13 +132,6 @@ class DumbModel:
         if sequence.is_allocated:
             return num_missing + (num_tokens > sequence.num_computed and self.must_copy(sequence))
         return num_missing + len([block for block in hit if block in self.queue])
-
-    def reserve(self, sequence: ModelSequence, num_tokens: int) -> list[int] | None:
-        num_missing = max(0, -(-(len(sequence.tokens) + num_tokens) // self.block_size) - len(sequence.table))
-        must_copy = num_tokens > 0 and self.must_copy(sequence)
-        if not self.can_take(num_missing + must_copy, []):
-            return None
-        return self.add_blocks(sequence, num_missing, must_copy)
 
     def step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int]] | None:
         """One token for each: what changed, (index in the step, index in its table, block); None: not served."""
@@ -164,6 +183,7 @@ class DumbModel:
             self.drop([sequence.table[position]])
             sequence.table[position] = block
             sequence.num_readonly = min(sequence.num_readonly, position * self.block_size)
+            sequence.num_given = min(sequence.num_given, position * self.block_size)
         else:
             sequence.table.append(block)
 
@@ -208,14 +228,39 @@ class DumbModel:
                 self.queue.remove(block)
             self.owners[block] += 1
 
-    def drop(self, blocks: list[int]) -> None:
-        """What is cached joins the end of the queue, what holds nothing its front; the table's last one first."""
+    def drop(self, blocks: list[int]) -> list[int]:
+        """What is cached joins the end of the queue, what holds nothing its front; the table's last one first.
+
+        Returns the blocks, and behind a duplicate the block that was renewed for it.
+        """
         empty = []
         for block in reversed(blocks):
             self.owners[block] -= 1
             if not self.owners[block]:
                 (self.queue if block in self.content else empty).append(block)
         self.queue[:0] = empty
+        return self.drop_duplicates(blocks)
+
+    def drop_duplicates(self, blocks: list[int]) -> list[int]:
+        """A free block is no duplicate: the first block that holds its prefix takes its place, or has an owner."""
+        released = []
+        for block in blocks:
+            released.append(block)
+            holders = self.cached[self.content[block]] if block in self.content else [block]
+            if not self.owners[block] and holders[0] != block:
+                if not self.owners[holders[0]]:
+                    self.renew_before(holders[0], block)
+                    released.append(holders[0])
+                holders.remove(block)
+                del self.content[block]
+                self.detached.add(block)
+        self.requeue_detached()
+        self.note_counts()
+        return released
+
+    def renew_before(self, block: int, other: int) -> None:
+        self.queue.remove(block)
+        self.queue.insert(self.queue.index(other), block)
 
     def requeue_detached(self) -> None:
         """What stopped being cached while it was queued is taken next."""
@@ -228,13 +273,13 @@ class DumbModel:
     # What is cached.
 
     def register(self, sequence: ModelSequence) -> None:
-        if sequence.delayed is not None and sequence.delayed >= sequence.num_computed:
-            sequence.delayed = None
-        if not self.enable_caching or not sequence.is_of_this_epoch or sequence.delayed is not None:
+        sequence.settle()
+        if not self.enable_caching or not sequence.is_of_this_epoch or sequence.written < sequence.num_computed:
             return
         for position in range(sequence.num_registered, sequence.written // self.block_size):
-            if position and sequence.table[position - 1] not in self.content:
-                return
+            assert not position or sequence.table[position - 1] in self.content, (
+                f"{sequence.name}: block {position} is cached, and not the one before it"
+            )
             if sequence.table[position] not in self.content:  # else somebody who shares it has cached it
                 prefix = sequence.prefix(position + 1, self.block_size)
                 self.content[sequence.table[position]] = prefix
@@ -243,18 +288,14 @@ class DumbModel:
         self.note_counts()
 
     def commit(self, sequence: ModelSequence, num_written: int) -> None:
-        """The first `num_written` tokens are written: what they fill is cached, unless it is already."""
-        written = max(num_written, sequence.written)
-        sequence.delayed = written if written < sequence.num_computed else None
-        if self.enable_caching and sequence.is_of_this_epoch:
-            self.cache_from(sequence, self.first_uncached(sequence))
+        """The first `num_written` tokens are written: what they fill is cached, unless it is already.
 
-    def first_uncached(self, sequence: ModelSequence) -> int:
-        """Where the caching of a sequence goes on: behind its last block that it cached and that is cached still."""
-        first = sequence.num_registered
-        while first and sequence.table[first - 1] not in self.content:
-            first -= 1
-        return first
+        Nothing changes if as many were known to be written.
+        """
+        if num_written > sequence.written:
+            sequence.write(num_written)
+            if self.enable_caching and sequence.is_of_this_epoch:
+                self.cache_from(sequence, sequence.num_registered)
 
     def cache_from(self, sequence: ModelSequence, first: int) -> None:
         sequence.num_registered = sequence.written // self.block_size
@@ -322,26 +363,48 @@ class DumbModel:
         self.extend_pins(sequence)
         self.drop(sequence.table)
         sequence.table = []
-        sequence.num_computed = sequence.num_readonly = sequence.num_registered = 0
+        sequence.num_computed = sequence.num_readonly = sequence.num_given = sequence.num_registered = 0
         sequence.is_allocated = sequence.is_of_this_epoch = False
-        sequence.delayed = None
+        sequence.delayed = sequence.lost = None
+        self.running.remove(sequence)
 
     def abort(self, sequence: ModelSequence, num_computed: int) -> None:
-        self.forget_unwritten(sequence, num_computed)
+        self.lose_behind(sequence, num_computed)
         self.free(sequence)
 
-    def forget_unwritten(self, sequence: ModelSequence, num_computed: int) -> None:
-        first = max(sequence.num_readonly, num_computed) // self.block_size
-        for block in reversed(sequence.table[first : sequence.num_computed // self.block_size]):
-            self.forget(block, "aborted")
+    def lose_behind(self, sequence: ModelSequence, num_computed: int) -> None:
+        """What a sequence was to write behind its first `num_computed` tokens was never written.
+
+        That isn't what it awaits, such as tokens of a transfer. It is what it lost before: others may have it still.
+        """
+        first, end = max(sequence.num_given, num_computed), sequence.num_computed
+        end = end if sequence.delayed is None else sequence.delayed
+        if first < end:
+            tables = [table[first // size : -(-end // size)] for table, size in self.tables_of(sequence)]
+            blocks = [block for table in tables for block in reversed(table) if block is not None]
+            self.lose(blocks, "aborted", first)
+
+    def evict(self, blocks: list[int]) -> None:
+        self.lose(blocks, "dropped", 0)
+
+    def lose(self, blocks: list[int], cause: str, first: int) -> None:
+        """The KV of these blocks isn't there. Whoever has one loses all from there on, but for tokens before `first`.
+
+        Whether they are cached changes nothing about that.
+        """
+        for block in blocks:
+            self.forget(block, cause)
+        for sequence in self.running:
+            for table, size in self.tables_of(sequence):
+                for index, block in enumerate(table):
+                    if block in blocks:
+                        sequence.lose(max(first, index * size), self.block_size)
         self.requeue_detached()
         self.shrink_pins()
 
-    def evict(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.forget(block, "dropped")
-        self.requeue_detached()
-        self.shrink_pins()
+    def tables_of(self, sequence: ModelSequence) -> list[tuple[list[int], int]]:
+        """Its tables, with the block size of each. None: a dead entry."""
+        return [(sequence.table, self.block_size)]
 
     def rewind(self, sequence: ModelSequence, num_tokens: int) -> None:
         """Keep the tokens, and slots for the first of them; what comes behind them was never written."""
@@ -371,7 +434,10 @@ class DumbModel:
         self.shrink_pins()
 
     def forget_salt(self, salt: str | None, sequences: list[ModelSequence]) -> None:
-        self.evict([block for block, prefix in self.content.items() if prefix[0] == salt])
+        for block in [block for block, prefix in self.content.items() if prefix[0] == salt]:
+            self.forget(block, "dropped")
+        self.requeue_detached()
+        self.shrink_pins()
         for sequence in sequences:
             if sequence.salt == salt:
                 sequence.is_of_this_epoch = False
@@ -383,7 +449,7 @@ class DumbModel:
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         table = sequence.table[: -(-sequence.num_computed // self.block_size)]
         self.hold(table)
-        return ModelSequence(
+        twin = ModelSequence(
             name,
             list(sequence.tokens),
             sequence.salt,
@@ -397,22 +463,26 @@ class DumbModel:
             is_allocated=True,
             is_of_this_epoch=sequence.is_of_this_epoch,
             delayed=sequence.delayed,
+            lost=sequence.lost,
+            num_given=sequence.num_computed,
             session=sequence.session,
         )
+        self.running.append(twin)
+        return twin
 
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
         if num_computed is not None:
-            self.forget_unwritten(sequence, num_computed)
+            self.lose_behind(sequence, num_computed)
         self.extend_pins(sequence)
         num_kept = -(-num_tokens // self.block_size)
         self.drop(sequence.table[num_kept:])
         del sequence.table[num_kept:], sequence.tokens[num_tokens:]
         num_left = min(sequence.num_computed, num_tokens)
         sequence.num_computed = num_left
-        if sequence.delayed is not None and sequence.delayed >= num_left:
-            sequence.delayed = None
+        sequence.settle()
         sequence.num_registered = min(sequence.num_registered, num_left // self.block_size)
         sequence.num_readonly = min(sequence.num_readonly, num_left // self.block_size * self.block_size)
+        sequence.num_given = min(sequence.num_given, num_left)
 
     # Pins.
 

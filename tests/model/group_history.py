@@ -10,7 +10,6 @@ from kvblocks import (
     BlockRemoved,
     BlockStored,
     Group,
-    InvalidArgumentError,
     KVCacheManager,
     PinBudgetError,
     SequenceStateError,
@@ -18,7 +17,7 @@ from kvblocks import (
 )
 from kvblocks.groups.hit import GroupHit
 from model.dumb_groups import DumbGroups
-from model.dumb_model import ModelPin, ModelSequence
+from model.dumb_model import ModelPin, ModelSequence, Prefix
 from model.history import MAX_TOKENS, OPERATIONS, Chooser, History
 from model.kv_memory import KVMemory
 
@@ -32,9 +31,9 @@ class GroupHistory(History):
         super().__init__(num_blocks, manager.block_size, enable_caching=enable_caching, **options)
         self.manager, first_block = manager, manager.first_block_id
         self.memory = KVMemory(first_block + num_blocks, manager.groups, manager.block_size)
-        specs = [(group.block_size, group.window) for group in groups]
         keeping = frozenset(number for number, group in enumerate(groups) if group.keeps_passed)
-        self.model = DumbGroups(num_blocks, specs, enable_caching, first_block, keeping)
+        uncached = frozenset(number for number, group in enumerate(groups) if not group.is_cached)
+        self.model = DumbGroups(num_blocks, tuple(groups), enable_caching, first_block, keeping, uncached)
         self.group_stored: set[tuple[int, bytes]] = set()
         self.num_limited = self.num_refused_truncations = self.num_attached = 0
 
@@ -56,13 +55,13 @@ class GroupHistory(History):
                 self.manager.allocate_slots(sequence, hit=hit)
             return
         start = 0 if hit is None else hit.num_tokens
-        num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
+        num_new = self.num_new(chooser, model, start, hit)
         num_external = self.num_external(chooser, model, hit)
         if num_external:
             num_new = chooser.choose([None, 0, chooser.integer(0, len(model.tokens) - start - num_external)])
         end = len(model.tokens) if num_new is None else start + num_external + num_new
         self.num_hits += bool(held)
-        num_drafts = chooser.choose([0, 0, 0, 1, 4])
+        num_drafts = self.num_drafts(chooser)
 
         late = self.is_late(chooser)
 
@@ -71,7 +70,7 @@ class GroupHistory(History):
                 sequence,
                 num_new,
                 hit=hit,
-                num_lookahead_tokens=num_drafts,
+                num_total_tokens=end + num_drafts if num_drafts else None,
                 num_external_computed_tokens=num_external,
                 delay_cache_blocks=late,
             )
@@ -81,6 +80,13 @@ class GroupHistory(History):
             done = self.start(sequence, model, end, hit, call, num_drafts)
         if done and num_external:
             self.begin_load(pair, start, start + num_external, is_held=chooser.integer(0, 1) == 1)
+
+    def num_new(self, chooser: Chooser, model: ModelSequence, start: int, hit: Any) -> int | None:
+        """How many tokens behind a hit get slots at first; None: all."""
+        return chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
+
+    def num_drafts(self, chooser: Chooser) -> int:
+        return chooser.choose([0, 0, 0, 1, 4])
 
     def is_stale(self, model: ModelSequence, hit: Any) -> bool:
         if self.model.match(model)[: len(hit.blocks)] != [block.block_id for block in hit.blocks]:
@@ -103,7 +109,10 @@ class GroupHistory(History):
             ends = frozenset({hit.num_readonly_tokens, hit.num_matched_tokens})
             is_whole = hit.num_tokens != hit.num_readonly_tokens
             self.num_limited += hit.num_matched_tokens - hit.num_readonly_tokens >= self.manager.alignment
-        return self.answer(self.model.grow(model, end, held, num, ends, is_whole), call)
+        done = self.answer(self.model.grow(model, end, held, num, ends, is_whole), call)
+        if done and hit is not None:
+            self.memory.start(sequence, hit.num_tokens)
+        return done
 
     def allocate_twin(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -136,6 +145,8 @@ class GroupHistory(History):
                 self.manager.append_slots(sequence, tokens)
             return
         self.prepare(sequence)
+        if not model.is_allocated or model.num_computed < len(model.tokens):
+            return  # a load ended badly
         late = self.is_late(chooser)
         call = lambda: self.manager.append_slots(sequence, tokens, delay_cache_blocks=late)  # noqa: E731
         is_quick = len(tokens) == 1 and not self.model.is_edge(model) and not late
@@ -146,12 +157,6 @@ class GroupHistory(History):
                 model.num_computed += 1
             elif not self.grow(sequence, model, len(model.tokens), [], call):
                 del model.tokens[-len(tokens) :]
-
-    def take_step(self, sequences: list[kvblocks.Sequence], tokens: list[int], **how: Any) -> Any:
-        if len(self.model.specs) > 1 and sequences:
-            with self.unchanged(), pytest.raises(InvalidArgumentError, match="append_group_step"):
-                self.manager.append_step(sequences, tokens, **how)
-        return self.manager.append_group_step(sequences, tokens, **how)
 
     def take_model_step(self, models: list[ModelSequence], tokens: list[int]) -> Any:
         return self.model.group_step(models, tokens)
@@ -191,9 +196,9 @@ class GroupHistory(History):
         options = {"salt": model.salt, "lora": model.lora, "expires_at": expires_at, "priority": priority}
         if used + self.model.num_wanted(prefix, num_full) > self.manager.num_blocks // 2:
             with self.unchanged(), pytest.raises(PinBudgetError):
-                self.manager.pin(tokens, **options)
+                self.manager.pins.pin(tokens, **options)
             return
-        pin = self.manager.pin(tokens, **options)
+        pin = self.manager.pins.pin(tokens, **options)
         self.pins.append((pin, ModelPin(prefix, [priority] * num_full, expires_at)))
         self.model.pin(self.pins[-1][1])
 
@@ -228,7 +233,7 @@ class GroupHistory(History):
             if s.is_allocated
         ]
         attached = [pin.attached_blocks for pin in self.manager.pins]
-        return super().snapshot(), tables, attached, self.manager.group_usage()
+        return super().snapshot(), tables, attached, self.manager.inspect.group_usage()
 
     @staticmethod
     def ids(blocks: list[Any]) -> list[int | None]:
@@ -243,7 +248,7 @@ class GroupHistory(History):
         manager, model = self.manager, self.model
         manager.check()
         self.check_memory()
-        assert manager.free_block_ids() == model.order()
+        assert manager.inspect.free_block_ids() == model.order()
         assert manager.num_free_blocks == len(model.early) + len(model.late)
         self.check_holds()
         assert manager.stats.num_cached_blocks == len([block for block in model.content if block < model.num_real])
@@ -295,7 +300,7 @@ class GroupHistory(History):
             return
         end = len(self.model.match(model)) * self.model.block_size // self.model.alignment * self.model.alignment
         group = self.model.missing_group(model, end)
-        explanation = self.manager.explain(sequence)
+        explanation = self.manager.inspect.explain(sequence)
         self.causes.add(explanation.cause)
         assert explanation.num_cached_blocks == len(self.model.hit(model))
         assert (explanation.cause == "group") == (group is not None)
@@ -303,7 +308,7 @@ class GroupHistory(History):
         assert str(explanation)
 
     def check_usage(self) -> None:
-        for usage in self.manager.group_usage():
+        for usage in self.manager.inspect.group_usage()[: len(self.model.specs)]:
             table = None if usage.group == self.model.primary else usage.group
             tables = [
                 s.table if table is None else self.model.tables[s][table] for _, s in self.pairs if s.is_allocated
@@ -315,15 +320,17 @@ class GroupHistory(History):
             assert usage.num_cached_blocks == len(contents)
 
     def check_pins(self) -> None:
-        assert self.manager.pins == [pin for pin, _ in self.pins]
+        assert list(self.manager.pins) == [pin for pin, _ in self.pins]
         for pin, expected in self.pins:
             assert self.ids(pin.blocks) == expected.held
-            assert self.ids(pin.attached_blocks) == self.model.attached_blocks[expected]
+            assert self.ids(pin.attached_blocks) == self.model.attached_blocks[expected], (
+                f"{pin}: attached are {self.ids(pin.attached_blocks)}, not {self.model.attached_blocks[expected]}"
+            )
             self.num_given_up += len(pin.blocks) < pin.num_blocks
             self.num_attached += bool(pin.attached_blocks)
 
     def schedule(self) -> None:
-        copies = self.manager.take_group_copies()
+        copies = self.manager.take_copies()
         expected = zip(self.model.copy_groups, self.model.copies, strict=True)
         assert copies == [(group, *pair) for group, pair in expected]
         self.model.copies, self.model.copy_groups = [], []
@@ -334,17 +341,22 @@ class GroupHistory(History):
         self.schedule()
         self.memory.check()
         for block, prefix in self.model.content.items():
-            if len(prefix) > 4:
+            if len(prefix) > 6:
+                self.check_page(block, prefix)
+            elif len(prefix) > 4:
                 group, end = prefix[4:]
                 self.memory.check_cached(block, group, prefix[:4], end)  # type: ignore[arg-type]
             elif self.model.primary is not None:
                 self.memory.check_cached(block, self.model.primary, prefix, len(prefix[2]))  # type: ignore[arg-type]
 
+    def check_page(self, block: int, content: Prefix) -> None:
+        """A block holds what a dumb model with states says."""
+
     def replay_events(self) -> None:
         for event in self.manager.take_events():
             if isinstance(event, BlockStored):
                 assert event.group_idx is not None
-                assert event.block_size == self.manager.groups[event.group_idx].block_size
+                assert event.block_size == self.told_size(event.group_idx)
                 names = {(event.group_idx, name) for name in event.block_hashes}
                 assert not self.group_stored & names
                 self.group_stored |= names
@@ -355,8 +367,14 @@ class GroupHistory(History):
                 self.group_stored -= names
             else:
                 self.group_stored.clear()
-        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_anchors]
-        assert len(self.group_stored) == len(contents)
+        assert len(self.group_stored) == len(self.told_contents())
+
+    def told_size(self, group: int) -> int:
+        return self.manager.groups[group].block_size
+
+    def told_contents(self) -> list[Prefix]:
+        """What is cached, as far as events tell it."""
+        return [content for content in self.model.cached if len(content) == 6 or not self.model.has_anchors]
 
 
 _REPLACED = {
@@ -371,16 +389,4 @@ GROUP_OPERATIONS = tuple(
     ]
 )
 """As `history.OPERATIONS`, without quotas: tests/groups/test_groups.py has those."""
-
-
-def walk(
-    history: GroupHistory, chooser: Any, num_operations: int, reset_every: int = 150, forget_every: int = 0
-) -> None:
-    operations = [operation for operation, weight in GROUP_OPERATIONS for _ in range(weight)]
-    for number in range(1, num_operations + 1):
-        chooser.choose(operations)(history, chooser)
-        if number % reset_every == 0:
-            history.reset(chooser)
-        if forget_every and number % forget_every == 0:
-            history.forget_salt(chooser)
-        history.check()
+GroupHistory.operations = GROUP_OPERATIONS

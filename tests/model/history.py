@@ -29,6 +29,7 @@ from kvblocks.core.hashing import sha256_digest
 from model.dumb_model import DumbModel, ModelPin, ModelSequence
 from model.kv_memory import KVMemory
 from model.transfers import Transfers
+from model.where import where
 
 MAX_TOKENS = 20
 MAX_WAITING = 6
@@ -44,6 +45,7 @@ class Chooser(Protocol):
 
 class RandomChooser:
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
 
     def choose(self, options: Sequence[Any]) -> Any:
@@ -70,6 +72,8 @@ class FragileHash:
 
 
 class History(Transfers):
+    operations: tuple[tuple[Callable[..., None], int], ...]  # each, and how often a walk does it
+    max_ahead = 5  # for how many unknown tokens a call makes room at most
     sessions: tuple[Any, ...] = (None,)  # which the sequences are of, in turns
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
@@ -89,8 +93,19 @@ class History(Transfers):
         self.num_made = 0
         self.num_stale_hits = self.num_refused = self.num_hits = self.num_detached = 0
         self.num_checks = self.num_pending = self.num_given_up = self.num_renewed = self.num_forgotten = 0
-        self.num_failed_hashes = self.num_late = self.num_commits = 0
+        self.num_failed_hashes = self.num_late = self.num_commits = self.num_smaller_commits = 0
+        self.num_stranded = self.num_steps = 0
         self.causes: set[str] = set()
+
+    def met(self) -> dict[str, int]:
+        """How often what happened so far: the `num_...` of the history and its memory, and the causes of misses."""
+        met = {f"cause: {cause}": 1 for cause in self.causes}
+        for counts in (vars(self), vars(self.memory)):
+            met |= {name.removeprefix("num_"): count for name, count in counts.items() if isinstance(count, int)}
+        return met | {
+            "taken": self.manager.stats.num_taken_blocks,
+            "evicted": self.manager.stats.num_evicted_blocks,
+        }
 
     # Operations. Each does nothing when it has nothing to work on.
 
@@ -181,7 +196,7 @@ class History(Transfers):
                     sequence,
                     num_new,
                     hit=hit,
-                    num_lookahead_tokens=num_drafts,
+                    num_total_tokens=end + num_drafts if num_drafts else None,
                     num_external_computed_tokens=num_external,
                     delay_cache_blocks=late,
                 ),
@@ -207,7 +222,7 @@ class History(Transfers):
         in_flight = self.get_ready(chooser, pair)
         if not model.is_allocated:
             return
-        total, late = chooser.integer(1, len(model.tokens) + 5), self.is_late(chooser)
+        total, late = chooser.integer(1, len(model.tokens) + self.max_ahead), self.is_late(chooser)
         options = {"delay_cache_blocks": late, "num_in_flight_tokens": in_flight}
         call = lambda: self.manager.allocate_slots(sequence, num_total_tokens=total, **options)  # noqa: E731
         if total <= model.num_computed:
@@ -268,6 +283,8 @@ class History(Transfers):
                 self.manager.append_slots(sequence, tokens)
             return
         self.prepare(sequence)
+        if not model.is_allocated or model.num_computed < len(model.tokens):
+            return  # a load ended badly
         late = self.is_late(chooser)
         call = lambda: self.manager.append_slots(sequence, tokens, delay_cache_blocks=late)  # noqa: E731
         with self.delayed(late, (model, len(model.tokens))):
@@ -279,9 +296,10 @@ class History(Transfers):
         """One token for several sequences at once."""
         pairs = [p for p in self.pairs if p[1].is_allocated and p[1].num_computed == len(p[1].tokens) < MAX_TOKENS + 4]
         pairs = [pair for pair in pairs if chooser.integer(0, 3)]
+        self.prepare(*[sequence for sequence, _ in pairs])
+        pairs = [pair for pair in pairs if pair[1].is_allocated and pair[1].num_computed == len(pair[1].tokens)]
         tokens = [chooser.integer(0, 1) for _ in pairs]
         sequences = [sequence for sequence, _ in pairs]
-        self.prepare(*sequences)
         late, models = self.is_late(chooser), [model for _, model in pairs]
         call = lambda: self.take_step(sequences, tokens, delay_cache_blocks=late)  # noqa: E731
         with self.delayed(late, *[(model, len(model.tokens)) for model in models]):
@@ -297,7 +315,8 @@ class History(Transfers):
         return self.manager.append_step(sequences, tokens, **how)
 
     def take_model_step(self, models: list[ModelSequence], tokens: list[int]) -> Any:
-        return self.model.step(models, tokens)
+        changes = self.model.step(models, tokens)
+        return None if changes is None else [(i, 0, position, block) for i, position, block in changes]
 
     def cache_blocks(self, chooser: Chooser) -> None:
         """Call `cache_blocks`, perhaps after a step, with at most the number of tokens that are written."""
@@ -311,8 +330,10 @@ class History(Transfers):
         num_written = self.memory.num_written(sequence)
         number = chooser.choose([num_written, chooser.integer(0, num_written)])
         before = model.num_registered
+        self.num_smaller_commits += number < model.written
         num_cached = self.attempt(lambda: self.manager.cache_blocks(sequence, number))
         self.model.commit(model, number)
+        self.memory.vouch(sequence, number)
         self.num_commits += model.num_registered > before
         is_cached = self.model.enable_caching and model.is_of_this_epoch
         assert num_cached == (model.num_registered * self.model.block_size if is_cached else 0)
@@ -326,20 +347,17 @@ class History(Transfers):
                 model.tokens += tokens
 
     def reserve(self, chooser: Chooser) -> None:
+        """Room for tokens that aren't known yet, and for none that are computed."""
         pair = self.pick(chooser, allocated=True)
         if pair is None:
             return
         sequence, model = pair
         self.prepare(sequence)
-        num_tokens = chooser.integer(0, 5)
-        expected = self.model.reserve(model, num_tokens)
-        if expected is None:
-            with self.unchanged():
-                assert self.manager.reserve_slots(sequence, num_tokens) is None
+        if not model.is_allocated:
             return
-        blocks = self.manager.reserve_slots(sequence, num_tokens)
-        assert blocks is not None
-        assert [block.block_id for block in blocks] == expected
+        total, start = len(model.tokens) + max(1, chooser.integer(0, self.max_ahead)), model.num_computed
+        call = lambda: self.manager.allocate_slots(sequence, 0, num_total_tokens=total)  # noqa: E731
+        self.grow(sequence, model, start, [], call, total - start)
 
     def fork(self, chooser: Chooser) -> None:
         """Fork a sequence, perhaps in the middle of a block."""
@@ -367,6 +385,8 @@ class History(Transfers):
         sequence, model = pair
         if sequence in self.memory.loading:
             self.finish_loads()
+            if not model.is_allocated:
+                return
         low = min(num_tokens, model.num_computed)
         if self.memory.num_written(sequence) < low:
             self.step()
@@ -376,6 +396,8 @@ class History(Transfers):
             num_computed = chooser.choose([None, None, num_computed])
         self.num_held_truncations += self.num_held_blocks(pair, low) > 0
         self.memory.cancel(sequence, low)
+        if num_computed is not None:
+            self.memory.lose_behind(sequence, num_computed)
         self.manager.truncate(sequence, num_tokens, num_computed_tokens=num_computed)
         self.model.truncate(model, num_tokens, num_computed)
         self.memory.truncate(sequence)
@@ -416,9 +438,9 @@ class History(Transfers):
         used = sum(len(pin.priorities) for _, pin in self.pins)
         if used + len(priorities) > self.manager.num_blocks // 2:
             with self.unchanged(), pytest.raises(PinBudgetError):
-                self.manager.pin(tokens, priority=ranges, **options)
+                self.manager.pins.pin(tokens, priority=ranges, **options)
             return
-        pin = self.manager.pin(tokens, priority=ranges, **options)
+        pin = self.manager.pins.pin(tokens, priority=ranges, **options)
         prefix = ModelSequence("pin", list(tokens), model.salt, model.lora, keys)
         self.pins.append((pin, ModelPin(prefix, priorities, expires_at)))
         self.model.pin(self.pins[-1][1])
@@ -427,15 +449,15 @@ class History(Transfers):
         if self.pins:
             pair = chooser.choose(self.pins)
             self.pins.remove(pair)
-            self.manager.unpin(pair[0])
+            self.manager.pins.unpin(pair[0])
             self.model.unpin(pair[1])
             with self.unchanged(), pytest.raises(InvalidArgumentError, match="hasn't ended"):
-                self.manager.unpin(pair[0])
+                self.manager.pins.unpin(pair[0])
 
     def expire_pins(self, chooser: Chooser) -> None:
         self.now += 1
         expired = [pair for pair in self.pins if pair[1].expires_at is not None and pair[1].expires_at <= self.now]
-        assert self.manager.expire_pins(self.now) == [pin for pin, _ in expired]
+        assert self.manager.pins.expire(self.now) == [pin for pin, _ in expired]
         self.model.now = self.now  # it sets the clock that policies see
         for pair in expired:
             self.pins.remove(pair)
@@ -444,10 +466,10 @@ class History(Transfers):
     def set_quota(self, chooser: Chooser) -> None:
         salt, quota = chooser.choose([None, "salt", "other salt", "default"]), chooser.choose([None, 0, 1, 3])
         if salt == "default":
-            self.manager.set_default_quota(quota)
+            self.manager.quotas.set_default(quota)
             self.model.set_default_quota(quota)
             return
-        self.manager.set_quota(salt, quota)
+        self.manager.quotas.set(salt, quota)
         self.model.set_quota(salt, quota)
 
     def free(self, chooser: Chooser) -> None:
@@ -537,7 +559,6 @@ class History(Transfers):
             lambda: manager.free(sequence),
             lambda: manager.abort(sequence, 0),
             lambda: manager.append_slots(sequence, [0]),
-            lambda: manager.reserve_slots(sequence, 1),
             lambda: manager.cache_blocks(sequence, 0),
             lambda: manager.rewind(sequence, 0),
             lambda: manager.holds.read(sequence),
@@ -561,7 +582,7 @@ class History(Transfers):
             lambda: manager.allocate_slots(sequence, 0),
             lambda: manager.abort(sequence, model.num_computed + 1),
             lambda: manager.abort(sequence, -1),
-            lambda: manager.reserve_slots(sequence, -1),
+            lambda: manager.allocate_slots(sequence, 0, num_total_tokens=-1),
             lambda: manager.cache_blocks(sequence, model.num_computed + 1),
             lambda: manager.cache_blocks(sequence, -1),
             lambda: manager.rewind(sequence, model.num_computed + 1),
@@ -593,8 +614,9 @@ class History(Transfers):
         for model, delayed, num_computed, is_allocated in before:
             if (model.num_computed, model.is_allocated) == (num_computed, is_allocated):
                 model.delayed = delayed
-            else:
-                self.num_late += late
+            elif late:
+                self.num_late += 1
+                self.memory.delay(next(sequence for sequence, other in self.pairs if other is model))
 
     def prepare(self, *sequences: kvblocks.Sequence) -> None:
         """Run the step first where an engine must."""
@@ -613,9 +635,11 @@ class History(Transfers):
     def schedule(self) -> None:
         """Tell the memory what the next step is going to do."""
         copies = self.manager.take_copies()
-        assert copies == self.model.copies
+        assert copies == [(0, *pair) for pair in self.model.copies]
         self.model.copies.clear()
-        self.memory.schedule(copies, [sequence for sequence, model in self.pairs if model.is_allocated])
+        self.memory.schedule(
+            [pair for _, *pair in copies], [sequence for sequence, model in self.pairs if model.is_allocated]
+        )
 
     def step(self) -> None:
         self.schedule()
@@ -636,18 +660,31 @@ class History(Transfers):
         """Abort a sequence, and nobody else."""
         self.leave_loads(pair)
         self.memory.cancel(pair[0])
+        self.memory.lose_behind(pair[0], num_computed)
         self.memory.forget(pair[0])
         self.manager.abort(pair[0], num_computed)
         self.model.abort(pair[1], num_computed)
 
     def abort_lost(self, chooser: Chooser | None = None) -> None:
-        """Abort sequences that rely on KV that no step will write."""
+        """Abort sequences that rely on KV that no step will write.
+
+        Those that wait for a load are in no step. They may go on waiting, and learn at its end what they lost.
+        """
+        waiting: list[ModelSequence] = []
         while True:
-            lost = [pair for pair in self.pairs if pair[1].is_allocated and self.memory.is_lost(pair[0])]
+            lost = [p for p in self.pairs if p[1].is_allocated and p[1] not in waiting and self.memory.is_lost(p[0])]
             if not lost:
                 return
             pair = lost[0] if chooser is None else chooser.choose(lost)
+            if self.only_waits(pair) and (chooser is None or chooser.integer(0, 3)):
+                waiting.append(pair[1])
+                self.num_stranded += 1
+                continue
             self.drop(pair, self.memory.start_of_step(pair[0]))
+
+    def only_waits(self, pair: Pair) -> bool:
+        """Whether a sequence waits for a load, and no step writes any of it."""
+        return pair[0] in self.memory.loading and pair[0] not in [sequence for sequence, _ in self.memory.coming()]
 
     def pick(self, chooser: Chooser, *, allocated: bool) -> Pair | None:
         pairs = [pair for pair in self.pairs if pair[1].is_allocated == allocated]
@@ -706,14 +743,22 @@ class History(Transfers):
         blocks = [[(block.ref_cnt, block.is_cached) for block in s.blocks] for s, _ in self.pairs]
         hits = [self.manager.get_computed_blocks(s).blocks for s, _ in self.pairs if not s.is_allocated]
         pins = [(pin.blocks, pin.num_held_blocks) for pin in self.manager.pins]
-        return self.manager.free_block_ids(), self.manager.stats, self.manager.quotas(), sequences, blocks, hits, pins
+        return (
+            self.manager.inspect.free_block_ids(),
+            self.manager.stats,
+            list(self.manager.quotas),
+            sequences,
+            blocks,
+            hits,
+            pins,
+        )
 
     def check(self) -> None:
         """The manager's own invariants hold, and all that can be seen of it is what the model says."""
         manager, model = self.manager, self.model
         manager.check()
         self.check_memory()
-        assert manager.free_block_ids() == model.queue
+        assert manager.inspect.free_block_ids() == model.queue
         assert manager.num_free_blocks == len(model.queue)
         self.check_holds()
         assert manager.stats.num_cached_blocks == len(model.content)
@@ -752,7 +797,7 @@ class History(Transfers):
             if not is_whole:
                 needed = self.model.num_needed(expected, number, held)
                 assert self.manager.get_num_blocks_to_allocate(sequence, number, hit=cut) == needed
-        names = self.manager.block_hashes(sequence)
+        names = self.manager.inspect.block_hashes(sequence)
         assert len(names) == len(expected.tokens) // self.model.block_size
         assert names[: len(hit.blocks)] == [block.block_hash for block in hit.blocks]
         for running, model in self.pairs[:2]:
@@ -762,12 +807,12 @@ class History(Transfers):
                 assert self.manager.get_num_blocks_to_allocate(running, number) == needed
 
     def check_pins_and_quotas(self) -> None:
-        assert self.manager.pins == [pin for pin, _ in self.pins]
+        assert list(self.manager.pins) == [pin for pin, _ in self.pins]
         for pin, expected in self.pins:
             assert [block.block_id for block in pin.blocks] == expected.held
             assert pin.priorities == expected.priorities
             self.num_given_up += pin.num_held_blocks < pin.num_blocks
-        usage = {quota.salt: (quota.max_cached_blocks, quota.num_cached_blocks) for quota in self.manager.quotas()}
+        usage = {quota.salt: (quota.max_cached_blocks, quota.num_cached_blocks) for quota in self.manager.quotas}
         assert usage == {salt: (most, self.model.num_cached(salt)) for salt, most in self.model.all_quotas().items()}
 
     def check_memory(self) -> None:
@@ -781,8 +826,7 @@ class History(Transfers):
         size, expected = self.model.block_size, 0
         for _, other in self.pairs:
             if other.is_allocated and other.written < len(other.tokens) and other.is_of_this_epoch:
-                end = other.num_registered
-                if end and other.table[end - 1] not in self.model.content:
+                if other.lost is not None:
                     continue
                 common = [
                     n
@@ -799,7 +843,7 @@ class History(Transfers):
     def check_explanation(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
         if not self.model.enable_caching:
             return
-        explanation = self.manager.explain(sequence)
+        explanation = self.manager.inspect.explain(sequence)
         num_hit = len(self.model.hit(model))
         assert explanation.num_cached_blocks == num_hit
         self.causes.add(explanation.cause)
@@ -868,17 +912,21 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.misuse, 2),
 )
 """Each operation and how often a walk does it. `reset` and `forget_salt` are the caller's: both end a lot."""
+History.operations = OPERATIONS
 
 
 def walk(
     history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150, forget_every: int = 0
 ) -> None:
     """Do `num_operations` random operations, checking after each. forget_every: as reset_every, of a salt; 0: never."""
-    operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
+    operations = [operation for operation, weight in history.operations for _ in range(weight)]
     for number in range(1, num_operations + 1):
-        chooser.choose(operations)(history, chooser)
-        if number % reset_every == 0:
-            history.reset(chooser)
-        if forget_every and number % forget_every == 0:
-            history.forget_salt(chooser)
-        history.check()
+        operation = chooser.choose(operations)
+        history.num_steps += 1
+        with where(chooser.seed, history.num_steps, operation):
+            operation(history, chooser)
+            if number % reset_every == 0:
+                history.reset(chooser)
+            if forget_every and number % forget_every == 0:
+                history.forget_salt(chooser)
+            history.check()

@@ -42,8 +42,8 @@ class CacheWorld:
             "holds": len(cache._holds),  # noqa: SLF001
             # One that the match doesn't know could never be left.
             "entered": [len(match._holds) for match in (self.other, self.inserted)],  # noqa: SLF001
-            "pins": cache.list_pinned(),
-            "rates": (cache.get_hit_rate(), cache.get_avg_match_length()),
+            "pins": cache.inspect.list_pinned(),
+            "rates": (cache.stats.hit_rate, cache.stats.mean_match_length),
             "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],
             "known": store._eviction and list(store._eviction._main.blocks),  # noqa: SLF001
             "payloads": sorted([block.block_id for block in store._payloads._by_block]),  # noqa: SLF001
@@ -57,25 +57,22 @@ class CacheWorld:
         cache = self.cache
         return {
             "match_prefix": lambda: cache.match_prefix(LONG),
-            "match_many": lambda: cache.match_many([LONG]),
             "query_match_len": lambda: cache.query_match_len(LONG),
             "insert_prefix": lambda: cache.insert_prefix(LONG, [0, 1, 2]),
             "attach": lambda: cache.attach(LONG, "another"),
-            "evict_lru": lambda: cache.evict_lru(1),
+            "evict": lambda: cache.evict(1),
             "pin_prefix": lambda: cache.pin_prefix(LONG),
             "unpin_prefix": lambda: cache.unpin_prefix(LONG),
-            "list_pinned": cache.list_pinned,
-            "contains_block": lambda: cache.contains_block(0),
+            "list_pinned": cache.inspect.list_pinned,
+            "contains_block": lambda: cache.inspect.contains_block(0),
             "cached_block_count": cache.cached_block_count,
             "evictable_count": cache.evictable_count,
-            "get_hit_rate": cache.get_hit_rate,
-            "get_avg_match_length": cache.get_avg_match_length,
             "stats": lambda: cache.stats,
-            "block_hashes": lambda: cache.block_hashes(LONG),
-            "find_block": lambda: cache.find_block(b"name"),
-            "explain": lambda: cache.explain(LONG),
-            "prefix_rows": cache.prefix_rows,
-            "to_dot": cache.to_dot,
+            "block_hashes": lambda: cache.inspect.block_hashes(LONG),
+            "find_block": lambda: cache.inspect.find_block(b"name"),
+            "explain": lambda: cache.inspect.explain(LONG),
+            "prefix_rows": cache.inspect.prefix_rows,
+            "to_dot": cache.inspect.to_dot,
             "clear": cache.clear,
             "check": cache.check,
             "entering a match": self.other.__enter__,
@@ -89,7 +86,7 @@ CALLS: dict[str, Callable[[CacheWorld], Any]] = {
     "insert_prefix with a pin": lambda w: w.cache.insert_prefix([*LONG[:4], *range(300, 308)], [5, 51, 52], pin=True),
     "insert_prefix of a wrong id": lambda w: w.cache.insert_prefix(range(300, 308), [0, 99]),
     "attach": lambda w: w.cache.attach(OTHER, "another"),
-    "evict_lru": lambda w: w.cache.evict_lru(3),
+    "evict": lambda w: w.cache.evict(3),
     "pin_prefix": lambda w: w.cache.pin_prefix(LONG, "description"),
     "unpin_prefix": lambda w: w.cache.unpin_prefix(OTHER),
     "clear": lambda w: w.cache.clear(),

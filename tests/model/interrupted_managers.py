@@ -66,15 +66,15 @@ class World:
         self.times = count()
         self.batch: list[Sequence] = []
         if kind == "sampled":
-            self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
+            self.sampler = self.manager._start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))  # noqa: SLF001
         if kind in ("quotas", "policies", "sessions"):
-            self.manager.set_quota(TENANT, 2)
+            self.manager.quotas.set(TENANT, 2)
         if "tiers" in KINDS[kind]:
             self.fill_tiers()
         for name, tokens in (("first", [*PROMPT, 90]), ("old", OLD), ("tenant", list(range(200, 212)))):
             self.start(name, tokens, salt=TENANT if name == "tenant" else None)
             self.manager.free(self.sequences[name])
-        self.pin = self.manager.pin(OLD, priority=50, expires_at=5)
+        self.pin = self.manager.pins.pin(OLD, priority=50, expires_at=5)
         self.start("a", [*PROMPT[:8], 50, 51, 52, 53, 54, 55])
         self.sequences["twin"] = self.manager.fork(self.sequences["a"], "twin")
         self.start("chunked", list(range(300, 311)), 6)
@@ -105,7 +105,7 @@ class World:
             hit = self.manager.get_computed_blocks(sequence)
             self.loads = self.manager.tiers.find(hit)
             if name != "below":
-                assert self.manager.allocate_slots(sequence, 0, hit=hit, loads=self.loads) is not None
+                assert self.manager.tiers.allocate(sequence, hit, self.loads) is not None
             if name == "loading":
                 self.transfers = self.manager.tiers.take_transfers()
         assert {transfer.is_load for transfer in self.transfers} == {True, False}
@@ -125,12 +125,12 @@ class World:
         """Return all that a manager's future depends on, and all that it tells. Changes nothing."""
         manager: Any = self.manager
         found: dict[str, Any] = {
-            "free": manager.free_block_ids(),
+            "free": manager.inspect.free_block_ids(),
             "stats": manager.stats,
             "refusal": manager.last_refusal,
-            "quotas": manager.quotas(),
+            "quotas": list(manager.quotas),
             "pins": [(pin.has_ended, pin.num_held_blocks, [b.block_id for b in pin.blocks]) for pin in manager.pins],
-            "usage": manager.group_usage(),
+            "usage": manager.inspect.group_usage(),
             "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
             "events": [] if manager._recording is None else [*manager._recording.log.records],  # noqa: SLF001
@@ -140,8 +140,6 @@ class World:
         }
         if "tiers" in KINDS[self.kind]:
             found["tiers"] = self.look_below()
-        if self.num_groups > 1:
-            found["copies"] = list(zip(manager._slots.copy_groups(), manager._slots.copies, strict=True))  # noqa: SLF001
         live = {sequence.sequence_id: sequence for sequence in manager._sequences.values()}  # noqa: SLF001
         for name, sequence in {**self.sequences, **live}.items():
             found[f"sequence {name}"] = self.look_at(sequence)
@@ -196,31 +194,30 @@ class World:
         manager = self.manager
         calls: dict[str, Callable[[], Any]] = {
             "get_computed_blocks": lambda: manager.get_computed_blocks(Sequence("probe", PROMPT)),
-            "free_block_ids": manager.free_block_ids,
-            "explain": lambda: manager.explain(Sequence("probe", PROMPT)),
-            "group_usage": manager.group_usage,
+            "free_block_ids": manager.inspect.free_block_ids,
+            "explain": lambda: manager.inspect.explain(Sequence("probe", PROMPT)),
+            "group_usage": manager.inspect.group_usage,
             "pending_tokens": lambda: self.hit.pending_tokens,
             "check": manager.check,
             "reset_prefix_cache": manager.reset_prefix_cache,
             "forget_salt": lambda: manager.forget_salt(TENANT),
-            "pin": lambda: manager.pin(OLD),
-            "unpin": lambda: manager.unpin(self.pin),
-            "expire_pins": lambda: manager.expire_pins(9),
+            "pin": lambda: manager.pins.pin(OLD),
+            "unpin": lambda: manager.pins.unpin(self.pin),
+            "expire_pins": lambda: manager.pins.expire(9),
             "evict_blocks": lambda: manager.evict_blocks([1]),
-            "block_hashes": lambda: manager.block_hashes(Sequence("probe", PROMPT)),
+            "block_hashes": lambda: manager.inspect.block_hashes(Sequence("probe", PROMPT)),
             "release": lambda: manager.holds.release(self.held),
             "take_copies": manager.take_copies,
-            "take_group_copies": manager.take_group_copies,
-            "watch_blocks": lambda: manager.watch_blocks(len, len),
-            "start_sampling": lambda: manager.start_sampling(1, lambda: 0.0, (1.0,)),
-            "stop_sampling": lambda: manager.stop_sampling(self.manager._sampler),  # noqa: SLF001  # type: ignore[arg-type]
+            "watch_blocks": lambda: manager._watch_blocks(len, len),  # noqa: SLF001
+            "start_sampling": lambda: manager._start_sampling(1, lambda: 0.0, (1.0,)),  # noqa: SLF001
+            "stop_sampling": lambda: manager._stop_sampling(self.manager._sampler),  # noqa: SLF001  # type: ignore[arg-type]
         }
         if self.kind != "anchors":
-            calls["prefix_rows"] = manager.prefix_rows
-            calls["to_dot"] = manager.to_dot
-            calls["shared_prefixes"] = lambda: manager.shared_prefixes([])
-            calls["set_quota"] = lambda: manager.set_quota(TENANT, 1)
-            calls["set_default_quota"] = lambda: manager.set_default_quota(1)
+            calls["prefix_rows"] = manager.inspect.prefix_rows
+            calls["to_dot"] = manager.inspect.to_dot
+            calls["shared_prefixes"] = lambda: manager.inspect.shared_prefixes([])
+            calls["set_quota"] = lambda: manager.quotas.set(TENANT, 1)
+            calls["set_default_quota"] = lambda: manager.quotas.set_default(1)
         if KINDS[self.kind].get("enable_events"):
             calls["take_events"] = manager.take_events
         if "tiers" in KINDS[self.kind]:
@@ -243,8 +240,8 @@ class World:
             "allocate_slots": lambda: manager.allocate_slots(sequence),
             "append_slots": lambda: manager.append_slots(sequence, [1]),
             "append_slots of two": lambda: manager.append_slots(sequence, [1, 2]),
-            "append_group_step": lambda: manager.append_group_step([sequence], [1]),
-            "reserve_slots": lambda: manager.reserve_slots(sequence, 1),
+            "append_step": lambda: manager.append_step([sequence], [1]),
+            "allocate_slots of a total": lambda: manager.allocate_slots(sequence, 0, num_total_tokens=40),
             "cache_blocks": lambda: manager.cache_blocks(sequence, 0),
             "free": lambda: manager.free(sequence),
             "abort": lambda: manager.abort(sequence, 0),
@@ -257,8 +254,6 @@ class World:
             "write": lambda: manager.holds.write(sequence),
             "detach": lambda: manager.holds.detach(sequence),
         }
-        if self.num_groups == 1:
-            calls["append_step"] = lambda: manager.append_step([sequence], [1])
         return {f"{call} of {name}": function for call, function in calls.items()}
 
     def salvage(self) -> None:
@@ -313,11 +308,19 @@ def _emptied(world: World) -> None:
     world.manager.reset_prefix_cache()
 
 
+def unknown(world: World, name: str, number: int) -> Any:
+    """Make room for more tokens than are known."""
+    sequence = world.sequences[name]
+    return world.manager.allocate_slots(sequence, 0, num_total_tokens=sequence.num_tokens + number)
+
+
 CALLS: dict[str, Callable[[World], Any]] = {
     "sessions.pause": lambda w: w.manager.sessions.pause("chat", "tool_use", TENANT),
     "sessions.end": lambda w: w.manager.sessions.end("chat"),
     "allocate_slots with a hit": lambda w: w.manager.allocate_slots(w.new, hit=w.hit),
-    "allocate_slots of a part": lambda w: w.manager.allocate_slots(w.new, 2, hit=w.hit, num_lookahead_tokens=3),
+    "allocate_slots of a part": lambda w: w.manager.allocate_slots(
+        w.new, 2, hit=w.hit, num_total_tokens=w.hit.num_tokens + 5
+    ),
     "allocate_slots evicting": lambda w: w.manager.allocate_slots(w.sequences["big"]),
     "allocate_slots refused": lambda w: w.manager.allocate_slots(w.sequences["huge"]),
     "allocate_slots of a tenant": lambda w: w.manager.allocate_slots(w.sequences["of tenant"]),
@@ -329,11 +332,11 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "append_slots of five": lambda w: w.manager.append_slots(w.sequences["e"], [7, 8, 9, 10, 11]),
     "append_slots of a buffer": lambda w: w.manager.append_slots(w.sequences["e"], array("I", [7])),
     "append_slots of nonsense": lambda w: w.manager.append_slots(w.sequences["e"], [Odd()]),
-    "append_group_step": lambda w: w.manager.append_group_step(w.batch, [1, 2, 3, 4, 5]),
-    "append_group_step of nonsense": lambda w: w.manager.append_group_step(w.batch, [1, 2, 3, Odd(), 5]),
+    "append_step": lambda w: w.manager.append_step(w.batch, [1, 2, 3, 4, 5]),
+    "append_step of nonsense": lambda w: w.manager.append_step(w.batch, [1, 2, 3, Odd(), 5]),
     "allocate_slots delayed": lambda w: w.manager.allocate_slots(w.new, hit=w.hit, delay_cache_blocks=True),
     "append_slots delayed": lambda w: w.manager.append_slots(w.sequences["e"], [7, 8, 9], delay_cache_blocks=True),
-    "append_group_step delayed": lambda w: w.manager.append_group_step(w.batch, [1] * 5, delay_cache_blocks=True),
+    "append_step delayed": lambda w: w.manager.append_step(w.batch, [1] * 5, delay_cache_blocks=True),
     "cache_blocks": lambda w: w.manager.cache_blocks(w.sequences["e"], 12),
     "allocate_slots of external tokens": lambda w: w.manager.allocate_slots(
         w.new, 1, hit=w.hit, num_external_computed_tokens=3
@@ -346,8 +349,8 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "read": lambda w: w.manager.holds.read(w.sequences["a"]),
     "detach": lambda w: w.manager.holds.detach(w.sequences["d"]),
     "release": lambda w: w.manager.holds.release(w.held),
-    "reserve_slots": lambda w: w.manager.reserve_slots(w.sequences["e"], 6),
-    "reserve_slots copying": lambda w: w.manager.reserve_slots(w.sequences["a"], 3),
+    "allocate_slots of unknown tokens": lambda w: unknown(w, "e", 6),
+    "allocate_slots of unknown tokens, copying": lambda w: unknown(w, "a", 3),
     "free": lambda w: w.manager.free(w.sequences["d"]),
     "free of a twin": lambda w: w.manager.free(w.sequences["a"]),
     "abort": lambda w: w.manager.abort(w.sequences["f"], 4),
@@ -357,18 +360,18 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "truncate of what isn't written": lambda w: w.manager.truncate(w.sequences["long"], 9, num_computed_tokens=10),
     "reset_prefix_cache": lambda w: w.manager.reset_prefix_cache(),
     "forget_salt": lambda w: w.manager.forget_salt(None),
-    "pin": lambda w: w.manager.pin(PROMPT, priority=100),
-    "unpin": lambda w: w.manager.unpin(w.pin),
-    "expire_pins": lambda w: w.manager.expire_pins(7),
-    "take_group_copies": lambda w: w.manager.take_group_copies(),
-    "stop_sampling": lambda w: w.manager.stop_sampling(w.manager._sampler),  # noqa: SLF001
+    "pin": lambda w: w.manager.pins.pin(PROMPT, priority=100),
+    "unpin": lambda w: w.manager.pins.unpin(w.pin),
+    "expire_pins": lambda w: w.manager.pins.expire(7),
+    "take_copies": lambda w: w.manager.take_copies(),
+    "stop_sampling": lambda w: w.manager._stop_sampling(w.manager._sampler),  # noqa: SLF001
     "get_computed_blocks": lambda w: w.manager.get_computed_blocks(w.new),
-    "explain": lambda w: w.manager.explain(w.new),
+    "explain": lambda w: w.manager.inspect.explain(w.new),
 }
 _QUOTAS = {
-    "set_quota": lambda w: w.manager.set_quota(TENANT, 1),
-    "set_quota to none": lambda w: w.manager.set_quota(TENANT, None),
-    "set_default_quota": lambda w: w.manager.set_default_quota(1),
+    "set_quota": lambda w: w.manager.quotas.set(TENANT, 1),
+    "set_quota to none": lambda w: w.manager.quotas.set(TENANT, None),
+    "set_default_quota": lambda w: w.manager.quotas.set_default(1),
 }
 _TIERS: dict[str, Callable[[World], Any]] = {
     "take_transfers": lambda w: w.manager.tiers.take_transfers(),
@@ -377,7 +380,7 @@ _TIERS: dict[str, Callable[[World], Any]] = {
     "complete a store": lambda w: w.manager.tiers.complete(w.transfers[-1], ok=True),
     "complete a store that failed": lambda w: w.manager.tiers.complete(w.transfers[-1], ok=False),
     "give_up": lambda w: w.manager.tiers.give_up(w.sequences["loading"]),
-    "allocate_slots with loads": lambda w: w.manager.allocate_slots(w.sequences["below"], 0, loads=w.loads),
+    "allocate_slots with loads": lambda w: w.manager.tiers.allocate(w.sequences["below"], None, w.loads),
     "free of a loading one": lambda w: w.manager.free(w.sequences["loading"]),
     "free of a queued one": lambda w: w.manager.free(w.sequences["queued"]),
     "fork of a loading one": lambda w: w.manager.fork(w.sequences["loading"], "loading, too"),
@@ -388,11 +391,10 @@ _TIERS: dict[str, Callable[[World], Any]] = {
     "restore": lambda w: w.manager.tiers.restore("store", RESTORED),
     "evict_blocks that are loading": lambda w: w.manager.evict_blocks(w.sequences["loading"].block_ids),
 }
-_SINGLE = {"append_step": lambda w: w.manager.append_step(w.batch, [1, 2, 3, 4, 5])}
 _EVENTS = {"take_events": lambda w: w.manager.take_events()}
 # What is done to the world before a call, by its name.
 _FIRST: dict[str, Callable[[World], Any]] = {
-    "take_group_copies": _cow,
+    "take_copies": _cow,
     "restore": _emptied,
     "renew": _reset,
     "cache_blocks": _delayed,
@@ -408,8 +410,6 @@ def names_of(kind: str) -> list[str]:
     names = [*CALLS, "renew"]
     if kind != "anchors":
         names += _QUOTAS
-    if kind not in {"grouped", "grouped tiers"}:
-        names += _SINGLE
     if KINDS[kind].get("enable_events"):
         names += _EVENTS
     if "tiers" in KINDS[kind]:
@@ -429,6 +429,6 @@ def make_case(kind: str, name: str) -> Case:
     world.add("huge", list(range(2000, 2200)))
     world.add("of tenant", [*range(200, 208), *range(240, 252)], salt=TENANT)
     world.batch = [world.sequences[name] for name in ("a", "twin", "d", "e", "f")]
-    calls = {**CALLS, **_QUOTAS, **_SINGLE, **_EVENTS, **_TIERS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
+    calls = {**CALLS, **_QUOTAS, **_EVENTS, **_TIERS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
     manager.check()
     return Case(lambda: calls[name](world), world.look, manager.check, world.calls(), world.salvage)

@@ -32,8 +32,11 @@ class Case:
     salvage: Callable[[], None]
 
 
-def interrupt(call: Callable[[], Any], at: int) -> bool:
-    """Run `call` with a KeyboardInterrupt at the opcode number `at`, counted from 1. Whether it got so far."""
+def interrupt(call: Callable[[], Any], at: int) -> int:
+    """Run `call` with a KeyboardInterrupt at the opcode number `at`, counted from 1. Returns how many there were.
+
+    If there were fewer than `at`, the call ended undisturbed.
+    """
     num_seen = 0
 
     def watch(_frame: FrameType, event: str, _arg: object) -> Any:
@@ -57,7 +60,7 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
             run(call)
     finally:
         sys.settrace(before)
-    return num_seen >= at
+    return num_seen
 
 
 def run(call: Callable[[], Any]) -> None:
@@ -120,17 +123,24 @@ def _short(value: Any) -> str:
 def interrupt_everywhere(
     make: Callable[[], Case], error: type[Exception], first: int = 1, stride: int = 1
 ) -> dict[str, list[int]]:
-    """Interrupt a case at each `stride`-th opcode from `first` on; returns the verdicts, and where they fell."""
+    """Interrupt a case at each `stride`-th opcode from `first` on, and at its last one.
+
+    Returns the verdicts, and where they fell.
+    """
     case = make()
     before = case.look()
     run(case.call)
     case.check()
     after = case.look()
     verdicts: dict[str, list[int]] = {}
-    at = first
-    while True:
+    at, is_last = first, False
+    while not is_last:
         case = make()
-        if not interrupt(case.call, at):
-            return verdicts
+        num_opcodes = interrupt(case.call, at)
+        is_last = num_opcodes < at
+        if is_last:
+            case, at = make(), num_opcodes
+            interrupt(case.call, at)
         verdicts.setdefault(judge(case, before, after, error), []).append(at)
         at += stride
+    return verdicts

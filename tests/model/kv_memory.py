@@ -8,6 +8,10 @@ uses only block tables, copies, and `num_readonly_tokens`, which says what must 
 
 The content of a slot is a number. It stands for the group, the salt, the adapter, all tokens and keys up to there, and
 the weights that each of them was computed with. Equal numbers mean equal KV, and equal KV has equal numbers.
+
+Beside its content a slot has a state, which the calls say: its KV is written, awaited or lost. `vouched` has the same
+for sequences: how many of its first tokens are said to be written. What is cached must be written, and the manager may
+count no token as written that this memory doesn't. None of this is read from the cache or from what it counts.
 """
 
 from collections.abc import Iterable
@@ -15,12 +19,15 @@ from itertools import pairwise
 
 import kvblocks
 from kvblocks import Group, KVCacheBlock
+from model.sight import first_seen, sees_all
 
 Spans = tuple[tuple[int, int, object], ...]
 Slot = tuple[int, int]
 
 GARBAGE = -1
 ENDLESS = 1_000_000
+AWAITED = "awaited"
+LOST = "lost"
 
 
 class KVMemory:
@@ -29,7 +36,7 @@ class KVMemory:
     def __init__(self, num_blocks: int, groups: tuple[Group, ...], block_size: int) -> None:
         self.groups = groups
         self.block_size = block_size
-        self.has_windows = any(group.window is not None for group in groups)
+        self.has_windows = not all(sees_all(group) for group in groups)
         size = max(group.block_size for group in groups)
         self.now = [[GARBAGE] * size for _ in range(num_blocks)]
         self.then = [[GARBAGE] * size for _ in range(num_blocks)]
@@ -40,6 +47,13 @@ class KVMemory:
         self.unwritten: dict[kvblocks.Sequence, list[int]] = {}  # positions that the next step writes, in order
         self.loading: dict[kvblocks.Sequence, list[int]] = {}  # where its transfers begin, which steps wait for
         self.first_own: dict[kvblocks.Sequence, int] = {}  # the first position that it wrote in its present table
+        self.computed_from: dict[kvblocks.Sequence, dict[int, int]] = {}  # by group that isn't cached: the first token
+        self.recomputing: dict[kvblocks.Sequence, int] = {}  # the end of its hit, which the next step computes in these
+        self.vouched: dict[kvblocks.Sequence, int] = {}  # how many first tokens are said to be written
+        self.unknown: dict[Slot, str] = {}  # AWAITED or LOST; what isn't here is written
+        self.num_uses = [0] * num_blocks  # how often each block was begun to be written
+        self.awaited_from: dict[kvblocks.Sequence, int] = {}  # the first token that a call delayed
+        self.delayed: set[kvblocks.Sequence] = set()  # whose new tokens, not seen by `schedule` yet, are delayed
         self.num_copied = self.num_operations = self.num_deaths = self.num_dead = 0
         self._numbers: dict[object, int] = {}
         self._cached: dict[object, list[int]] = {}
@@ -51,21 +65,55 @@ class KVMemory:
         for source, destination in copies:
             self.copies.append((source, destination))
             self.then[destination] = list(self.then[source])
+            self._copy_states(source, destination)
         for sequence in running:
             weights = self.computed_with.setdefault(sequence, [])
             if len(weights) < sequence.num_computed_tokens:
                 self._schedule(sequence, weights)
 
-    def _schedule(self, sequence: kvblocks.Sequence, weights: list[object]) -> None:
-        first = len(weights)
-        weights += [self.weights_of(sequence.salt)] * (sequence.num_computed_tokens - first)
+    def start(self, sequence: kvblocks.Sequence, position: int) -> None:
+        """A sequence starts with a query at `position`: groups that aren't cached compute what it sees again."""
+        seen = {
+            group: first_seen(spec, position)
+            for group, spec in enumerate(self.groups)
+            if not sees_all(spec) and not spec.is_cached
+        }
+        if position and seen:
+            self.computed_from[sequence] = seen
+            self.recomputing[sequence] = sequence.num_readonly_tokens
+
+    def _recompute(self, sequence: kvblocks.Sequence) -> None:
+        """Do in `then` what the next step does for the hit of a sequence, in groups that aren't cached."""
         numbers = self.numbers(sequence)
-        for position in range(max(first, sequence.num_readonly_tokens), sequence.num_computed_tokens):
+        for group, first in self.computed_from[sequence].items():
+            ids, size = sequence.group_block_ids(group), self.groups[group].block_size
+            for position in range(first, min(self.recomputing[sequence], len(numbers))):
+                if position // size >= sequence.first_live_block(group):
+                    self.then[ids[position // size]][position % size] = self._in_group(group, numbers[position])
+                    self.unknown.pop((ids[position // size], position % size), None)
+
+    def _schedule(self, sequence: kvblocks.Sequence, weights: list[object]) -> None:
+        first, end = len(weights), sequence.num_computed_tokens
+        weights += [self.weights_of(sequence.salt)] * (end - first)
+        numbers = self.numbers(sequence)
+        start = max(first, sequence.num_readonly_tokens)
+        vouched = self.vouched.setdefault(sequence, min(start, self.first_loading(sequence)))
+        if sequence in self.delayed and start < end:
+            self.awaited_from.setdefault(sequence, start)
+        state = AWAITED if sequence in self.awaited_from else LOST if vouched < start else None
+        self.delayed.discard(sequence)
+        for position in range(start, end):
             self.unwritten.setdefault(sequence, []).append(position)
             self.first_own[sequence] = min(self.first_own.get(sequence, position), position)
-            if position < self.first_loading(sequence):
-                for group, (block_id, offset) in self.slots(sequence, position):
+            for group, (block_id, offset) in self.slots(sequence, position):
+                self._set_state((block_id, offset), state)
+                self.num_uses[block_id] += not offset
+                if position < self.first_loading(sequence):
                     self.then[block_id][offset] = self._in_group(group, numbers[position])
+        if state is None:
+            self.vouched[sequence] = end
+        if sequence in self.recomputing:
+            self._recompute(sequence)
 
     def run_step(self) -> None:
         """Make the copies, then write all that was scheduled, and check what each query of the step sees."""
@@ -75,9 +123,12 @@ class KVMemory:
             self._check_visible(sequence, positions[0])
         self.project()
         self.now = self.then
+        self.recomputing.clear()
         self._end_step()
         for sequence in self.computed_with:
-            assert self.num_written(sequence) >= self._end_of(sequence), f"{sequence}: not all of it is written"
+            end = self._end_of(sequence)
+            found = self.num_written(sequence)
+            assert found >= end or sequence in self.loading, f"{sequence}: {found} tokens are written, of {end}"
 
     def die(self, num_copies: int) -> None:
         """End a step that wrote nothing, after the first `num_copies` of its copies. Who was in it must be aborted."""
@@ -97,6 +148,10 @@ class KVMemory:
         coming = [(s, [p for p in positions if p < self.first_loading(s)]) for s, positions in self.unwritten.items()]
         return [(sequence, positions) for sequence, positions in coming if positions]
 
+    def in_step(self) -> list[kvblocks.Sequence]:
+        """Who is in the next step."""
+        return [sequence for sequence, _ in self.coming()]
+
     def _end_of(self, sequence: kvblocks.Sequence) -> int:
         """How many of its tokens are written after the next step."""
         return min(sequence.num_computed_tokens, self.first_loading(sequence))
@@ -111,6 +166,8 @@ class KVMemory:
             for position in positions:
                 for group, (block_id, offset) in self.slots(sequence, position):
                     self.then[block_id][offset] = self._in_group(group, numbers[position])
+        for sequence in self.recomputing:
+            self._recompute(sequence)
 
     # Transfers: what something else than a step writes, and when it likes.
 
@@ -157,6 +214,10 @@ class KVMemory:
 
     def fork(self, sequence: kvblocks.Sequence, twin: kvblocks.Sequence) -> None:
         self.computed_with[twin] = self.computed_with[sequence][: twin.num_computed_tokens]
+        self.vouched[twin] = min(self.vouched[sequence], twin.num_computed_tokens)
+        for noted in (self.computed_from, self.recomputing, self.awaited_from):
+            if sequence in noted:
+                noted[twin] = noted[sequence]  # type: ignore[index]
         if sequence in self.loading:
             self.loading[twin] = list(self.loading[sequence])
 
@@ -166,11 +227,19 @@ class KVMemory:
         self.loading.pop(sequence, None)
         self.unwritten.pop(sequence, None)
         self.first_own.pop(sequence, None)
+        self.vouched.pop(sequence, None)
+        self.awaited_from.pop(sequence, None)
+        self.computed_from.pop(sequence, None)
+        self.recomputing.pop(sequence, None)
+        self.delayed.discard(sequence)
 
     def truncate(self, sequence: kvblocks.Sequence) -> None:
         """Note that a sequence was truncated: what comes behind its remaining tokens is to be written again."""
         end = sequence.num_computed_tokens
         del self.computed_with[sequence][end:]
+        self.vouched[sequence] = min(self.vouched[sequence], end)
+        if self.awaited_from.get(sequence, 0) >= end:
+            self.awaited_from.pop(sequence, None)
         if self.first_own.get(sequence, 0) >= end:
             self.first_own.pop(sequence, None)
 
@@ -204,7 +273,101 @@ class KVMemory:
     def weights_of(self, salt: object) -> object:
         return self.weights, self.num_forgotten.get(salt, 0)
 
+    # What the calls say of the KV, whatever a step does.
+
+    def delay(self, sequence: kvblocks.Sequence) -> None:
+        """The tokens that a call has just made room for are delayed."""
+        self.delayed.add(sequence)
+
+    def vouch(self, sequence: kvblocks.Sequence, num_tokens: int) -> None:
+        """`cache_blocks` says that a sequence's first tokens are written. Fewer than before change nothing."""
+        if num_tokens <= self.vouched[sequence]:
+            return
+        self.vouched[sequence] = num_tokens
+        if sequence in self.awaited_from:
+            self.awaited_from[sequence] = max(self.awaited_from[sequence], num_tokens)
+            if num_tokens >= len(self.computed_with[sequence]):
+                del self.awaited_from[sequence]
+        for position in range(num_tokens):
+            for _, slot in self._live_slots(sequence, position):
+                self.unknown.pop(slot, None)
+
+    def lose(self, block_ids: Iterable[int]) -> None:
+        """These blocks are bad: nobody who has one of them knows his tokens from there on."""
+        lost = set(block_ids)
+        self.unknown.update(
+            {(block_id, offset): LOST for block_id in lost for offset in range(len(self.now[block_id]))}
+        )
+        self._lower(lost, 0)
+
+    def lose_behind(self, sequence: kvblocks.Sequence, num_tokens: int) -> list[int]:
+        """A sequence's own tokens behind its first `num_tokens` were never written. Returns the blocks that hold them.
+
+        Tokens that are awaited are awaited still, by others. Call it before the manager's call.
+        """
+        return self.lose_slots(self.own_slots(sequence), max(self.first_own.get(sequence, ENDLESS), num_tokens))
+
+    def own_slots(self, sequence: kvblocks.Sequence) -> list[tuple[int, Slot]]:
+        """The slots of a sequence's own tokens that nobody else is to write, each with its position."""
+        first = self.first_own.get(sequence, ENDLESS)
+        end = min(len(self.computed_with[sequence]), self.awaited_from.get(sequence, ENDLESS))
+        return [(p, slot) for p in range(first, end) for _, slot in self._live_slots(sequence, p)]
+
+    def lose_slots(self, slots: list[tuple[int, Slot]], first: int) -> list[int]:
+        """Of these slots of a sequence, those of tokens from `first` on were never written. Returns their blocks."""
+        lost = [slot for position, slot in slots if position >= first]
+        self.unknown.update(dict.fromkeys(lost, LOST))
+        self._lower({block_id for block_id, _ in lost}, first)
+        return [*dict.fromkeys(block_id for block_id, _ in lost)]
+
+    def _lower(self, lost: set[int], first: int) -> None:
+        """Whoever has one of the lost blocks knows nothing from there on, but for tokens before `first`."""
+        for sequence in self.computed_with if lost else ():
+            self.vouched[sequence] = min(self.vouched[sequence], max(first, self._first_token_in(sequence, lost)))
+
+    def _first_token_in(self, sequence: kvblocks.Sequence, block_ids: set[int]) -> int:
+        """The first token of the first of these blocks in a sequence's tables; ENDLESS without one."""
+        first = ENDLESS
+        for group, spec in enumerate(self.groups):
+            ids, num_dead = sequence.group_block_ids(group), sequence.first_live_block(group)
+            if not block_ids.isdisjoint(ids):
+                found = [index for index in range(num_dead, len(ids)) if ids[index] in block_ids]
+                first = min([first, *(index * spec.block_size for index in found)])
+        return first
+
+    def _live_slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:
+        """As `slots`, without the groups whose window has passed the position."""
+        return [
+            (group, (sequence.group_block_ids(group)[position // spec.block_size], position % spec.block_size))
+            for group, spec in enumerate(self.groups)
+            if position // spec.block_size >= sequence.first_live_block(group)
+        ]
+
+    def _set_state(self, slot: Slot, state: str | None) -> None:
+        if state is None:
+            self.unknown.pop(slot, None)
+        else:
+            self.unknown[slot] = state
+
+    def _copy_states(self, source: int, destination: int) -> None:
+        self.num_uses[destination] += 1
+        for offset in range(len(self.now[source])):
+            self._set_state((destination, offset), self.unknown.get((source, offset)))
+
     # Questions.
+
+    def first_unknown(self, sequence: kvblocks.Sequence) -> int:
+        """The first of its tokens in a live block whose KV is awaited or lost; ENDLESS if there is none."""
+        if not self.unknown:
+            return ENDLESS
+        first, num_tokens = ENDLESS, len(self.computed_with[sequence])
+        for group, spec in enumerate(self.groups):
+            ids, size = sequence.group_block_ids(group), spec.block_size
+            for position in range(self._first_there(sequence, group), min(num_tokens, first)):
+                if (ids[position // size], position % size) in self.unknown:
+                    first = position
+                    break
+        return first
 
     def is_of_these_weights(self, sequence: kvblocks.Sequence) -> bool:
         return all(weights == self.weights_of(sequence.salt) for weights in self.computed_with[sequence])
@@ -242,7 +405,8 @@ class KVMemory:
 
         A shared block that isn't computed yet would be copied, or a window would pass over what the step still sees.
         """
-        return (self.has_windows and sequence in self.unwritten) or self.would_copy_unwritten(sequence)
+        is_in_step = sequence in self.unwritten or sequence in self.recomputing
+        return (self.has_windows and is_in_step) or self.would_copy_unwritten(sequence)
 
     def would_copy_unwritten(self, sequence: kvblocks.Sequence) -> bool:
         """Whether room for more would copy a shared block that isn't computed yet."""
@@ -259,14 +423,23 @@ class KVMemory:
     def check(self) -> None:
         """Check that every table leads to what its sequence needs, and that read-only positions aren't written."""
         for sequence in self.computed_with:
+            self._check_known(sequence)
             end, num_readonly = self._end_of(sequence), sequence.num_readonly_tokens
+            # One that waits for a load is in no step. It may wait with a hit that it has lost.
+            num_right = min(end, self.vouched[sequence]) if sequence in self.loading else end
             for group in range(len(self.groups)):
                 found = self._num_right(sequence, group, self.then)
-                assert found >= end, f"{sequence}: wrong KV at {found} in group {group}"
+                assert found >= num_right, f"{sequence}: wrong KV at {found} in group {group}"
             self._check_visible(sequence, end)
             first_own = self.first_own.get(sequence, sequence.num_computed_tokens)
             first_own = first_own // self.block_size * self.block_size
             assert num_readonly <= first_own, f"{sequence}: {num_readonly} are read-only, {first_own} is its own"
+
+    def _check_known(self, sequence: kvblocks.Sequence) -> None:
+        """Check that nobody takes for written what isn't: neither the manager, nor this memory for another sequence."""
+        vouched, counted, unknown = self.vouched[sequence], sequence.num_written_tokens, self.first_unknown(sequence)
+        assert counted <= vouched, f"{sequence}: the manager counts {counted} tokens as written, of {vouched}"
+        assert vouched <= unknown, f"{sequence}: token {unknown} isn't written, and {vouched} are said to be"
 
     def check_hit(self, sequence: kvblocks.Sequence, hit: kvblocks.CacheHit) -> None:
         """A hit's blocks hold what the sequence needs."""
@@ -282,6 +455,7 @@ class KVMemory:
                 expected = [self._in_group(group, n) for n in numbers[index * size : (index + 1) * size]]
                 found = self.then[block_id][:size]
                 assert found == expected, f"wrong KV in block {block_id}, at {index} in a table of group {group}"
+                self._check_written(block_id, size, f"at {index} in a table of group {group}")
 
     def store(self, block_ids: Iterable[int | None], numbers: list[int]) -> None:
         """An engine that owns its blocks writes them; None: the block there is written already."""
@@ -302,6 +476,13 @@ class KVMemory:
         size = self.groups[group].block_size
         expected = [self._in_group(group, number) for number in self._cached[prefix][end - size : end]]
         assert self.then[block_id][:size] == expected, f"block {block_id} of group {group} is cached for {prefix}"
+        self._check_written(block_id, size, f"of group {group}, is cached for {prefix}")
+
+    def _check_written(self, block_id: int, size: int, what: str) -> None:
+        """Check that nothing in a block that can be hit is awaited or lost."""
+        if self.unknown:
+            states = [self.unknown.get((block_id, offset), "written") for offset in range(size)]
+            assert states == ["written"] * size, f"block {block_id}, {what}: its slots are {states}"
 
     # Contexts.
 
@@ -353,11 +534,11 @@ class KVMemory:
     def _num_right(self, sequence: kvblocks.Sequence, group: int, memory: list[list[int]]) -> int:
         """How many of its first tokens stand in `memory` as they should; dead entries count as right."""
         numbers, size = self.numbers(sequence), self.groups[group].block_size
-        ids, first = sequence.group_block_ids(group), sequence.first_live_block(group)
+        ids, first = sequence.group_block_ids(group), self._first_there(sequence, group)
         num_scale = len(self.groups)
-        for start, end in pairwise([*range(first * size, len(numbers), size), len(numbers)]):
+        for start, end in pairwise([*range(first // size * size, len(numbers), size), len(numbers)]):
             held = memory[ids[start // size]]
-            for position in range(start, end):
+            for position in range(max(start, first), end):
                 if held[position - start] != numbers[position] * num_scale + group:
                     return position
         return len(numbers)
@@ -365,10 +546,12 @@ class KVMemory:
     def _check_visible(self, sequence: kvblocks.Sequence, position: int) -> None:
         """What a query at `position` sees isn't dead."""
         for group, spec in enumerate(self.groups):
-            if spec.window is not None:
-                num_dead = sequence.first_live_block(group)
-                self.num_dead += num_dead
-                first = max(0, position - spec.window + 1)
-                assert num_dead * spec.block_size <= first, (
-                    f"{sequence}: {position} sees {first}, dead in group {group}"
-                )
+            if not sees_all(spec):
+                self.num_dead += sequence.first_live_block(group)
+                first, there = first_seen(spec, position), self._first_there(sequence, group)
+                assert there <= first, f"{sequence}: {position} sees {first}, and group {group} begins at {there}"
+
+    def _first_there(self, sequence: kvblocks.Sequence, group: int) -> int:
+        """The first token that a sequence has in a group: of its first live block, or the first that it computed."""
+        first = sequence.first_live_block(group) * self.groups[group].block_size
+        return max(first, self.computed_from[sequence].get(group, 0)) if sequence in self.computed_from else first

@@ -17,9 +17,10 @@ from kvblocks.core.hashing import sha256_digest
 from model.dumb_groups import DumbGroups
 from model.dumb_model import DumbModel, ModelSequence, Prefix
 from model.group_history import GROUP_OPERATIONS, GroupHistory
-from model.history import OPERATIONS, Chooser, History, RandomChooser
+from model.history import OPERATIONS, History, RandomChooser
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
 from model.prefix_history import PrefixHistory, PrefixModel
+from model.where import where
 
 Make = Callable[[CacheView], EvictionPolicy]
 Log = list[tuple[Any, ...]]
@@ -156,8 +157,12 @@ class Advised:
         super().truncate(sequence, *to)
         self.giver = None
 
-    def drop(self, blocks: list[int]) -> None:
-        super().drop(blocks)
+    def drop(self, blocks: list[int]) -> list[int]:
+        released = super().drop(blocks)
+        renewed = [block for block in released if block not in blocks]
+        for adviser in (self.main, *self.own.values()):
+            adviser.leave(adviser.policy.use, renewed)
+        blocks = released
         if self.giver is not None:
             for block in blocks:
                 if block in self.content:
@@ -171,6 +176,7 @@ class Advised:
                 adviser.free(theirs)
         if records:
             self.main.free(records)
+        return released
 
     def record(self, block: int) -> FreeBlock:
         prefix = self.content[block]
@@ -302,17 +308,19 @@ class Contract:
         history.model = model
         self.counts: Counter[str] = Counter()
 
-    def walk(self, operations: list[Any], chooser: Chooser, num_operations: int, reset_every: int = 150) -> None:
+    def walk(self, operations: list[Any], chooser: RandomChooser, num_operations: int, reset_every: int = 150) -> None:
         history = self.history
         for number in range(1, num_operations + 1):
-            chooser.choose(operations)(history, chooser)
-            if number % reset_every == 0:
-                history.reset(chooser)
-            if number % 10 == 0:
-                history.manager.now = history.model.now = number
-            if number % 7 == 0:
-                self.tell(number)
-            self.check()
+            operation = chooser.choose(operations)
+            with where(chooser.seed, number, operation):
+                operation(history, chooser)
+                if number % reset_every == 0:
+                    history.reset(chooser)
+                if number % 10 == 0:
+                    history.manager.now = history.model.now = number
+                if number % 7 == 0:
+                    self.tell(number)
+                self.check()
 
     def tell(self, number: int) -> None:
         """Let a session pause or end: a known or unknown one, of any tenant."""
@@ -364,9 +372,10 @@ def check_policy_in_groups(make: Make, groups: list[Group], num_operations: int,
     log: Log = []
     num_blocks = 10 * len(groups)
     history = GroupHistory(num_blocks, groups, eviction=logged(make, log), **options)
-    specs = [(group.block_size, group.window) for group in groups]
     keeping = frozenset(number for number, group in enumerate(groups) if group.keeps_passed)
-    contract = Contract(make, history, AdvisedGroups(num_blocks, specs, True, history.manager.first_block_id, keeping))
+    contract = Contract(
+        make, history, AdvisedGroups(num_blocks, tuple(groups), True, history.manager.first_block_id, keeping)
+    )
     contract.real = log
     operations = [operation for operation, weight in GROUP_OPERATIONS for _ in range(weight)]
     contract.walk(operations, RandomChooser(seed), num_operations)
@@ -466,15 +475,17 @@ def check_policy_in_cache(make: Make, max_blocks: int, block_size: int, num_oper
     history.model.begin(logged(make, dumb))
     operations = [operation for operation, weight in PREFIX_OPERATIONS for _ in range(weight)]
     for number in range(1, num_operations + 1):
-        chooser.choose(operations)(history, chooser)
-        history.check()
-        assert sorted(map(repr, log)) == sorted(map(repr, dumb))
-        history.met["asked"] += sum(entry[0] == "asked for" for entry in log)
-        log.clear()
-        dumb.clear()
-        if number % 10 == 0:
-            history.cache.now = history.model.now = number
-        assert history.cache.eviction_failure_count() == history.model.num_failures
+        operation = chooser.choose(operations)
+        with where(seed, number, operation):
+            operation(history, chooser)
+            history.check()
+            assert sorted(map(repr, log)) == sorted(map(repr, dumb))
+            history.met["asked"] += sum(entry[0] == "asked for" for entry in log)
+            log.clear()
+            dumb.clear()
+            if number % 10 == 0:
+                history.cache.now = history.model.now = number
+            assert history.cache.inspect.eviction_failure_count() == history.model.num_failures
     history.met["failures"] = history.model.num_failures
     history.end()
     return history.met

@@ -165,7 +165,7 @@ class PrefixHistory:
         prompt = Prompt("", tokens, salt, lora, tuple(spans))
         self.prompts.append(prompt)
         del self.prompts[:-MAX_PROMPTS]
-        names = self.cache.block_hashes(prompt.tokens, **prompt.options())
+        names = self.cache.inspect.block_hashes(prompt.tokens, **prompt.options())
         self.name_of.update(zip(self.model.path(prompt), names, strict=True))
 
     def pick(self, chooser: Chooser) -> Prompt:
@@ -203,10 +203,11 @@ class PrefixHistory:
         assert match.payload == self.model.payload(prompt)
         self.met["payloads"] += match.payload is not None
 
-    def match_many(self, chooser: Chooser) -> None:
+    def match_several(self, chooser: Chooser) -> None:
+        """Look several prompts up as of one moment."""
         prompts = [prompt for prompt in self.prompts if prompt.salt is None and prompt.lora is None]
-        keys = [prompt.keys for prompt in prompts]
-        matches = self.cache.match_many([prompt.tokens for prompt in prompts], extra_keys=keys)
+        with self.cache.exclusive():
+            matches = [self.cache.match_prefix(prompt.tokens, extra_keys=prompt.keys) for prompt in prompts]
         for match, prompt in zip(matches, prompts, strict=True):
             self.compare(match, prompt, self.model.ids(self.model.look_up(prompt)))
             self.compare_payload(match, prompt)
@@ -315,7 +316,7 @@ class PrefixHistory:
 
     def evict(self, chooser: Chooser) -> None:
         num_blocks = chooser.integer(0, 4)
-        evicted = self.cache.evict_lru(num_blocks)
+        evicted = self.cache.evict(num_blocks)
         assert evicted == self.model.evict(num_blocks)
         self.memory.spoil(evicted)
         self.met["too few evictable"] += len(evicted) < num_blocks
@@ -391,8 +392,7 @@ class PrefixHistory:
             lambda: cache.insert_prefix(tokens, [1, 1]),
             lambda: cache.insert_prefix([], [1]),
             lambda: cache.match_prefix([], extra_keys=[(0, 1, "x")]),
-            lambda: cache.match_many([[1], [-1]]),
-            lambda: cache.evict_lru(-1),
+            lambda: cache.evict(-1),
             lambda: cache.pin_prefix(tokens, ""),
             lambda: cache.attach(tokens, 1, salt=""),
         ]
@@ -407,9 +407,9 @@ class PrefixHistory:
 
     def snapshot(self) -> object:
         cache = self.cache
-        counts = cache.cached_block_count(), cache.evictable_count(), cache.get_hit_rate(), cache.get_avg_match_length()
+        counts = cache.cached_block_count(), cache.evictable_count(), cache.stats
         lengths = [cache.query_match_len(prompt.tokens, **prompt.options()) for prompt in self.prompts]
-        return counts, lengths, cache.list_pinned(), [cache.contains_block(i) for i in self.all_ids]
+        return counts, lengths, cache.inspect.list_pinned(), [cache.inspect.contains_block(i) for i in self.all_ids]
 
     def check(self) -> None:
         """The cache's own invariants hold, and all that can be seen of it is what the model says."""
@@ -417,11 +417,11 @@ class PrefixHistory:
         cache.check()
         assert cache.cached_block_count() == len(model.holders) <= model.max_blocks
         assert cache.evictable_count() == len(model.queue)
-        assert [i for i in self.all_ids if cache.contains_block(i)] == sorted(model.holders.values())
+        assert [i for i in self.all_ids if cache.inspect.contains_block(i)] == sorted(model.holders.values())
         assert sorted([*self.free_ids, *model.holders.values()]) == self.all_ids
         assert cache.stats == HitCounts(model.num_queries, model.num_hits, model.num_queried, model.num_hit)
-        assert cache.get_hit_rate() == (model.num_hit / model.num_queried if model.num_queried else 0)
-        assert cache.get_avg_match_length() == (model.num_hit / model.num_queries if model.num_queries else 0)
+        assert cache.stats.hit_rate == (model.num_hit / model.num_queried if model.num_queried else 0)
+        assert cache.stats.mean_match_length == (model.num_hit / model.num_queries if model.num_queries else 0)
         for prompt in self.prompts:
             found = len(model.find(prompt)) * model.block_size
             assert cache.query_match_len(prompt.tokens, **prompt.options()) == found
@@ -431,7 +431,7 @@ class PrefixHistory:
         self.num_checks += 1
         self.check_memory()
         expected = [(list(path[-1][2]), model.ids(path), name) for _, path, name in self.pins]  # type: ignore[call-overload]
-        assert sorted(map(repr, cache.list_pinned())) == sorted(
+        assert sorted(map(repr, cache.inspect.list_pinned())) == sorted(
             f"PinnedPrefix(token_ids={tokens}, kv_block_ids={ids}, description={name!r})"
             for tokens, ids, name in expected
         )
@@ -439,7 +439,7 @@ class PrefixHistory:
     def check_explanations(self) -> None:
         """Check that explanations say how much is cached, and that there is a miss where there is one."""
         for prompt in self.prompts:
-            explanation = self.cache.explain(prompt.tokens, **prompt.options())
+            explanation = self.cache.inspect.explain(prompt.tokens, **prompt.options())
             assert explanation.num_cached_blocks == len(self.model.find(prompt))
             assert explanation.num_full_blocks == len(self.model.path(prompt))
             assert (explanation.cause == "no miss") == (explanation.num_cached_blocks == explanation.num_full_blocks)
@@ -459,7 +459,7 @@ class PrefixHistory:
                 self.names.clear()
         assert self.names == {self.name_of[prefix]: block_id for prefix, block_id in self.model.holders.items()}
         for name, block_id in self.names.items():
-            assert self.cache.find_block(name) == block_id
+            assert self.cache.inspect.find_block(name) == block_id
 
     def numbers(self, prompt: ModelSequence) -> list[int]:
         return self.memory.chain(prompt.salt, prompt.lora, prompt.tokens, prompt.keys)
@@ -478,7 +478,7 @@ class PrefixHistory:
 OPERATIONS: tuple[tuple[Callable[[PrefixHistory, Chooser], None], int], ...] = (
     (PrefixHistory.new, 6),
     (PrefixHistory.match, 8),
-    (PrefixHistory.match_many, 2),
+    (PrefixHistory.match_several, 2),
     (PrefixHistory.enter, 5),
     (PrefixHistory.leave, 6),
     (PrefixHistory.drop, 1),

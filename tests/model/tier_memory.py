@@ -1,7 +1,7 @@
 """The memory of an engine with tiers: windows may lack what comes before a load's end while it is on its way."""
 
 import kvblocks
-from model.kv_memory import GARBAGE, KVMemory, Slot
+from model.kv_memory import GARBAGE, LOST, KVMemory, Slot
 
 
 class TierMemory(KVMemory):
@@ -11,11 +11,19 @@ class TierMemory(KVMemory):
         """A sequence that is about to be scheduled waits for a transfer from position `first` on."""
         self.loading.setdefault(sequence, []).append(first)
 
+    def arrive(self, sequence: kvblocks.Sequence, num_tokens: int) -> None:
+        """The first tokens of a sequence that is in no step are there, as its loads have ended."""
+        for position in range(num_tokens):
+            for _, slot in self._live_slots(sequence, position):
+                self.num_uses[slot[0]] += not slot[1]
+                self.unknown.pop(slot, None)
+
     def restart(self) -> None:
         """Another process begins, with memory of its own."""
         for sequence in list(self.computed_with):
             self.forget(sequence)
         self.copies = []
+        self.unknown.clear()
         self.now = [[GARBAGE] * len(row) for row in self.now]
         self.project()
 
@@ -39,6 +47,11 @@ class TierMemory(KVMemory):
 
     def is_garbage(self, row: list[int]) -> bool:
         return GARBAGE in row[: self.row_size(row)]
+
+    def is_bad(self, block_id: int) -> bool:
+        """Whether anything in a block is lost."""
+        size = self.row_size(self.now[block_id])
+        return any(self.unknown.get((block_id, offset)) == LOST for offset in range(size))
 
     def is_same(self, one: list[int], other: list[int]) -> bool:
         """Whether two blocks hold the same."""

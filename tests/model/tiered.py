@@ -38,7 +38,7 @@ def start(manager, name="two", tokens=PROMPT, num_new_tokens=0):
     sequence = Sequence(name, tokens)
     hit = manager.get_computed_blocks(sequence)
     loads = manager.tiers.find(hit)
-    assert manager.allocate_slots(sequence, num_new_tokens, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads, num_new_tokens) is not None
     return sequence, loads
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvblocks import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, KVCacheManager
-from kvblocks.core.hashing import decode_names
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.groups.index import GroupIndex
 from kvblocks.tiers.wishes import prefix_of
+from kvblocks.wire.extra_keys import decode_names
 
 Key = tuple[str, int | None, bytes]
 """Medium, group and name."""

@@ -58,6 +58,7 @@ class Transfers:
         self.held: list[Held] = []
         self.num_loaded = self.num_failed_loads = self.num_orphans = self.num_dropped = self.num_rewound = 0
         self.num_second_loads = self.num_forked_loads = self.num_loads_at_reset = self.num_held_truncations = 0
+        self.num_lost_hits = 0
 
     # Loads.
 
@@ -89,11 +90,15 @@ class Transfers:
             if arrived < load.end and model.is_allocated:
                 self.num_failed_loads += 1
                 self.go_back((sequence, model), arrived)
+            elif model.is_allocated and self.memory.is_lost(sequence):  # it has a part of its hit no more
+                self.num_lost_hits += 1
+                self.go_back((sequence, model), min(model.written, load.first))
             elif says_so and model.is_allocated:
                 self.num_loaded += 1
                 end = min(load.end, self.memory.first_loading(sequence))
                 self.attempt(partial(self.manager.cache_blocks, sequence, end))
                 self.model.commit(model, end)
+                self.memory.vouch(sequence, end)
         if load.hold is not None:
             self.let_go(load.hold)
         self.abort_lost()
@@ -166,6 +171,7 @@ class Transfers:
         self.num_rewound += 1
         self.leave_loads(pair, end)
         self.memory.cancel(sequence, end)
+        self.memory.lose_behind(sequence, end)
         assert self.manager.rewind(sequence, number) == end
         self.model.rewind(model, end)
         self.memory.truncate(sequence)
@@ -227,8 +233,11 @@ class Transfers:
 
     def evict(self, chooser: Any) -> None:
         ids = [block.block_id for block in self.manager._pool.blocks]  # noqa: SLF001
-        blocks = sorted({chooser.choose(ids) for _ in range(chooser.integer(1, 3))})
+        self.evict_ids(sorted({chooser.choose(ids) for _ in range(chooser.integer(1, 3))}))
+
+    def evict_ids(self, blocks: list[int]) -> None:
         before = self.manager.stats.num_cached_blocks
+        self.memory.lose(blocks)
         num_dropped = self.manager.evict_blocks(blocks)
         self.model.evict(blocks)
         assert num_dropped == before - self.manager.stats.num_cached_blocks

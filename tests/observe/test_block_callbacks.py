@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvblocks import CorruptStateError, InvalidArgumentError, KVBlocksError, KVCacheManager, Sequence, SlidingWindow
+from kvblocks import CorruptStateError, KVBlocksError, KVCacheManager, Sequence, SlidingWindow
 
 PROMPT = list(range(10))
 
@@ -12,7 +12,7 @@ class Told:
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.calls: list[tuple[str, list[int]]] = []
-        self.callbacks = manager.watch_blocks(
+        self.callbacks = manager._watch_blocks(  # noqa: SLF001
             lambda blocks: self.calls.append(("taken", [block.block_id for block in blocks])),
             lambda blocks: self.calls.append(("touched", [block.block_id for block in blocks])),
         )
@@ -88,17 +88,11 @@ def test_one_that_raises_leaves_a_corrupt_manager():
     def fail(blocks: object) -> None:
         raise KeyError
 
-    manager.watch_blocks(fail, print)
+    manager._watch_blocks(fail, print)  # noqa: SLF001
     with pytest.raises(KeyError):
         manager.allocate_slots(Sequence("a", PROMPT))
     with pytest.raises(CorruptStateError):
-        manager.free_block_ids()
-
-
-@pytest.mark.parametrize("functions", [(None, print), (print, 1)])
-def test_only_functions_are_taken(manager, functions):
-    with pytest.raises(InvalidArgumentError, match="expected a callable, got"):
-        manager.watch_blocks(*functions)
+        manager.inspect.free_block_ids()
 
 
 def test_one_that_calls_the_manager_is_refused(manager):
@@ -110,6 +104,6 @@ def test_one_that_calls_the_manager_is_refused(manager):
         except KVBlocksError as error:
             errors.append(type(error).__name__)
 
-    manager.watch_blocks(call_back, print)
+    manager._watch_blocks(call_back, print)  # noqa: SLF001
     manager.allocate_slots(Sequence("a", PROMPT))
     assert errors == ["CorruptStateError"]

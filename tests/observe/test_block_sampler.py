@@ -25,7 +25,7 @@ class Clock:
 
 def watch(manager: KVCacheManager, every: int = 1) -> tuple[BlockSampler, Clock]:
     clock = Clock()
-    return manager.start_sampling(every, clock, BOUNDS), clock
+    return manager._start_sampling(every, clock, BOUNDS), clock  # noqa: SLF001
 
 
 def recorded(histogram: Histogram) -> list[float]:
@@ -134,7 +134,7 @@ def test_what_began_before_the_sampler_is_left_out() -> None:
 def test_decoding_and_quotas_take_single_blocks_and_are_seen() -> None:
     manager = KVCacheManager(4, 2)
     sampler, clock = watch(manager)
-    manager.set_quota("greedy", 1)
+    manager.quotas.set("greedy", 1)
     manager.free(start(manager, range(4), salt="modest"))
     clock.now = 10
     manager.free(start(manager, range(4), salt="greedy"))
@@ -153,11 +153,11 @@ def test_a_pin_ends_the_wait_of_its_blocks() -> None:
     sampler, clock = watch(manager)
     manager.free(start(manager, range(4)))
     clock.now = 6
-    pin = manager.pin(range(4))
+    pin = manager.pins.pin(range(4))
     assert recorded(sampler.reuse_gaps) == [6, 6]
     assert sampler.oldest_release is None
     clock.now = 9
-    manager.unpin(pin)
+    manager.pins.unpin(pin)
     assert sampler.oldest_release == 9
 
 
@@ -188,16 +188,14 @@ def test_one_sampler_at_a_time() -> None:
     manager = KVCacheManager(2, 4)
     sampler, clock = watch(manager)
     with pytest.raises(InvalidArgumentError, match="nobody samples"):
-        manager.start_sampling(1, clock, BOUNDS)
-    with pytest.raises(InvalidArgumentError, match="every: expected an int of at least 1, got 0"):
-        manager.start_sampling(0, clock, BOUNDS)
-    manager.stop_sampling(sampler)
-    other = manager.start_sampling(1, clock, BOUNDS)
-    manager.stop_sampling(sampler)  # it has stopped; the other goes on
+        manager._start_sampling(1, clock, BOUNDS)  # noqa: SLF001
+    manager._stop_sampling(sampler)  # noqa: SLF001
+    other = manager._start_sampling(1, clock, BOUNDS)  # noqa: SLF001
+    manager._stop_sampling(sampler)  # it has stopped; the other goes on  # noqa: SLF001
     start(manager, range(4))
     clock.now = 3
-    manager.stop_sampling(other)
-    manager.stop_sampling(other)
+    manager._stop_sampling(other)  # noqa: SLF001
+    manager._stop_sampling(other)  # noqa: SLF001
     assert other.oldest_release is None
 
 
@@ -221,11 +219,16 @@ class BlockLog:
         self.clock.now += 1
         before = [(block.ref_cnt, block.is_cached) for block in self.blocks]
         num_taken = self.manager.stats.num_taken_blocks
-        free = self.manager.free_block_ids()
+        free = self.manager.inspect.free_block_ids()
+        unwritten = unwritten_blocks(*arguments) if function == self.manager.abort else []
+        firsts = {block: first_of(block) for block in self.blocks if block.is_cached and block not in unwritten}
         result = function(*arguments, **options)
         took = free_at_head(free, self.blocks, self.manager.stats.num_taken_blocks - num_taken, function)
         for block, (num_owners, was_cached) in zip(self.blocks, before, strict=True):
             self.note(block, num_owners, was_cached, block.block_id in took)
+            first = firsts.get(block, block)
+            if num_owners and not block.ref_cnt and first is not block and not first.ref_cnt:
+                self.released[first.block_id] = self.clock.now  # a duplicate was released: the first block is renewed
         return result
 
     def note(self, block: KVCacheBlock, num_owners: int, was_cached: bool, is_taken: bool) -> None:
@@ -240,6 +243,17 @@ class BlockLog:
             self.reuse_gaps.append(now - self.released.pop(name))
         elif num_owners and block.ref_cnt == 0:
             self.released[name] = now
+
+
+def first_of(block: KVCacheBlock) -> KVCacheBlock:
+    """Return the block that hits get of a cached block's prefix."""
+    assert block.run is not None
+    return block.run.blocks[block.index]
+
+
+def unwritten_blocks(sequence: Sequence, num_computed: int) -> list[KVCacheBlock]:
+    """Return the blocks that an abort takes back."""
+    return sequence.blocks[max(sequence.num_readonly_tokens, num_computed) // 2 :]
 
 
 def free_at_head(free: list[int], blocks: list[KVCacheBlock], num_taken: int, function: Any) -> set[int]:
@@ -266,7 +280,7 @@ def test_random_walks_agree_with_the_log(seed: int) -> None:
     chooser = random.Random(seed)
     manager, clock = KVCacheManager(40, 2), Clock()
     log = BlockLog(manager, clock)
-    sampler = manager.start_sampling(1, clock, BOUNDS)
+    sampler = manager._start_sampling(1, clock, BOUNDS)  # noqa: SLF001
     running: list[Sequence] = []
     for number in range(4000):
         action = chooser.choice(["start", "start", "append", "append", "free", "fork", "truncate", "abort"])

@@ -90,7 +90,7 @@ def test_a_record_says_how_its_group_attends(groups):
         if isinstance(event, BlockStored)
     }
     assert kinds == {
-        number: ("full_attention" if group.window is None else "sliding_window", group.window, "one")
+        number: (*(("full_attention", None) if isinstance(group, FullAttention) else ("sliding_window", 3)), "one")
         for number, group in enumerate(groups)
     }
     stored = {(e.group_idx, name) for e in events if isinstance(e, BlockStored) for name in e.block_hashes}

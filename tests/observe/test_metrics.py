@@ -60,7 +60,7 @@ def test_a_history_by_hand() -> None:
 
 
 def test_seconds_are_the_callers() -> None:
-    manager, times = KVCacheManager(2, 4), iter(range(980, 2000, 10))
+    manager, times = KVCacheManager(2, 4), iter(range(990, 2000, 10))
     metrics = CacheMetrics(manager, sample_every=1, clock=lambda: float(next(times)))
     compute(manager, range(8))  # taken at 1000, released at 1010
     compute(manager, range(100, 108))  # at 1020 and 1030
@@ -76,20 +76,20 @@ def test_pins_and_quotas(first_block_id: int) -> None:
     manager = KVCacheManager(16, 4, pin_budget=1.0, first_block_id=first_block_id)
     metrics = CacheMetrics(manager)
     compute(manager, range(8))
-    manager.pin(range(16))
-    manager.pin(range(8))
-    manager.set_quota("a", 1)
+    manager.pins.pin(range(16))
+    manager.pins.pin(range(8))
+    manager.quotas.set("a", 1)
     compute(manager, range(12), "a")
     now = metrics.snapshot()
     assert now.pins == PinUsage(num_pins=2, num_wanted_blocks=6, num_held_blocks=4, num_pinned_blocks=2)
-    assert now.quotas == (QuotaUsage("a", 1, 3),) == tuple(manager.quotas())
+    assert now.quotas == (QuotaUsage("a", 1, 3),) == tuple(manager.quotas)
     assert now.stats.usage == 2 / 16
 
 
 def test_the_record_as_plain_values() -> None:
     manager = KVCacheManager(4, 4)
     metrics = CacheMetrics(manager, sample_every=1)
-    manager.set_quota("a", 2)
+    manager.quotas.set("a", 2)
     for _ in range(3):
         compute(manager, range(10), "a")
         compute(manager, range(100, 116))
@@ -229,7 +229,7 @@ def test_another_thread_may_take_snapshots() -> None:
     """Snapshots don't raise while salts, pins and blocks come and go, and counters never decrease."""
     manager = KVCacheManager(200, 1, pin_budget=1.0)
     metrics = CacheMetrics(manager, sample_every=1)
-    manager.set_default_quota(3)
+    manager.quotas.set_default(3)
     is_over = threading.Event()
     problems: list[BaseException] = []
     snapshots: list[Any] = []
@@ -248,9 +248,9 @@ def test_another_thread_may_take_snapshots() -> None:
     try:
         for number in range(3000):
             compute(manager, range(number, number + 20), f"salt-{number % 700}")
-            pin = manager.pin(range(number, number + 9), salt=f"salt-{number % 700}")
+            pin = manager.pins.pin(range(number, number + 9), salt=f"salt-{number % 700}")
             metrics.observe()
-            manager.unpin(pin)
+            manager.pins.unpin(pin)
     finally:
         is_over.set()
         thread.join()
@@ -268,7 +268,7 @@ def test_events_are_the_same_whether_anybody_watches() -> None:
     for is_sampled in (False, True):
         manager = KVCacheManager(5, 1, enable_events=True)
         if is_sampled:
-            manager.start_sampling(1000, lambda: 0.0, [1.0])
+            manager._start_sampling(1000, lambda: 0.0, (1.0,))  # noqa: SLF001
         first = Sequence("a", [10, 11, 12])
         manager.allocate_slots(first)
         others = [Sequence("b", [1]), Sequence("c", [2])]

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +89,7 @@ def check_dot(rows: list[PrefixRow], max_nodes: int | None) -> None:
 
 
 def make_rows(history: History) -> list[PrefixRow]:
-    rows = history.manager.prefix_rows()
+    rows = history.manager.inspect.prefix_rows()
     for i, row in enumerate(rows):
         assert row.num_tokens == row.num_blocks * history.model.block_size > 0
         assert len(row.first_tokens) == min(row.num_tokens, 8)
@@ -133,28 +134,28 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
 @pytest.mark.parametrize(
     ("num_blocks", "block_size", "has_events"), [(12, 1, True), (30, 1, False), (30, 2, False), (12, 3, True)]
 )
-def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool) -> None:
+def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool, met: Any) -> None:
     history, chooser = History(num_blocks, block_size, enable_events=has_events), RandomChooser(num_blocks + block_size)
-    num_compared = max_depth = num_duplicates = num_keys = 0
-    for number in range(1200):
+    counts: Counter[str] = Counter()
+    for number in range(600):
         walk(history, chooser, num_operations=2)
         if number % 100 == 99:
             history.reset(chooser)
-            assert history.manager.prefix_rows() == []
+            assert history.manager.inspect.prefix_rows() == []
         with history.unchanged():
             rows = make_rows(history)
             check_dot(rows, chooser.choose([None, 1, 2, 5, 200]))
-        num_compared += check_against_model(history, rows)
-        max_depth = max(max_depth, *[row.depth for row in rows], 0)
-        num_duplicates += sum(row.num_duplicates for row in rows)
-        num_keys += sum(len(row.extra_keys) for row in rows)
-    # A walk without these cases would prove little.
-    assert num_compared > 1500
-    assert max_depth >= 2
-    assert num_duplicates > 20
-    assert num_keys > 100
-    assert history.num_detached > 3
-    assert history.manager.stats.num_evicted_blocks > 40
+        counts["compared"] += check_against_model(history, rows)
+        counts["deep"] += sum(row.depth >= 2 for row in rows)
+        counts["duplicates"] += sum(row.num_duplicates for row in rows)
+        counts["keys"] += sum(len(row.extra_keys) for row in rows)
+    met["walks"].add(history.met() | counts)
+
+
+def test_the_walks_met_all_cases(met: Any) -> None:
+    met["walks"].check(
+        4, {"compared": 7000, "deep": 400, "duplicates": 600, "keys": 3500, "detached": 8, "evicted": 95}
+    )
 
 
 def start(manager: KVCacheManager, name: str, tokens: list[int], **options: Any) -> Sequence:
@@ -171,14 +172,14 @@ def test_a_run_is_cut_where_others_hang_from_it() -> None:
     start(manager, "third", [*system[:8], *[9] * 8])
     manager.free(first)
     no_keys: tuple[()] = ()
-    assert manager.prefix_rows() == [
+    assert manager.inspect.prefix_rows() == [
         PrefixRow(None, 0, 0, 8, 2, 0, 2, tuple(range(8)), no_keys),
         PrefixRow(0, 1, 8, 8, 2, 0, 2, tuple(range(8, 16)), no_keys),
         PrefixRow(1, 2, 16, 8, 2, 0, 0, (7,) * 8, no_keys),
         PrefixRow(1, 2, 16, 8, 2, 0, 2, (8,) * 8, no_keys),
         PrefixRow(0, 1, 8, 8, 2, 0, 2, (9,) * 8, no_keys),
     ]
-    assert [row.num_free for row in manager.prefix_rows()] == [0, 0, 2, 0, 0]
+    assert [row.num_free for row in manager.inspect.prefix_rows()] == [0, 0, 2, 0, 0]
 
 
 def test_duplicates_evictions_and_aborts_are_seen() -> None:
@@ -186,16 +187,18 @@ def test_duplicates_evictions_and_aborts_are_seen() -> None:
     first = start(manager, "first", [1] * 16)
     twin = Sequence("twin", [1] * 8)
     manager.allocate_slots(twin)  # without a hit: duplicates
-    assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.prefix_rows()] == [(4, 2, 6)]
+    assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.inspect.prefix_rows()] == [(4, 2, 6)]
     manager.free(first)
-    assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.prefix_rows()] == [(4, 2, 2)]
+    assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.inspect.prefix_rows()] == [(4, 2, 2)]
     start(manager, "other", [2] * 12)  # takes the two that are not cached, then the first one's last block
-    assert [row[3:7] for row in manager.prefix_rows()] == [(12, 3, 2, 2), (12, 3, 0, 3)]
-    manager.abort(twin, 4)
-    assert [row[3:7] for row in manager.prefix_rows()] == [(12, 3, 1, 0), (12, 3, 0, 3)]
+    assert [row[3:7] for row in manager.inspect.prefix_rows()] == [(12, 3, 2, 2), (12, 3, 0, 3)]
+    manager.abort(twin, 4)  # its first block is a duplicate, which nobody needs now that it is free
+    assert [row[3:7] for row in manager.inspect.prefix_rows()] == [(12, 3, 0, 0), (12, 3, 0, 3)]
     manager.reset_prefix_cache()
-    assert manager.prefix_rows() == []
-    assert list(parse(manager.to_dot()).nodes.values()) == [{"label": "nothing is cached\n", "style": "rounded"}]
+    assert manager.inspect.prefix_rows() == []
+    assert list(parse(manager.inspect.to_dot()).nodes.values()) == [
+        {"label": "nothing is cached\n", "style": "rounded"}
+    ]
 
 
 def test_keys_are_told_once_by_their_position_in_the_prefix() -> None:
@@ -204,7 +207,7 @@ def test_keys_are_told_once_by_their_position_in_the_prefix() -> None:
     options: dict[str, Any] = {"salt": "tenant-a", "lora": "french", "extra_keys": spans}
     start(manager, "first", list(range(20)), **options)
     start(manager, "second", [*range(8), 50, 51, 52, 53], salt="tenant-a", lora="french", extra_keys=spans[:1])
-    rows = manager.prefix_rows()
+    rows = manager.inspect.prefix_rows()
     assert [row.extra_keys for row in rows] == [
         (("salt", None, "tenant-a"), ("lora", None, "french"), ("key", (2, 9), "cat.png")),
         (("key", (2, 9), "cat.png"), ("key", (12, 2), b"\x00\xff")),
@@ -231,7 +234,7 @@ TEXTS = st.one_of(st.text(min_size=1, max_size=24), st.text('\\"&;<>{}|\nlrnN\x0
 def test_any_key_is_shown_as_it_is(salt: str, key: str | bytes) -> None:
     manager = KVCacheManager(8, 2)
     start(manager, "first", [1, 2, 3], salt=salt, extra_keys=[(0, 1, key)])
-    label = parse(manager.to_dot()).nodes["row0"]["label"]
+    label = parse(manager.inspect.to_dot()).nodes["row0"]["label"]
     lines = label.split("\n")
     assert lines[:2] == ["tokens 0-1", "1 block (1 owned, 0 free)"]
     assert ast.literal_eval(lines[2].removeprefix("salt ")) == salt
@@ -243,20 +246,24 @@ def test_what_is_left_out_is_counted() -> None:
     manager = KVCacheManager(64, 2)
     for name in range(5):
         start(manager, str(name), [9, 9, *[name] * (2 * name + 2)])
-    rows = manager.prefix_rows()
+    rows = manager.inspect.prefix_rows()
     assert len(rows) == 6
-    drawing = parse(manager.to_dot(max_nodes=3))
+    drawing = parse(manager.inspect.to_dot(max_nodes=3))
     assert list(drawing.nodes) == ["cache", "row0", "row1", "row2", "left_out"]
     assert drawing.nodes["left_out"]["label"] == "left out: 3 nodes\n12 blocks (12 owned, 0 free)\n"
     assert drawing.edges == [("cache", "row0"), ("row0", "row1"), ("row0", "row2"), ("cache", "left_out")]
-    assert parse(manager.to_dot(max_nodes=6)) == parse(manager.to_dot()) == parse(manager.to_dot(max_nodes=None))
-    assert "left_out" not in manager.to_dot(max_nodes=6)
+    assert (
+        parse(manager.inspect.to_dot(max_nodes=6))
+        == parse(manager.inspect.to_dot())
+        == parse(manager.inspect.to_dot(max_nodes=None))
+    )
+    assert "left_out" not in manager.inspect.to_dot(max_nodes=6)
 
 
 @pytest.mark.parametrize("max_nodes", [0, -1, "3", 1.5, True])
 def test_bad_limits_are_refused(max_nodes: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="max_nodes: expected an int of at least 1, got"):
-        KVCacheManager(8).to_dot(max_nodes=max_nodes)
+        KVCacheManager(8).inspect.to_dot(max_nodes=max_nodes)
 
 
 def test_equal_histories_give_equal_pictures() -> None:
@@ -264,7 +271,7 @@ def test_equal_histories_give_equal_pictures() -> None:
     for _ in range(2):
         history = History(40, 1)
         walk(history, RandomChooser(5), num_operations=290)
-        dots.append(history.manager.to_dot())
+        dots.append(history.manager.inspect.to_dot())
     assert dots[0] == dots[1]
     assert len(dots[0]) > 500
 
@@ -275,7 +282,7 @@ def test_prefixes_may_be_thousands_deep() -> None:
     start(manager, "main", main)
     for length in range(1, 1500):
         start(manager, str(length), [*main[:length], 2])
-    rows = manager.prefix_rows()
+    rows = manager.inspect.prefix_rows()
     assert len(rows) == 2999
     assert max(row.depth for row in rows) == 1499
     assert sum(row.num_blocks for row in rows) == manager.stats.num_cached_blocks == 2999
@@ -287,5 +294,5 @@ def test_rows_are_the_indexes() -> None:
     """`to_dot` draws any rows, such as a part of them."""
     manager = KVCacheManager(8, 2)
     start(manager, "first", [1, 2, 3, 4, 5])
-    assert prefix_rows(manager._index) == manager.prefix_rows()  # noqa: SLF001
-    assert to_dot(manager.prefix_rows()) == manager.to_dot()
+    assert prefix_rows(manager._index) == manager.inspect.prefix_rows()  # noqa: SLF001
+    assert to_dot(manager.inspect.prefix_rows()) == manager.inspect.to_dot()

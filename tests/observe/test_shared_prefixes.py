@@ -1,5 +1,6 @@
 """Shared prefixes against a dict of prefixes, on batches that a manager made and on made-up block tables."""
 
+from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -82,10 +83,10 @@ def start(manager: KVCacheManager, name: str, tokens: list[int], num_new_tokens:
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(24, 1), (30, 1), (24, 2), (40, 2), (30, 3)])
-def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int) -> None:
+def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int, met: Any) -> None:
     history, chooser = History(num_blocks, block_size), RandomChooser(num_blocks + block_size)
-    num_groups = num_nested = num_free = num_uncomputed = 0
-    for number in range(800):
+    counts: Counter[str] = Counter()
+    for number in range(400):
         walk(history, chooser, num_operations=2)
         if number % 100 == 99:
             history.reset(chooser)
@@ -94,17 +95,17 @@ def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int) -
         check_batch(sequences, block_size, min_blocks=chooser.integer(2, 4))
         check_batch(sequences, block_size, 1, [chooser.integer(0, s.num_computed_tokens) for s in sequences])
         allocated = [sequence for sequence in sequences if sequence.is_allocated]
-        shared = history.manager.shared_prefixes(allocated)
+        shared = history.manager.inspect.shared_prefixes(allocated)
         assert [group[2:] for group in shared] == [group[2:] for group in found]
-        num_groups += len(found)
-        num_nested += sum(group.parent is not None for group in found)
-        num_free += len(sequences) - len(allocated)
-        num_uncomputed += sum(len(s.blocks) > s.num_computed_tokens // block_size for s in allocated)
-    # A walk without these cases would prove little.
-    assert num_groups > 300
-    assert num_nested > 20
-    assert num_free > 100
-    assert num_uncomputed > 100
+        counts["found"] += len(found)
+        counts["nested"] += sum(group.parent is not None for group in found)
+        counts["free"] += len(sequences) - len(allocated)
+        counts["uncomputed"] += sum(len(s.blocks) > s.num_computed_tokens // block_size for s in allocated)
+    met["walks"].add(counts)
+
+
+def test_the_walks_met_all_cases(met: Any) -> None:
+    met["walks"].check(5, {"found": 1000, "nested": 320, "free": 4000, "uncomputed": 1900})
 
 
 POOL = [[KVCacheBlock(10 * position + choice) for choice in range(3)] for position in range(6)]
@@ -149,19 +150,21 @@ def test_three_levels() -> None:
         SharedPrefix(0, (0, 2, 4), 2, tuple(ids[2:5]), 12),
         SharedPrefix(1, (0, 2), 5, tuple(ids[5:6]), 4),
     ]
-    assert manager.shared_prefixes(batch) == expected
+    assert manager.inspect.shared_prefixes(batch) == expected
     # Two blocks aren't worth a group: those who have more go on in longer ones, "b" reads all by itself.
-    assert manager.shared_prefixes(batch, min_blocks=3) == [SharedPrefix(None, (0, 2, 4), 0, tuple(ids[0:5]), 20)]
-    assert manager.shared_prefixes(batch, min_blocks=6) == [SharedPrefix(None, (0, 2), 0, tuple(ids[0:6]), 24)]
-    assert manager.shared_prefixes(batch, min_blocks=7) == []
-    assert manager.shared_prefixes(batch[:1]) == manager.shared_prefixes([]) == []
+    assert manager.inspect.shared_prefixes(batch, min_blocks=3) == [
+        SharedPrefix(None, (0, 2, 4), 0, tuple(ids[0:5]), 20)
+    ]
+    assert manager.inspect.shared_prefixes(batch, min_blocks=6) == [SharedPrefix(None, (0, 2), 0, tuple(ids[0:6]), 24)]
+    assert manager.inspect.shared_prefixes(batch, min_blocks=7) == []
+    assert manager.inspect.shared_prefixes(batch[:1]) == manager.inspect.shared_prefixes([]) == []
 
 
 def test_groups_that_begin_alike_come_in_the_order_of_the_batch() -> None:
     manager = KVCacheManager(64, 2)
     ends = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 1), (2, 1), (1, 2), (2, 2)]
     batch = [start(manager, str(i), [9, 9] * a + [b, b, i]) for i, (a, b) in enumerate(ends)]
-    assert [(group.parent, group.members) for group in manager.shared_prefixes(batch)] == [
+    assert [(group.parent, group.members) for group in manager.inspect.shared_prefixes(batch)] == [
         (None, (0, 1, 2, 3, 4, 5, 6, 7)),
         (0, (1, 3, 5, 7)),  # those who go on with the longest, then those who part from it there
         (1, (1, 5)),
@@ -170,7 +173,7 @@ def test_groups_that_begin_alike_come_in_the_order_of_the_batch() -> None:
         (0, (2, 6)),
     ]
     others = [start(manager, f"other {i}", [i % 3 + 20] * 2 + [i]) for i in range(6)]
-    assert [group.members for group in manager.shared_prefixes(others)] == [(0, 3), (1, 4), (2, 5)]
+    assert [group.members for group in manager.inspect.shared_prefixes(others)] == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_blocks_that_only_equal_each_other_are_not_shared() -> None:
@@ -178,7 +181,7 @@ def test_blocks_that_only_equal_each_other_are_not_shared() -> None:
     first, second = Sequence("first", [1] * 8), Sequence("second", [1] * 8)
     manager.allocate_slots(first)
     manager.allocate_slots(second)  # without a hit: it has blocks of its own, with the same tokens
-    assert manager.shared_prefixes([first, second]) == []
+    assert manager.inspect.shared_prefixes([first, second]) == []
 
 
 def test_what_a_member_does_not_see_wholly_is_not_shared() -> None:
@@ -186,20 +189,20 @@ def test_what_a_member_does_not_see_wholly_is_not_shared() -> None:
     prompt = list(range(16))
     first = start(manager, "first", [*prompt, 1])
     second = start(manager, "second", [*prompt, 2])  # of the same step: hits what the first one is about to write
-    assert [group.num_tokens for group in manager.shared_prefixes([first, second])] == [16]
+    assert [group.num_tokens for group in manager.inspect.shared_prefixes([first, second])] == [16]
     # In the step that computes the first one's prompt, its first query sees one token.
-    assert manager.shared_prefixes([first, second], num_visible_tokens=[1, 17]) == []
-    assert [g.num_tokens for g in manager.shared_prefixes([first, second], num_visible_tokens=[12, 17])] == [12]
-    assert [g.num_tokens for g in manager.shared_prefixes([first, second], num_visible_tokens=[11, 17])] == [8]
-    manager.reserve_slots(first, 8)
-    assert [group.num_tokens for group in manager.shared_prefixes([first, second])] == [16]
+    assert manager.inspect.shared_prefixes([first, second], num_visible_tokens=[1, 17]) == []
+    assert [g.num_tokens for g in manager.inspect.shared_prefixes([first, second], num_visible_tokens=[12, 17])] == [12]
+    assert [g.num_tokens for g in manager.inspect.shared_prefixes([first, second], num_visible_tokens=[11, 17])] == [8]
+    manager.allocate_slots(first, 0, num_total_tokens=first.num_tokens + 8)
+    assert [group.num_tokens for group in manager.inspect.shared_prefixes([first, second])] == [16]
 
 
 def test_a_full_hit_shares_all_that_it_has() -> None:
     manager = KVCacheManager(16, 4)
     first, second = start(manager, "first", [3] * 8), start(manager, "second", [3] * 8)
-    assert manager.shared_prefixes([first, second]) == [SharedPrefix(None, (0, 1), 0, (0, 1), 8)]
-    assert [g.num_tokens for g in manager.shared_prefixes([first, second], num_visible_tokens=[8, 7])] == [4]
+    assert manager.inspect.shared_prefixes([first, second]) == [SharedPrefix(None, (0, 1), 0, (0, 1), 8)]
+    assert [g.num_tokens for g in manager.inspect.shared_prefixes([first, second], num_visible_tokens=[8, 7])] == [4]
 
 
 def test_of_a_fork_the_full_blocks_are_shared() -> None:
@@ -208,32 +211,32 @@ def test_of_a_fork_the_full_blocks_are_shared() -> None:
     manager.append_slots(first, [4, 4])
     twin = manager.fork(first, "twin")
     assert first.blocks == twin.blocks  # the unfilled last one too
-    assert [group.block_ids for group in manager.shared_prefixes([first, twin])] == [(0, 1)]
+    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, twin])] == [(0, 1)]
     for sequence in (first, twin):  # one of them gets a copy
         manager.append_slots(sequence, [5, 5])
-    assert [group.block_ids for group in manager.shared_prefixes([first, twin])] == [(0, 1)]
+    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, twin])] == [(0, 1)]
     third = manager.fork(first, "third")
-    assert [group.block_ids for group in manager.shared_prefixes([first, third])] == [tuple(first.block_ids)]
+    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, third])] == [tuple(first.block_ids)]
     manager.truncate(third, 11)  # it reads no more than a part of what is full and shared
     assert third.blocks == first.blocks
-    assert [group.block_ids for group in manager.shared_prefixes([first, third])] == [(0, 1)]
+    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, third])] == [(0, 1)]
 
 
 def test_bad_batches_are_refused() -> None:
     manager, other = KVCacheManager(16, 4), KVCacheManager(16, 4)
     ours, theirs, free = start(manager, "a", [1] * 9), start(other, "a", [1] * 9), Sequence("b", [1] * 9)
     with pytest.raises(SequenceStateError, match=r"shared_prefixes: .* belongs to another manager"):
-        manager.shared_prefixes([ours, theirs])
+        manager.inspect.shared_prefixes([ours, theirs])
     with pytest.raises(SequenceStateError, match=r"shared_prefixes: .* holds no blocks"):
-        manager.shared_prefixes([free])
+        manager.inspect.shared_prefixes([free])
     with pytest.raises(InvalidArgumentError, match="min_blocks: expected an int of at least 1, got 0"):
-        manager.shared_prefixes([ours], min_blocks=0)
+        manager.inspect.shared_prefixes([ours], min_blocks=0)
     with pytest.raises(InvalidArgumentError, match="num_visible_tokens: expected one for each of 1 sequences, got 2"):
-        manager.shared_prefixes([ours], num_visible_tokens=[1, 2])
+        manager.inspect.shared_prefixes([ours], num_visible_tokens=[1, 2])
     with pytest.raises(InvalidArgumentError, match="num_visible_tokens: expected an int from 0 to 9, got 10"):
-        manager.shared_prefixes([ours], num_visible_tokens=[10])
+        manager.inspect.shared_prefixes([ours], num_visible_tokens=[10])
     with pytest.raises(AttributeError):
-        manager.shared_prefixes([ours, start(manager, "c", [1] * 9)])[0].parent = 3  # type: ignore[misc]
+        manager.inspect.shared_prefixes([ours, start(manager, "c", [1] * 9)])[0].parent = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("is_longest_first", [True, False])

@@ -75,7 +75,9 @@ def test_larger_blocks_join_the_traces(tmp_path):
     trace = read_trace(write(tmp_path / "trace.jsonl", OPENING, long, parting), 256)
     assert trace.block_size == 256
     assert prompts(trace) == [[0, 1], [0, 2]]
-    with pytest.raises(TraceError, match="expected a block size that is a multiple of its 64 tokens, got 100"):
+    with pytest.raises(
+        InvalidArgumentError, match="expected a block size that is a multiple of its 64 tokens, got 100"
+    ):
         read_trace(tmp_path / "trace.jsonl", 100)
 
 

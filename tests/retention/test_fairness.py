@@ -57,8 +57,8 @@ def test_a_default_quota_is_as_good(fairness):
     alone = fairness.simulate("", fairness.MODEST, None)
     simulation = fairness.Simulation((*fairness.MODEST, fairness.GREEDY), None)
     for salt in simulation.tenants:
-        simulation.manager.set_quota(salt, None)
-    simulation.manager.set_default_quota(fairness.NUM_BLOCKS // 4)
+        simulation.manager.quotas.set(salt, None)
+    simulation.manager.quotas.set_default(fairness.NUM_BLOCKS // 4)
     for _ in range(600):
         simulation.tick()
     simulation.manager.check()
@@ -71,7 +71,7 @@ def test_a_default_quota_is_as_good(fairness):
 def test_what_runs_is_never_taken():
     """With a quota of 0 a tenant keeps the blocks of its running sequences. Once freed, they are evicted first."""
     manager = KVCacheManager(8, 4)
-    manager.set_quota("greedy", 0)
+    manager.quotas.set("greedy", 0)
     running = Sequence("running", range(24), salt="greedy")
     manager.allocate_slots(running)
     for number in range(5):

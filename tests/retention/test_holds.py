@@ -54,7 +54,7 @@ def test_what_is_written_outlives_an_abort(manager):
     manager.abort(sequence, 0)
     assert not set(ids) & set(fill(manager))
     manager.holds.release(hold)
-    assert set(manager.free_block_ids()) == set(ids)
+    assert set(manager.inspect.free_block_ids()) == set(ids)
 
 
 def test_a_rewound_sequence_gets_other_blocks_than_those_under_the_transfer(manager):
@@ -93,7 +93,7 @@ def test_going_back_into_a_held_block_copies_it(manager):
     manager.truncate(sequence, 6, num_computed_tokens=6)
     assert not hold.tables[0][1].is_cached
     manager.append_slots(sequence, [60])
-    assert manager.take_copies() == [(hold.block_ids[1], sequence.block_ids[1])]
+    assert manager.take_copies() == [(0, hold.block_ids[1], sequence.block_ids[1])]
 
 
 def test_a_detached_sequence_is_free_and_its_blocks_are_not(manager):
@@ -142,7 +142,7 @@ def test_a_fork_of_what_was_detached_copies_the_unfilled_block(manager):
     twin = manager.fork(sequence, "twin")
     hold = manager.holds.detach(sequence)
     manager.append_slots(twin, [10])
-    assert manager.take_copies() == [(hold.block_ids[2], twin.block_ids[2])]
+    assert manager.take_copies() == [(0, hold.block_ids[2], twin.block_ids[2])]
 
 
 def test_holds_of_groups_are_of_what_is_live():

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from model.dumb_groups import DumbGroups
 from model.group_history import GroupHistory
-from model.group_history import walk as walk_groups
 from model.history import History, RandomChooser, walk
 from model.policy_contract import (
     Beginnings,
@@ -19,8 +18,9 @@ from model.policy_contract import (
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
 from model.prefix_history import PrefixHistory
 from model.tier_machine import TierMachine
+from model.where import where
 
-from kvblocks import FullAttention, Group, KVCacheManager, Sequence, SlidingWindow, Tier
+from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Sequence, SlidingWindow, Tier
 from kvblocks.retention.policies import NAMED
 
 POLICIES: dict[str, Any] = {**NAMED, "random": Random, "beginnings": Beginnings, "malicious": Malicious}
@@ -28,44 +28,61 @@ GROUPS: dict[str, list[Group]] = {
     "two windows": [FullAttention(2), SlidingWindow(2, 2), SlidingWindow(2, 5)],
     "two full": [FullAttention(2), FullAttention(4), SlidingWindow(2, 3)],
     "kept windows": [FullAttention(2), SlidingWindow(2, 3, keeps_passed=True), SlidingWindow(2, 5)],
+    "chunks": [FullAttention(2), ChunkedLocal(2, 6), SlidingWindow(4, 3)],
     "windows only": [SlidingWindow(2, 3), SlidingWindow(4, 6)],
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
     ("num_blocks", "block_size", "options"),
     [(10, 2, {"debug": True, "enable_events": True}), (14, 1, {"first_block_id": 2})],
 )
-def test_manager_and_dumb_model_agree(name: str, num_blocks: int, block_size: int, options: dict[str, Any]) -> None:
-    contract = check_policy(POLICIES[name], num_blocks, block_size, 2500, seed=10 * num_blocks + block_size, **options)
-    # A walk without these cases would prove little.
-    assert contract.counts["asked"] > 50
-    assert contract.counts["several wanted"] > 10
-    assert contract.counts["hit"] > 20
-    assert contract.counts["use"] > 20
-    assert contract.counts["of tenants"] > 100
-    assert contract.counts["of sessions"] > 5
-    assert (contract.counts["failures"] > 50) == (name == "malicious")
+def test_manager_and_dumb_model_agree(
+    name: str, num_blocks: int, block_size: int, options: dict[str, Any], met: Any
+) -> None:
+    num_operations = 2500 if name == "random" else 1000  # the policy of which is asked what the walks met
+    seed = 10 * num_blocks + block_size
+    contract = check_policy(POLICIES[name], num_blocks, block_size, num_operations, seed=seed, **options)
+    assert bool(contract.counts["failures"]) == (name == "malicious")
+    met[name].add(contract.counts)
 
 
+def test_a_walk_with_one_policy_agrees() -> None:
+    """A short form of the above, for `make test-fast`."""
+    contract = check_policy(Random, 10, 2, 1000, seed=3, debug=True)
+    assert contract.counts["asked"] and contract.counts["of tenants"]
+
+
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_a_manager_of_several_groups_agrees(name: str, groups: str) -> None:
+def test_a_manager_of_several_groups_agrees(name: str, groups: str, met: Any) -> None:
     contract = check_policy_in_groups(POLICIES[name], GROUPS[groups], 500, seed=len(groups), debug=True)
-    assert contract.counts["asked"] > 10
-    assert contract.counts["use"] > 2
-    assert (contract.counts["failures"] > 5) == (name == "malicious")
+    assert bool(contract.counts["failures"]) == (name == "malicious")
+    met[f"{name}, groups"].add(contract.counts)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(("max_blocks", "block_size"), [(6, 2), (20, 1)])
-def test_a_prefix_cache_agrees(name: str, max_blocks: int, block_size: int) -> None:
-    met = check_policy_in_cache(POLICIES[name], max_blocks, block_size, 600, seed=max_blocks)
-    assert met["asked"] > 15
-    assert met["hits"] > 50
-    assert met["too few evictable"] > 0
-    assert (met["failures"] > 5) == (name == "malicious")
+def test_a_prefix_cache_agrees(name: str, max_blocks: int, block_size: int, met: Any) -> None:
+    counts = check_policy_in_cache(POLICIES[name], max_blocks, block_size, 600, seed=max_blocks)
+    assert bool(counts["failures"]) == (name == "malicious")
+    met[f"{name}, cache"].add(counts)
+
+
+def test_the_walks_met_all_cases(met: Any) -> None:
+    """Asked of policies whose behaviour no change of a rule is meant to move: any other may be as odd as it likes."""
+    least = {"asked": 70, "several wanted": 25, "hit": 110, "free": 360, "use": 90, "remove": 230, "begin": 200}
+    least |= {"pause": 400, "end": 90, "of tenants": 800, "of sessions": 50}
+    met["random"].check(2, least)
+    met["random, groups"].check(len(GROUPS), {"asked": 70, "hit": 17, "use": 40, "of sessions": 25})
+    met["random, cache"].check(2, {"asked": 100, "hits": 150, "evicting": 50, "too few evictable": 5})
+    met["malicious"].check(2, {"failures": 40})
+    met["malicious, groups"].check(len(GROUPS), {"failures": 90})
+    met["malicious, cache"].check(2, {"failures": 190})
 
 
 @pytest.mark.parametrize("policy", [None, "lru"])
@@ -77,14 +94,16 @@ def test_lru_is_what_there_is_without_a_policy(policy: str | None) -> None:
     for groups in GROUPS.values():
         grouped = GroupHistory(10 * len(groups), groups, eviction=policy)
         assert type(grouped.model) is DumbGroups
-        walk_groups(grouped, RandomChooser(seed=7), num_operations=300)
+        walk(grouped, RandomChooser(seed=7), num_operations=300)
     cached, chooser = PrefixHistory(8, 2, eviction=policy), RandomChooser(seed=8)
     operations = [operation for operation, weight in PREFIX_OPERATIONS for _ in range(weight)]
     for number in range(500):
-        chooser.choose(operations)(cached, chooser)
-        if number % 100 == 0:
-            cached.clear(chooser)
-        cached.check()
+        operation = chooser.choose(operations)
+        with where(chooser.seed, number, operation):
+            operation(cached, chooser)
+            if number % 100 == 0:
+                cached.clear(chooser)
+            cached.check()
     cached.end()
 
 
@@ -106,15 +125,16 @@ def make_machine(seed: int, policy: Any) -> TierMachine:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_shows_wrong_bytes_where_there_are_tiers(name: str) -> None:
-    counts: dict[str, int] = {}
+def test_no_policy_shows_wrong_bytes_where_there_are_tiers(name: str, met: Any) -> None:
     for seed in range(12):
         machine = make_machine(seed, POLICIES[name])
         machine.walk(250)
         machine.finish()
-        for what, number in machine.counts.items():
-            counts[what] = counts.get(what, 0) + number
-    assert counts["stores"] > 20 and counts["loads"] > 2, counts
+        met[f"{name}, tiers"].add(machine.counts)
+
+
+def test_the_walks_with_tiers_met_all_cases(met: Any) -> None:
+    met["random, tiers"].check(12, {"stores": 150, "loads": 3, "found below": 20})
 
 
 def test_lru_is_what_there_is_without_a_policy_where_there_are_tiers() -> None:
@@ -123,7 +143,7 @@ def test_lru_is_what_there_is_without_a_policy_where_there_are_tiers() -> None:
         for _ in range(50):
             one.walk(5)
             other.walk(5)
-            assert one.manager.free_block_ids() == other.manager.free_block_ids()
+            assert one.manager.inspect.free_block_ids() == other.manager.inspect.free_block_ids()
             assert list(one.manager.tiers) == list(other.manager.tiers)
 
 
@@ -136,7 +156,7 @@ def test_lru_is_what_there_is_without_a_policy_with_windows_and_quotas(groups: s
         managers = [KVCacheManager(40, groups=GROUPS[groups], eviction=policy) for policy in (None, "lru")]
         running: list[list[Sequence]] = []
         for manager in managers:
-            manager.set_default_quota(6)
+            manager.quotas.set_default(6)
         for number in range(150):
             salt, length = chosen.choice(["a", "b", "c"]), chosen.randint(2, 16)
             tokens = [chosen.randrange(2) for _ in range(length)]
@@ -150,9 +170,9 @@ def test_lru_is_what_there_is_without_a_policy_with_windows_and_quotas(groups: s
                     if one.num_computed_tokens < one.num_tokens:
                         manager.allocate_slots(one)
                     manager.free(one)
-            assert managers[0].free_block_ids() == managers[1].free_block_ids()
-            assert managers[0].quotas() == managers[1].quotas()
-            num_over += any(usage.num_cached_blocks > usage.max_cached_blocks for usage in managers[0].quotas())
+            assert managers[0].inspect.free_block_ids() == managers[1].inspect.free_block_ids()
+            assert list(managers[0].quotas) == list(managers[1].quotas)
+            num_over += any(usage.num_cached_blocks > usage.max_cached_blocks for usage in managers[0].quotas)
         managers[1].check()
     assert num_over > 100
 

@@ -73,7 +73,7 @@ def test_whatever_gives_blocks_back_says_whose(call: str) -> None:
         manager.truncate(sequence, 8)
     else:
         twin = Sequence("twin", range(12), session="another")
-        assert manager.allocate_slots(twin, hit=manager.get_computed_blocks(twin), num_lookahead_tokens=1) is not None
+        assert manager.allocate_slots(twin, hit=manager.get_computed_blocks(twin), num_total_tokens=13) is not None
         manager.free(sequence)
         manager.rewind(twin, 8)  # its last block was a hit, so it stays cached
         assert policy.told == [("free", last, "another", None)]
@@ -90,7 +90,7 @@ def test_a_fork_is_of_the_same_session() -> None:
 
 def test_a_tenant_s_own_policy_is_told_of_its_sessions_alone() -> None:
     manager, made = make(6)
-    manager.set_quota("mine", 1)
+    manager.quotas.set("mine", 1)
     for number, salt in enumerate(["mine", "mine", None, None]):
         sequence = Sequence(number, range(10 * number, 10 * number + 8), salt=salt, session="chat")
         assert manager.allocate_slots(sequence) is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.retention.policies.returns import Returns, Rhythm
-from kvblocks.retention.policies.sessions import Sessions
+from kvblocks.retention.policies.sessions import SessionsPolicy
 
 BLOCK_SIZE = 4
 
@@ -42,7 +42,7 @@ class Chats:
 
     def evict(self, num_blocks: int) -> None:
         """Evict so many cached blocks, and cache nothing instead."""
-        num_empty = self.manager.count_empty_blocks(self.manager.num_blocks)
+        num_empty = self.manager.inspect.count_empty_blocks(self.manager.num_blocks)
         filler = Sequence("filler", range(10**6, 10**6 + BLOCK_SIZE * (num_empty + num_blocks)))
         assert self.manager.allocate_slots(filler) is not None
         self.manager.abort(filler, 0)
@@ -92,8 +92,8 @@ def test_a_sub_agent_supersedes_nothing() -> None:
 def test_whether_histories_that_were_left_come_back_is_learned() -> None:
     made: list[Any] = []
 
-    def make(cache: Any) -> Sessions:
-        made.append(Sessions(cache))
+    def make(cache: Any) -> SessionsPolicy:
+        made.append(SessionsPolicy(cache))
         return made[-1]
 
     chats = Chats(80, make)
@@ -195,7 +195,7 @@ def learn(chats: Chats, num_rounds: int = 20) -> None:
             chats.manager.sessions.end(f"{reason} {number}")
     chats.run("clock", [2000])  # the time for which things are kept is learned of victims
     chats.manager.now = now + 30
-    chats.evict(chats.manager.num_free_blocks - chats.manager.count_empty_blocks(chats.manager.num_blocks))
+    chats.evict(chats.manager.num_free_blocks - chats.manager.inspect.count_empty_blocks(chats.manager.num_blocks))
 
 
 def test_who_waits_for_a_tool_stays_longer_than_who_waits_for_a_person() -> None:
@@ -240,10 +240,10 @@ def test_a_clock_that_stands_still_leaves_the_order_of_pausing() -> None:
 
 
 def test_sessions_that_never_come_back_are_forgotten() -> None:
-    made: list[Sessions] = []
+    made: list[SessionsPolicy] = []
 
-    def make(cache: Any) -> Sessions:
-        made.append(Sessions(cache))
+    def make(cache: Any) -> SessionsPolicy:
+        made.append(SessionsPolicy(cache))
         return made[-1]
 
     chats = Chats(10, make)
@@ -305,7 +305,7 @@ def test_whatever_is_told_no_call_fails(actions: list[tuple[str, int, int]]) -> 
         elif action == "time":
             manager.now = (0, 5, -3, 2.5, 10**12, 7)[what]
         elif action == "evict" and manager.num_free_blocks > 5:
-            chats.evict(min(what, manager.num_free_blocks - manager.count_empty_blocks(24)))
+            chats.evict(min(what, manager.num_free_blocks - manager.inspect.count_empty_blocks(24)))
         manager.check()
     assert manager.stats.num_eviction_failures == 0
 
@@ -348,8 +348,8 @@ def test_how_long_a_request_ran_says_how_long_the_pause_is() -> None:
 def test_requests_are_timed() -> None:
     made: list[Any] = []
 
-    def make(cache: Any) -> Sessions:
-        made.append(Sessions(cache))
+    def make(cache: Any) -> SessionsPolicy:
+        made.append(SessionsPolicy(cache))
         return made[-1]
 
     chats = Chats(200, make)

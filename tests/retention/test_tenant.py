@@ -20,7 +20,8 @@ def make_pool(quota: int) -> tuple[BlockPool, TenantQuotas]:
     pool = BlockPool(NUM_BLOCKS, PrefixIndex(1, get_names("xxh3_128")))
     quotas = TenantQuotas()
     quotas.set_default(quota)
-    pool.index.charge(quotas)
+    pool.index.accounts = quotas
+    pool.index.watch(quotas)
     return pool, quotas
 
 
@@ -52,7 +53,7 @@ def test_those_over_their_quota_are_just_those() -> None:
     assert set(quotas.over) == {tenant for tenant in tenants if tenant.num_excess_blocks > 0}
     assert len(quotas.over) <= NUM_BLOCKS
     quotas.set_default(NUM_BLOCKS)
-    quotas.recount(pool.index.count_by_run(), pool.free_blocks())
+    quotas.recount(pool.index.count_by_run(), [*pool.queue])
     assert not quotas.over
 
 

@@ -42,7 +42,7 @@ def test_a_salt_is_forgotten_everywhere_and_nothing_else_is():
     assert [tier.num_cached_blocks for tier in manager.tiers] == [20, 20]
     assert list(manager.tiers.take_changes()["disk"].values()) == [None] * 12
     assert sum(len(event.block_hashes) for event in manager.take_events()) == 12
-    assert "on request" in str(manager.explain(Sequence("again", PROMPT, salt="ann")))
+    assert "on request" in str(manager.inspect.explain(Sequence("again", PROMPT, salt="ann")))
     assert manager.forget_salt("ann") == 0
     assert manager.forget_salt("nobody") == 0
 
@@ -157,7 +157,7 @@ def test_loads_under_way_are_for_those_that_wait(is_begun):
     spill(manager)
     sequence = Sequence("two", [*PROMPT, 0], salt="ann")
     loads = manager.tiers.find(manager.get_computed_blocks(sequence))
-    assert manager.allocate_slots(sequence, 0, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, None, loads) is not None
     transfers = manager.tiers.take_transfers() if is_begun else []
     assert manager.forget_salt("ann") == 10
     (transfer,) = transfers or manager.tiers.take_transfers()
@@ -173,7 +173,7 @@ def test_loads_under_way_are_for_those_that_wait(is_begun):
 def test_a_pin_stands_and_holds_nothing():
     manager = make_manager(64)
     run(manager, salt="ann")
-    pin = manager.pin(PROMPT, salt="ann")
+    pin = manager.pins.pin(PROMPT, salt="ann")
     assert pin.num_held_blocks == 10
     manager.forget_salt("ann")
     assert (pin.num_held_blocks, num_hit(manager, "ann"), manager.num_free_blocks) == (0, 0, 64)

@@ -127,7 +127,7 @@ def load(manager, *, ok):
     spill(manager)
     sequence = Sequence("two", [*PROMPT, 7])
     hit = manager.get_computed_blocks(sequence)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit)) is not None
+    assert manager.tiers.allocate(sequence, hit, manager.tiers.find(hit)) is not None
     for transfer in manager.tiers.take_transfers():
         manager.tiers.complete(transfer, ok(transfer))
     manager.free(sequence)
@@ -319,7 +319,7 @@ def test_a_restored_tier_is_loaded_from_and_stored_to():
     hit = manager.get_computed_blocks(sequence)
     loads = manager.tiers.find(hit)
     assert [one.num_tokens for one in loads] == [40]
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     (transfer,) = manager.tiers.take_transfers()
     assert dict(zip(transfer.slots, transfer.identities(), strict=True)) == told
     (loaded,) = manager.tiers.complete(transfer, ok=True)
@@ -343,7 +343,7 @@ ONE, TWO = chain(0, 4)
         ([(0, ONE), (1, beside(ONE, 2**32 - 1))], {1}),
         ([(0, ONE), (1, beside(ONE)), (2, beside(ONE))], {1}),
         ([(2, beside(ONE)), (1, beside(ONE)), (0, ONE)], {2}),
-        ([(0, ONE), (1, ONE), (2, beside(ONE)), (3, TWO)], set()),
+        ([(0, ONE), (1, ONE), (2, beside(ONE)), (3, TWO)], {0}),
         (
             [
                 (0, ONE),

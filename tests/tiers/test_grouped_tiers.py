@@ -74,7 +74,7 @@ def look_up(manager, tokens=PROMPT, name="two"):
 
 def start(manager, tokens=(*PROMPT, 7), name="two", num_new_tokens=0):
     sequence, hit, loads = look_up(manager, tokens, name)
-    assert manager.allocate_slots(sequence, num_new_tokens, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads, num_new_tokens) is not None
     return sequence, loads
 
 
@@ -217,7 +217,7 @@ def test_what_was_stored_is_reused_in_order_on_the_device():
     run(manager)
     hit = manager.get_computed_blocks(Sequence("end", range(41)))
     settle(manager)
-    order = manager.free_block_ids()
+    order = manager.inspect.free_block_ids()
     first, side = [block.block_id for block in hit.blocks], [block.block_id for block in hit.group_blocks(1)[8:]]
     assert order[-12:] == first[::-1] + side[::-1], "a prefix's end first, and with it what ends there"
 
@@ -260,7 +260,7 @@ def test_where_the_device_lacks_the_window_only_that_is_loaded():
     sequence, hit, loads = look_up(manager, range(41))
     assert (hit.num_tokens, hit.num_matched_tokens) == (32, 40), "other window blocks are on the device still"
     assert [(load.first_token, load.num_tokens, load.num_bytes) for load in loads] == [(32, 8, 200)]
-    assert len(manager.allocate_slots(sequence, 0, hit=hit, loads=loads)) == 2
+    assert len(manager.tiers.allocate(sequence, hit, loads)) == 2
     assert sequence.num_readonly_tokens == 40, "nobody writes to the other group's cached blocks"
     taken, ended = settle(manager)
     assert [len(transfer.slots) for transfer in taken] == [2]
@@ -308,7 +308,7 @@ def test_tiers_serve_a_prefix_together():
     spill(manager)
     sequence, _, loads = look_up(manager, range(61))
     assert sum(load.num_tokens for load in loads) == 60
-    assert manager.allocate_slots(sequence, 0, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, None, loads) is not None
     taken, ended = settle(manager)
     assert sum(transfer.num_bytes for transfer in taken) == sum(load.num_bytes for load in loads)
     assert {transfer.tier for transfer in taken} >= {"disk"} and ended[0].is_whole
@@ -364,7 +364,7 @@ def test_a_hit_that_was_cut_is_loaded_behind_as_far_as_tiers_help():
     evict(manager, manager.get_computed_blocks(sequence).group_blocks(1)[9:])
     loads = manager.tiers.find(hit)
     assert [(load.first_token, load.num_tokens, load.num_bytes) for load in loads] == [(0, 40, 100)]
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     settle(manager)
     assert sequence.num_written_tokens == 40
     manager.free(sequence)
@@ -387,7 +387,7 @@ def test_loads_that_left_the_tier_are_stale():
     pool = pools_of(manager)[0]
     pool.drop([loads[0].pieces[-1][3]])
     with pytest.raises(StaleHitError, match="to be stored still"):
-        manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+        manager.tiers.allocate(sequence, hit, loads)
 
 
 def test_loads_that_rely_on_what_left_the_device_are_stale():
@@ -397,7 +397,7 @@ def test_loads_that_rely_on_what_left_the_device_are_stale():
     sequence, hit, loads = look_up(manager, range(41))
     evict(manager, [find_last(manager)])
     with pytest.raises(StaleHitError, match="to be stored still"):
-        manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+        manager.tiers.allocate(sequence, hit, loads)
 
 
 def find_last(manager):
@@ -412,18 +412,18 @@ def test_loads_and_a_hit_belong_together():
     sequence, hit, loads = look_up(manager, range(41))
     assert loads[0].first_token == 36
     with pytest.raises(SequenceStateError, match="expected a hit of"):
-        manager.allocate_slots(sequence, 0, hit=look_up(manager, range(41), "three")[1], loads=loads)
+        manager.tiers.allocate(sequence, look_up(manager, range(41), "three")[1], loads)
     theirs = other.get_computed_blocks(sequence).cut(36)
     with pytest.raises(SequenceStateError, match="expected a hit of this manager's cache"):
-        manager.allocate_slots(sequence, 0, hit=theirs, loads=loads)
+        manager.tiers.allocate(sequence, theirs, loads)
     plain = KVCacheManager(64, 4)
     run(plain)
     theirs = plain.get_computed_blocks(sequence).cut(36)
     with pytest.raises(SequenceStateError, match="expected a hit of this manager's cache"):
-        manager.allocate_slots(sequence, 0, hit=theirs, loads=loads)
+        manager.tiers.allocate(sequence, theirs, loads)
     with pytest.raises(InvalidArgumentError, match="loads: expected one from token 0 on"):
-        manager.allocate_slots(sequence, 0, loads=loads)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+        manager.tiers.allocate(sequence, None, loads)
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     settle(manager)
     manager.free(sequence)
 
@@ -449,7 +449,7 @@ def test_a_hit_that_was_evicted_is_stale_with_its_loads():
     loads = manager.tiers.find(hit)
     assert loads[0].first_token == 32
     with pytest.raises(StaleHitError, match="to be cached still"):
-        manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+        manager.tiers.allocate(sequence, hit, loads)
 
 
 def test_loads_of_tokens_that_are_gone_are_stale():
@@ -463,7 +463,7 @@ def test_loads_of_tokens_that_are_gone_are_stale():
     manager.free(sequence)
     sequence.append_tokens(range(70, 91))
     with pytest.raises(StaleHitError, match="to be stored still"):
-        manager.allocate_slots(sequence, 0, loads=loads)
+        manager.tiers.allocate(sequence, None, loads)
 
 
 def test_what_left_and_is_not_needed_changes_nothing():
@@ -473,7 +473,7 @@ def test_what_left_and_is_not_needed_changes_nothing():
     evict(manager, manager.get_computed_blocks(Sequence("end", range(41))).group_blocks(1)[9:])
     sequence, hit, loads = look_up(manager, range(41))
     evict(manager, manager.get_computed_blocks(Sequence("other", range(100, 141))).blocks[9:])
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     settle(manager)
     manager.free(sequence)
 
@@ -551,7 +551,7 @@ def test_going_back_into_loads_keeps_the_hit(end):
 
 def test_going_back_before_the_hit_needs_its_window():
     manager, sequence = behind_hit()
-    with pytest.raises(SequenceStateError, match="begin now"):
+    with pytest.raises(SequenceStateError, match="begins now"):
         manager.rewind(sequence, 24)
     assert manager.tiers.is_loading(sequence)
     settle(manager)
@@ -571,7 +571,7 @@ def test_going_back_behind_loads_keeps_them():
 def test_going_back_behind_what_was_loaded_is_up_to_the_window():
     manager, sequence = behind_hit()
     settle(manager)
-    with pytest.raises(SequenceStateError, match="begin now"):
+    with pytest.raises(SequenceStateError, match="begins now"):
         manager.rewind(sequence, 36)
     manager.free(sequence)
 
@@ -725,9 +725,10 @@ def test_a_load_beside_a_window_that_turns_out_to_be_bad_fails_after_a_reset_too
     sequence, loads = start(manager)
     assert loads[0].first_token == 36
     manager.reset_prefix_cache()
-    manager.evict_blocks([sequence.group_block_ids(1)[8]])
+    manager.evict_blocks([sequence.group_block_ids(1)[8]])  # its hit needs this block, too
     _, ended = settle(manager)
-    assert [loaded.num_tokens for loaded in ended] == [36]
+    assert [loaded.num_tokens for loaded in ended] == [0]
+    manager.allocate_slots(sequence)
     manager.free(sequence)
 
 
@@ -742,7 +743,7 @@ def test_where_loads_ended_the_window_is_kept_as_where_hits_end():
     for token in range(3):
         manager.append_slots(sequence, [token])
     assert sequence.first_live_block(1) > 10
-    order = manager.free_block_ids()
+    order = manager.inspect.free_block_ids()
     other = manager.get_computed_blocks(Sequence("more", range(100, 141))).blocks[0].block_id
     assert all(order.index(block_id) > order.index(other) for block_id in window)
     manager.free(sequence)
@@ -777,12 +778,13 @@ def test_a_reset_lets_loads_go_on():
     manager.free(sequence)
 
 
-def test_who_is_renewed_while_it_loads_goes_back_to_its_hit():
+def test_who_is_renewed_while_it_loads_goes_on_behind_the_load():
     manager, sequence = behind_hit()
     manager.reset_prefix_cache()
     manager.renew(sequence)
     _, ended = settle(manager)
-    assert [loaded.num_tokens for loaded in ended] == [32]
+    assert [loaded.num_tokens for loaded in ended] == [40]
+    assert manager.get_computed_blocks(Sequence("other", [*range(40), 1])).num_tokens == 40
     manager.allocate_slots(sequence)
     manager.free(sequence)
 
@@ -805,11 +807,11 @@ def test_a_load_that_finds_no_room_changes_nothing():
     while manager.num_free_blocks > 11:
         assert manager.allocate_slots(crowd, 4) is not None
     assert loads[0].num_bytes == 1200
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is None
+    assert manager.tiers.allocate(sequence, hit, loads) is None
     assert manager.num_free_blocks == 11 and not sequence.is_allocated
     assert manager.last_refusal.num_blocks == 12
     manager.rewind(crowd, crowd.num_computed_tokens - 4)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     assert manager.num_free_blocks == 1
     settle(manager)
     manager.free(sequence)
@@ -821,7 +823,7 @@ def test_the_hit_that_a_load_may_go_back_to_takes_room():
     sequence, hit, loads = look_up(manager, range(41))
     needed = [*hit.group_blocks(1)[6:], *hit.blocks]
     assert hit.num_tokens == 32 and all(not block.ref_cnt for block in needed)
-    manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+    manager.tiers.allocate(sequence, hit, loads)
     assert all(block.ref_cnt for block in needed)
     settle(manager)
     assert [block.ref_cnt for block in needed[:2]] == [0, 0], "the window has passed them"
@@ -837,9 +839,9 @@ def test_what_tables_and_the_way_back_share_takes_room_once():
     sequence, hit, loads = look_up(manager, range(41))
     assert (hit.num_tokens, loads[0].num_bytes) == (36, 100)
     others = pool.take(16)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is None, "twelve that are cached, and one more"
+    assert manager.tiers.allocate(sequence, hit, loads) is None, "twelve that are cached, and one more"
     pool.release_table(others[:1])
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     assert manager.num_free_blocks == 0
     settle(manager)
     manager.free(sequence)
@@ -851,7 +853,7 @@ def test_new_blocks_are_told_by_group():
     manager = loading_manager()
     spill(manager)
     sequence, hit, loads = look_up(manager, range(41))
-    blocks = manager.allocate_slots(sequence, None, hit=hit, loads=loads)
+    blocks = manager.tiers.allocate(sequence, hit, loads, None)
     assert [len(part) for part in sequence.new_group_blocks] == [11, 3]
     assert sorted(block.block_id for block in blocks) == sorted(
         block.block_id for part in sequence.new_group_blocks for block in part

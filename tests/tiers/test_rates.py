@@ -82,3 +82,64 @@ def test_who_declines_loads_doubts_how_slow_they_are():
     while not manager.tiers.worth_loading(found):
         asked += 1
     assert 10 < asked < 80
+
+
+def test_a_try_that_failed_late_teaches_that_the_tier_is_slow():
+    rate = Rate()
+    rate.note_failed(100, 5.0)
+    assert rate.seconds_a_unit == pytest.approx(0.05)
+    rate.note_failed(100, 0.001)
+    assert rate.seconds_a_unit == pytest.approx(0.05), "a try that failed at once says nothing"
+    rate.note(100, 1.0)
+    assert rate.seconds_a_unit == pytest.approx(0.01), "a measurement replaces it"
+    rate.note_failed(100, 2.0)
+    assert rate.seconds_a_unit == pytest.approx(0.8 * 0.01 + 0.2 * 0.02)
+    rate.note_failed(0, 2.0)
+    assert rate.seconds_a_unit == pytest.approx(0.012)
+
+
+def test_loads_that_fail_late_are_not_tried_again_at_once():
+    manager, prompt = a_tier_with_a_prompt()
+    found = find(manager, prompt)
+    manager.tiers.note_computed(100, 1.0)
+    assert manager.tiers.worth_loading(found) == found
+    manager.tiers.allocate(found[0].sequence, None, found)
+    (transfer,) = manager.tiers.take_transfers()
+    manager.tiers.complete(transfer, ok=False, seconds=60.0)
+    manager.abort(found[0].sequence, 0)
+    manager, prompt = a_tier_with_a_prompt(manager)
+    assert manager.tiers.worth_loading(find(manager, prompt)) == []
+
+
+def test_what_waits_before_a_load_counts():
+    """Loads of a tier follow each other, so the bytes that others wait for come first. Declining teaches nothing."""
+    manager, prompt = a_tier_with_a_prompt(bytes_per_second=100.0)  # a block of four tokens loads in a second
+    manager.tiers.note_computed(100, 45.0)  # 7.2 s for the prompt's 16 tokens
+    first, second = find(manager, prompt, "first"), find(manager, prompt, "second")
+    assert manager.tiers.worth_loading(first) == first and manager.tiers.worth_loading(second) == second
+    assert manager.tiers.allocate(first[0].sequence, None, first) is not None
+    for _ in range(20):
+        assert manager.tiers.worth_loading(second) == []
+    (transfer,) = manager.tiers.take_transfers()
+    assert manager.tiers.worth_loading(second) == [], "also while it is under way"
+    manager.tiers.complete(transfer, ok=True)
+    assert manager.tiers.worth_loading(second) == second
+
+
+def a_tier_with_a_prompt(manager=None, **options):
+    """A manager whose tier alone has a prompt of four blocks, and the prompt."""
+    manager = manager or KVCacheManager(16, 4, tiers=[Tier("disk", 32, 100, **options)])
+    prompt = range(17)
+    sequence = Sequence(object(), prompt)
+    assert manager.allocate_slots(sequence) is not None
+    manager.free(sequence)
+    for transfer in manager.tiers.take_transfers():
+        manager.tiers.complete(transfer, ok=True)
+    crowd = Sequence(object(), range(10**6, 10**6 + 64))
+    assert manager.allocate_slots(crowd) is not None
+    manager.abort(crowd, 0)
+    return manager, prompt
+
+
+def find(manager, prompt, name="reader"):
+    return manager.tiers.find(manager.get_computed_blocks(Sequence(name, prompt)))

@@ -1,12 +1,13 @@
 """What outlives a manager: identities, the changes of persistent tiers, and taking slots back."""
 
+import random
 from struct import pack
 
 import pytest
 from model.tiered import PROMPT, make_manager, run, settle, spill, start, stats
 
 from kvblocks import BlockIdentity, InvalidArgumentError, KVCacheManager, Sequence, SequenceStateError, Tier
-from kvblocks.hashing import decode_extra_keys
+from kvblocks.wire.extra_keys import decode_extra_keys
 
 DISK = Tier("disk", 32, 100, is_persistent=True)
 
@@ -80,7 +81,7 @@ def test_identities_are_compared_by_all_that_they_are():
 
 def test_the_digests_are_those_that_blocks_have():
     manager = KVCacheManager(8, 4, hash_algorithm="sha256")
-    hashes = manager.block_hashes(Sequence("one", range(12)))
+    hashes = manager.inspect.block_hashes(Sequence("one", range(12)))
     assert hashes == [identity.digest() for identity in chain(0, 4, 8)]
 
 
@@ -97,7 +98,7 @@ def test_a_transfer_says_who_its_blocks_are(is_load):
         spill(manager)
         sequence = Sequence("two", [*PROMPT, 0], **keys)
         hit = manager.get_computed_blocks(sequence)
-        assert manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit)) is not None
+        assert manager.tiers.allocate(sequence, hit, manager.tiers.find(hit)) is not None
         transfers = manager.tiers.take_transfers()
     encoded = Sequence("one", PROMPT, **keys).encoded_keys(4)
     assert {transfer.is_load for transfer in transfers} == {is_load}
@@ -280,20 +281,17 @@ def test_their_order_is_any():
     assert found_in(restored([(0, three), (1, one), (2, two)]), range(12)) == ([1, 2, 0], 12)
 
 
-def test_two_slots_may_hold_the_same():
+def test_of_two_slots_that_hold_the_same_one_stays():
     one, two, three = chain(0, 4, 8)
     disk = Tier("disk", 6, 100, is_persistent=True)
     manager = restored([(0, one), (1, two), (2, two), (3, three), (4, one)], disk=disk)
-    assert stats(manager).num_cached_blocks == 5
+    assert stats(manager).num_cached_blocks == 3
     slots, number = found_in(manager, range(12))
     assert number == 12
     assert (slots[0] in (0, 4), slots[1] in (1, 2), slots[2]) == (True, True, 3)
-    sequence, _ = start(manager, tokens=[*range(12), 0])
-    transfer = manager.tiers.take_transfers()[0]
-    assert transfer.slots == slots
-    manager.tiers.complete(transfer, ok=False)
-    manager.free(sequence)
-    assert found_in(manager, range(12)) == ([4 if slots[0] == 0 else 0, 2 if slots[1] == 1 else 1], 8)
+    lost = {0, 1, 2, 4} - {*slots}
+    assert set(changes(manager)) == lost and not any(changes(manager).values())
+    manager.check()
 
 
 def reused(remembered, num_slots):
@@ -402,3 +400,114 @@ def test_a_block_whose_keys_cannot_be_read_is_forgotten_with_what_is_behind_it(k
     assert found_in(manager, range(100, 108))
     manager.tiers.set_default_quota("disk", 5)
     manager.check()
+
+
+# The order of use.
+
+
+def keep(manager, remembered):
+    """As `remember`, with the order of use."""
+    remember(manager, remembered)
+    for slot in manager.tiers.take_uses()["disk"]:
+        remembered[slot] = remembered.pop(slot)
+
+
+def evicted_first(remembered, firsts):
+    """In which order a restored tier loses prompts: by their first tokens."""
+    manager = restored(remembered.items())
+    left, lost = list(firsts), []
+    for number in range(8):
+        run(manager, f"new {number}", range(5000 + 100 * number, 5000 + 100 * number + 16))
+        settle(manager)
+        for first in [one for one in left if found_in(manager, range(one, one + 16))[1] < 16]:
+            left.remove(first)
+            lost.append(first)
+    return lost + left
+
+
+@pytest.mark.parametrize("how", ["on the device", "loaded"])
+def test_what_was_used_last_goes_last_after_a_restart_too(how):
+    firsts = (100, 200, 300, 400)
+    manager, remembered = make_manager(32, DISK), {}
+    for first in firsts:
+        run(manager, first, range(first, first + 16))
+        settle(manager)
+        keep(manager, remembered)
+    assert evicted_first(remembered, firsts) == [100, 200, 300, 400]
+    for first in (100, 300):
+        if how == "loaded":
+            spill(manager)
+            sequence, loads = start(manager, "reader", [*range(first, first + 16), 1])
+            assert loads
+            settle(manager)
+            manager.free(sequence)
+        else:
+            run(manager, "reader", [*range(first, first + 16), 1])
+        settle(manager)
+        uses = manager.tiers.take_uses()["disk"]
+        assert len(uses) == 1, "one note a use, whatever its length"
+        for slot in uses:
+            remembered[slot] = remembered.pop(slot)
+    keep(manager, remembered)
+    assert evicted_first(remembered, firsts) == [200, 400, 100, 300]
+
+
+def test_a_used_beginning_does_not_make_the_end_newer():
+    manager, remembered = make_manager(32, DISK), {}
+    for first, number in ((100, 32), (200, 16)):
+        run(manager, first, range(first, first + number))
+        settle(manager)
+        keep(manager, remembered)
+    run(manager, "reader", [*range(100, 108), 1])
+    settle(manager)
+    keep(manager, remembered)
+    manager = restored(remembered.items())
+    for number in range(7):  # 28 of the slots that others have, or that are free
+        run(manager, f"new {number}", range(5000 + 100 * number, 5000 + 100 * number + 16))
+        settle(manager)
+    assert found_in(manager, range(100, 132))[1] == 8 and found_in(manager, range(200, 216))[1] < 16
+
+
+def test_what_changed_is_not_told_as_used_as_well():
+    manager = make_manager(32, DISK)
+    run(manager)
+    settle(manager)
+    assert manager.tiers.take_uses() == {"disk": []}, "a store is no use"
+    run(manager, "again")
+    settle(manager)
+    manager.reset_prefix_cache()
+    assert manager.tiers.take_uses() == {"disk": []}, "nobody finds it any more"
+    assert restored([]).tiers.take_uses() == {"disk": []}
+    assert make_manager().tiers.take_uses() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_a_restored_tier_is_that_of_the_one_before(seed):
+    """Prompts that branch, stored and used at random, on the device or by loads: slots go in the same order."""
+    dice = random.Random(seed)
+    manager, remembered = make_manager(32, DISK), {}
+    prompts = [
+        [*range(100 * (n % 3), 100 * (n % 3) + 4 * dice.randint(1, 4)), *range(900 + 40 * n, 908 + 40 * n)]
+        for n in range(8)
+    ]
+    for turn in range(30):
+        tokens = dice.choice(prompts)
+        sequence = Sequence(turn, [*tokens[: 4 * dice.randint(1, len(tokens) // 4)], 1])
+        hit = manager.get_computed_blocks(sequence)
+        loads = manager.tiers.find(hit)
+        manager.tiers.allocate(sequence, hit, loads, 0 if loads else None)
+        settle(manager)
+        if loads:
+            manager.allocate_slots(sequence)
+        manager.free(sequence)
+        settle(manager)
+        keep(manager, remembered)
+        if dice.random() < 0.3:
+            spill(manager)
+    assert slots_in_order(restored(remembered.items()), remembered) == slots_in_order(manager, remembered)
+
+
+def slots_in_order(manager, remembered):
+    """The slots that hold something, in the order in which they are reused."""
+    (pool,) = manager._traffic.pools  # noqa: SLF001
+    return [slot.block_id for slot in pool.pool.queue if slot.block_id in remembered]

@@ -20,7 +20,7 @@ def found(manager, sequence):
 
 def load(manager, sequence, ok=True):
     hit = manager.get_computed_blocks(sequence)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit)) is not None
+    assert manager.tiers.allocate(sequence, hit, manager.tiers.find(hit)) is not None
     transfers = manager.tiers.take_transfers()
     ended = [one for transfer in transfers for one in manager.tiers.complete(transfer, ok=ok)]
     return transfers, ended
@@ -65,7 +65,7 @@ def test_what_is_being_loaded_may_be_said_to_be_gone_meanwhile():
     first, second = Sequence("a", range(30)), Sequence("b", range(30))
     manager.tiers.note_found("store", first, 7)
     hit = manager.get_computed_blocks(first)
-    manager.allocate_slots(first, 0, hit=hit, loads=manager.tiers.find(hit))
+    manager.tiers.allocate(first, hit, manager.tiers.find(hit))
     (transfer,) = manager.tiers.take_transfers()
     assert manager.tiers.note_found("store", second, 0) == 0
     (loaded,) = manager.tiers.complete(transfer, ok=True)  # its bytes were checked
@@ -89,7 +89,7 @@ def test_slots_and_quotas_bound_what_is_known():
     assert manager.tiers.note_found("store", other, 5) == 2
     assert found(manager, long) == 4 * 4, "the end of what was used before"
     hit = manager.get_computed_blocks(other)
-    manager.allocate_slots(other, 0, hit=hit, loads=manager.tiers.find(hit))
+    manager.tiers.allocate(other, hit, manager.tiers.find(hit))
     (transfer,) = manager.tiers.take_transfers()
     assert transfer.max_blocks == 2
     manager.check()
@@ -119,7 +119,7 @@ def test_events_name_what_was_found_as_the_device_does(groups):
     below = [event for event in manager.take_events() if event.group_idx in (None, 0)]
     assert [event.medium for event in below] == ["EXTERNAL"] * len(below)
     names = [name for event in below for name in event.block_hashes]
-    assert names == manager.block_hashes(sequence)[:5]
+    assert names == manager.inspect.block_hashes(sequence)[:5]
     if groups is not None:
         assert found(manager, sequence) == 20
         manager.tiers.note_found("store", sequence, 4)
@@ -155,7 +155,7 @@ def test_random_hearsay_never_breaks_the_books(seed):
         assert manager.tiers.note_found("store", sequence, number, attached) <= number
         hit = manager.get_computed_blocks(sequence)
         loads = manager.tiers.find(hit)
-        if manager.allocate_slots(sequence, 0 if loads else None, hit=hit, loads=loads) is not None:
+        if manager.tiers.allocate(sequence, hit, loads, 0 if loads else None) is not None:
             running.append(sequence)
         begun += manager.tiers.take_transfers()
         chooser.shuffle(begun)

@@ -42,7 +42,7 @@ def store_all(manager) -> None:
 def test_what_a_tier_stores_is_said_when_its_bytes_are_there():
     manager = make_manager(Tier("host", 8, 100))
     sequence = run(manager, "a", range(13), salt="s", lora="l", extra_keys=[(5, 6, "image")])
-    names = tuple(manager.block_hashes(sequence))
+    names = tuple(manager.inspect.block_hashes(sequence))
     (device,) = manager.take_events()
     manager.free(sequence)
     (transfer,) = manager.tiers.take_transfers()
@@ -71,11 +71,11 @@ def test_a_failed_store_is_none_and_a_failed_load_is_a_removal():
     manager.take_events()
     again = Sequence("d", range(13))
     loads = manager.tiers.find(manager.get_computed_blocks(again))
-    manager.allocate_slots(again, loads=loads)
+    manager.tiers.allocate(again, None, loads, None)
     for transfer in manager.tiers.take_transfers():
         manager.tiers.complete(transfer, ok=not transfer.is_load)
     removed = [e for e in manager.take_events() if isinstance(e, BlockRemoved) and e.medium == "somewhere"]
-    assert [name for event in removed for name in event.block_hashes] == manager.block_hashes(again)[2::-1]
+    assert [name for event in removed for name in event.block_hashes] == manager.inspect.block_hashes(again)[2::-1]
 
 
 def test_a_reset_is_said_once_for_all():

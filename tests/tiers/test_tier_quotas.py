@@ -30,7 +30,17 @@ def test_a_tenant_over_its_quota_gives_way_first():
     assert num_stored(manager, range(8), "modest") == 2, "least recently used, and spared"
     assert num_stored(manager, range(100, 124), "greedy") == 3
     assert manager.tiers.quotas("host") == [QuotaUsage("greedy", 2, 3)]
-    assert manager.quotas() == [], "the device's are others"
+    assert list(manager.quotas) == [], "the device's are others"
+    assert (manager.tiers.quota_of("host", "greedy"), manager.tiers.quota_of("host", "other")) == (2, None)
+
+
+def test_a_quota_may_be_used_up():
+    """The whole tier holds what others stored without a quota."""
+    manager = make_manager(64, Tier("host", 8, 100))
+    manager.tiers.set_quota("host", "ann", 2)
+    store(manager, range(100, 132))
+    store(manager, range(12), "ann")
+    assert manager.tiers.quotas("host") == [QuotaUsage("ann", 2, 2)]
 
 
 def test_without_a_quota_the_least_recently_used_goes():
@@ -144,7 +154,7 @@ def test_slots_that_move_count_and_are_not_taken():
     spill(manager)
     sequence = Sequence("two", range(33), salt="a")
     loads = manager.tiers.find(manager.get_computed_blocks(sequence))
-    assert manager.allocate_slots(sequence, 0, loads=loads) is not None
+    assert manager.tiers.allocate(sequence, None, loads) is not None
     run(manager, "other", range(100, 116))
     (load,) = manager.tiers.take_transfers()
     assert load.is_load
@@ -175,7 +185,7 @@ def test_explain_says_what_is_below():
     manager = make_manager(32, Tier("host", 6, 100), Tier("disk", 64, 100))
     store(manager, PROMPT)
     spill(manager)
-    explanation = manager.explain(Sequence("two", [*PROMPT, 0]))
+    explanation = manager.inspect.explain(Sequence("two", [*PROMPT, 0]))
     assert explanation.tiers == (TierPart("host", 0, 24, 0), TierPart("disk", 24, 40, 54))
     assert str(explanation) == (
         "0 of 10 full blocks are cached; block 0 was never cached, as far as is remembered; "
@@ -191,7 +201,7 @@ def test_explain_counts_what_goes_before():
 
     def ahead(first, salt=None):
         sequence = Sequence("two", [*range(first, first + 16), 0], salt=salt)
-        (part,) = manager.explain(sequence).tiers
+        (part,) = manager.inspect.explain(sequence).tiers
         return part.num_blocks_ahead
 
     spill(manager)
@@ -203,7 +213,7 @@ def test_explain_counts_what_goes_before():
     assert ahead(0) == 0
     store(manager, range(2000, 2004))
     spill(manager)
-    assert manager.explain(Sequence("two", [*range(16), 0])).tiers[0].end_token == 12
+    assert manager.inspect.explain(Sequence("two", [*range(16), 0])).tiers[0].end_token == 12
 
 
 def test_explain_knows_who_is_beyond_a_quota():
@@ -213,17 +223,17 @@ def test_explain_knows_who_is_beyond_a_quota():
     manager.tiers.set_quota("disk", "greedy", 1)
     spill(manager)
     sequence = Sequence("two", [*range(16), 0], salt="greedy")
-    assert manager.explain(sequence).tiers == (TierPart("disk", 0, 16, 4),), "what holds nothing goes first"
+    assert manager.inspect.explain(sequence).tiers == (TierPart("disk", 0, 16, 4),), "what holds nothing goes first"
     manager.tiers.set_quota("disk", "greedy", None)
-    assert manager.explain(sequence).tiers == (TierPart("disk", 0, 16, 8),)
+    assert manager.inspect.explain(sequence).tiers == (TierPart("disk", 0, 16, 8),)
 
 
 def test_explain_says_nothing_of_tiers_that_have_nothing_behind_a_hit():
     manager = make_manager(32, Tier("host", 64, 100))
     store(manager, PROMPT)
-    assert manager.explain(Sequence("two", [*PROMPT, 0])).tiers == ()
-    assert manager.explain(Sequence("two", range(500, 520))).tiers == ()
-    assert KVCacheManager(8, 4).explain(Sequence("two", range(8))).tiers == ()
+    assert manager.inspect.explain(Sequence("two", [*PROMPT, 0])).tiers == ()
+    assert manager.inspect.explain(Sequence("two", range(500, 520))).tiers == ()
+    assert KVCacheManager(8, 4).inspect.explain(Sequence("two", range(8))).tiers == ()
 
 
 def test_explain_counts_from_what_is_being_read():
@@ -231,6 +241,6 @@ def test_explain_counts_from_what_is_being_read():
     store(manager, PROMPT)
     spill(manager)
     sequence, _ = start(manager, tokens=[*PROMPT, 0])
-    part = manager.explain(Sequence("three", [*PROMPT, 0])).tiers
+    part = manager.inspect.explain(Sequence("three", [*PROMPT, 0])).tiers
     assert part == (TierPart("host", 0, 40, 6),), "all that can be taken now"
     manager.abort(sequence, 0)

@@ -102,9 +102,8 @@ def test_a_prefix_is_dropped_whoever_holds_it():
     pool = make_pool(Tier("host", 4, 100), 4, 1)
     tokens = array("I", range(4))
     for _ in range(2):
-        blocks = pool.pool.take(1)
+        blocks = pool.pool.take(1)  # both stay owned, as by two jobs
         pool.index.cache((None, 0), blocks, memoryview(tokens).cast("B"), None, 0)
-        pool.let_go(blocks)
     assert pool.stats().num_cached_blocks == 2
     pool.drop_prefix(memoryview(tokens), None, 1)
     assert pool.stats().num_cached_blocks == 0
@@ -366,7 +365,7 @@ def test_a_loading_sequence_that_goes_back_keeps_whole_blocks():
     sequence = Sequence("two", range(10))
     sequence.append_tokens(range(10, 40))
     hit = manager.get_computed_blocks(sequence)
-    manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit))
+    manager.tiers.allocate(sequence, hit, manager.tiers.find(hit))
     (transfer,) = manager.tiers.take_transfers()
     manager.truncate(sequence, 22)
     assert (sequence.num_tokens, sequence.num_computed_tokens) == (22, 20)
@@ -563,7 +562,7 @@ def test_a_cut_inside_the_hit_of_a_loading_sequence_is_an_ordinary_one():
     sequence = Sequence("two", range(5))
     sequence.append_tokens(range(5, 40))
     hit = manager.get_computed_blocks(sequence)
-    manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit))
+    manager.tiers.allocate(sequence, hit, manager.tiers.find(hit))
     manager.truncate(sequence, 6)
     assert sequence.num_computed_tokens == 6
     assert not manager.tiers.is_loading(sequence)
@@ -628,7 +627,7 @@ def test_loads_of_other_tokens_than_the_sequence_has_by_now_are_stale():
     manager.abort(sequence, 0)
     sequence.append_tokens(range(500, 540))
     with pytest.raises(StaleHitError, match="to be stored still"):
-        manager.allocate_slots(sequence, 0, loads=loads)
+        manager.tiers.allocate(sequence, None, loads)
 
 
 def test_nothing_is_loaded_behind_a_token_that_is_computed_again():
@@ -644,7 +643,7 @@ def test_nothing_is_loaded_behind_a_token_that_is_computed_again():
     loads = manager.tiers.find(manager.get_computed_blocks(sequence))
     assert loads[0].first_token == 40
     with pytest.raises(StaleHitError, match="whose last token is computed again"):
-        manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+        manager.tiers.allocate(sequence, hit, loads)
 
 
 def test_tiers_of_one_name_are_refused():
@@ -676,7 +675,7 @@ def test_loads_that_were_evicted_since_are_stale():
     run(manager, "other", range(100, 140))
     settle(manager)
     with pytest.raises(StaleHitError, match=r"expected TierHit.* to be stored still; it isn't: look it up again"):
-        manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence), loads=loads)
+        manager.tiers.allocate(sequence, manager.get_computed_blocks(sequence), loads, None)
     assert not sequence.is_allocated
 
 
@@ -689,17 +688,15 @@ def test_loads_are_refused_where_they_do_not_belong():
     hit = manager.get_computed_blocks(sequence)
     loads = manager.tiers.find(hit)
     with pytest.raises(SequenceStateError, match="expected loads of"):
-        manager.allocate_slots(other, hit=manager.get_computed_blocks(other), loads=loads)
-    with pytest.raises(InvalidArgumentError, match="expected loads or num_external_computed_tokens, got both"):
-        manager.allocate_slots(sequence, hit=hit, loads=loads, num_external_computed_tokens=4)
+        manager.tiers.allocate(other, manager.get_computed_blocks(other), loads, None)
     with pytest.raises(InvalidArgumentError, match="loads: expected one from token 36 on"):
-        manager.allocate_slots(sequence, hit=hit, loads=[*loads, *loads])
+        manager.tiers.allocate(sequence, hit, [*loads, *loads], None)
     foreign = make_manager(64)
     with pytest.raises(SequenceStateError, match="expected one of this manager's tiers"):
-        foreign.allocate_slots(Sequence("four", PROMPT), loads=loads)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+        foreign.tiers.allocate(Sequence("four", PROMPT), None, loads, None)
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
     with pytest.raises(SequenceStateError, match="expected no loads, since"):
-        manager.allocate_slots(sequence, loads=loads)
+        manager.tiers.allocate(sequence, None, loads, None)
 
 
 def test_a_transfer_is_answered_by_its_manager_after_it_was_taken():
@@ -722,6 +719,6 @@ def test_there_is_no_room_for_what_is_loaded():
     sequence = Sequence("two", PROMPT)
     hit = manager.get_computed_blocks(sequence)
     loads = manager.tiers.find(hit)
-    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is None
+    assert manager.tiers.allocate(sequence, hit, loads) is None
     assert not sequence.is_allocated and not manager.tiers.is_loading(sequence)
     assert stats(manager).num_moving_blocks == 0

@@ -9,7 +9,7 @@ from kvblocks import KVCacheManager, Sequence
 from kvblocks.wire import Converter, EventMirror
 from kvblocks.wire.convert import to_u64
 from kvblocks.wire.frames import SnapshotChunk
-from kvblocks.wire.holdings import Place
+from kvblocks.wire.holdings import Location
 from kvblocks.wire.ledger import Ledger, Limits
 
 BLOCK = 4
@@ -67,11 +67,11 @@ class Worker:
             sent.append((batch.number, payload))
         return sent
 
-    def cached(self) -> dict[Place, frozenset[int]]:
+    def cached(self) -> dict[Location, frozenset[int]]:
         """What is cached, asked of the manager itself."""
         digests = {block.block_hash for block in self.manager.blocks if block.block_hash is not None}
         held = frozenset(to_u64(digest) for digest in digests)
-        group = Place(0, 0, MEDIUM)
+        group = Location(0, 0, MEDIUM)
         return {group: held} if held else {}
 
 

@@ -10,13 +10,13 @@ import urllib.request
 from collections.abc import Sequence as Items
 from pathlib import Path
 from random import Random
-from socket import socket
 from typing import Any
 
 import pytest
 
 pytest.importorskip("dynamo._core", reason="needs ai-dynamo-runtime: make test-wire")
 
+from bench.ports import free_ports
 from kvblocks import EventOptions, KVCacheManager, Sequence, Tier
 from kvblocks.wire import Converter, EventPublisher, MirrorClient, Source
 from kvblocks.wire.convert import to_u64
@@ -24,16 +24,14 @@ from kvblocks.wire.convert import to_u64
 BLOCK = 4
 LOCAL = "tcp://127.0.0.1:0"
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 30
+SECONDS = 60
 
 
 class Indexer:
     """`python -m dynamo.indexer`, asked over HTTP."""
 
     def __init__(self) -> None:
-        with socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -215,10 +213,10 @@ def check_all(indexer: Indexer, worker: int, model: str, engine: Engine, client:
     wait_for(lambda: client.receive(0.01) >= 0 and (client.mirror.number("w") or 0) >= last)
     assert client.mirror.is_complete("w")
     wait_for(lambda: indexer.find(worker, model, newest) == engine.expected(newest)[0])
-    time.sleep(0.2)  # the indexer doesn't confirm batches
-    found = [indexer.find(worker, model, prompt) for prompt in engine.prompts]
     expected = [engine.expected(prompt) for prompt in engine.prompts]
-    assert found == [number for number, _ in expected]
-    assert sum(found) > 50 and 0 in found
+    numbers = [number for number, _ in expected]
+    # The indexer doesn't confirm batches, so it is asked until it has them.
+    wait_for(lambda: [indexer.find(worker, model, prompt) for prompt in engine.prompts] == numbers)
+    assert sum(numbers) > 50 and 0 in numbers
     for _, names in expected:
         assert client.mirror.find("w", names) == len(names)

@@ -73,7 +73,7 @@ def test_a_pin_longer_than_the_budget_is_clipped_and_one_without_any_left_is_rej
 def test_all_pins_together_keep_to_the_managers_budget() -> None:
     manager = KVCacheManager(64, 4, pin_budget=0.25, debug=True)
     executor = make(manager, 12)
-    assert manager.max_pinned_blocks == 16
+    assert manager.pins.max_blocks == 16
     assert [say(executor, "pin", token_ids=PROMPT, tenant=name).get("num_blocks") for name in "abc"] == [10, 6, None]
 
 
@@ -90,11 +90,11 @@ def test_windows_count_towards_a_budget() -> None:
     run(manager)
     executor = make(manager, 8)
     answer = say(executor, "pin", token_ids=PROMPT)
-    assert (answer["outcome"], manager.pins[0].num_wanted_blocks) == ("clipped", 8)
+    assert (answer["outcome"], next(iter(manager.pins)).num_wanted_blocks) == ("clipped", 8)
     assert answer["num_blocks"] < 8 and len(manager.pins) == 1
     tight = KVCacheManager(64, groups=[FullAttention(4), SlidingWindow(4, 9)], pin_budget=0.1, debug=True)
     assert say(make(tight, 20), "pin", token_ids=PROMPT)["outcome"] == "clipped"
-    assert 0 < tight.pins[0].num_wanted_blocks <= 6
+    assert 0 < next(iter(tight.pins)).num_wanted_blocks <= 6
 
 
 @pytest.mark.parametrize(("given", "told"), [({"priority": 100}, "priority 99"), ({"ttl_s": 7200}, "3600 s")])
@@ -135,7 +135,7 @@ def test_a_prefix_is_named_by_tokens_and_keys() -> None:
 def test_a_prefix_is_named_by_hashes(kind: str) -> None:
     manager = make_manager(64)
     run(manager, tokens=LONG, salt="t", **KEYS)
-    digests = manager.block_hashes(Sequence("x", LONG, salt="t", **KEYS))
+    digests = manager.inspect.block_hashes(Sequence("x", LONG, salt="t", **KEYS))
     low = [int.from_bytes(digest[-8:], "big") for digest in digests]
     names: dict[str, list[Any]] = {
         "text": [digest.hex() for digest in digests],
@@ -166,7 +166,7 @@ def test_hashes_are_of_one_prefix_and_of_one_block_each() -> None:
     manager = make_manager(64)
     run(manager)
     run(manager, tokens=range(100, 140))
-    hashes = [manager.block_hashes(Sequence("x", range(start, start + 40)))[-1] for start in (0, 100)]
+    hashes = [manager.inspect.block_hashes(Sequence("x", range(start, start + 40)))[-1] for start in (0, 100)]
     answer = say(make(manager), "pin", block_hashes=hashes)
     assert answer["outcome"] == "rejected" and "one prefix" in answer["reason"]
 
@@ -174,7 +174,7 @@ def test_hashes_are_of_one_prefix_and_of_one_block_each() -> None:
 def test_what_was_cached_before_a_reset_has_no_name() -> None:
     manager = make_manager(64)
     run(manager)
-    digests = manager.block_hashes(Sequence("x", PROMPT))
+    digests = manager.inspect.block_hashes(Sequence("x", PROMPT))
     manager.reset_prefix_cache()
     assert say(make(manager), "pin", block_hashes=digests)["outcome"] == "missing"
 
@@ -182,7 +182,7 @@ def test_what_was_cached_before_a_reset_has_no_name() -> None:
 def test_nothing_of_another_tenant_is_known() -> None:
     manager = make_manager(64)
     run(manager, salt="ann")
-    digests = [digest.hex() for digest in manager.block_hashes(Sequence("x", PROMPT, salt="ann"))]
+    digests = [digest.hex() for digest in manager.inspect.block_hashes(Sequence("x", PROMPT, salt="ann"))]
     executor = make(manager, 100)
     assert say(executor, "pin", tenant="ann", token_ids=PROMPT)["pin_id"] == "hint-1"
     for tenant in (None, "bob"):
@@ -318,7 +318,7 @@ def test_a_pin_that_somebody_else_ended_is_forgotten() -> None:
     run(manager)
     executor = make(manager)
     say(executor, "pin", token_ids=PROMPT)
-    manager.unpin(manager.pins[0])
+    manager.pins.unpin(next(iter(manager.pins)))
     assert executor.step(0.0) == [] and executor.stats.num_pins == 0
     assert say(executor, "release", pin_id="hint-1")["outcome"] == "missing"
 
@@ -395,7 +395,7 @@ def test_what_is_no_envelope_changes_nothing() -> None:
     for tenant in ("", 7):
         with pytest.raises(InvalidArgumentError, match="tenant: expected a non-empty str or None"):
             executor.carry_out(envelope(good), tenant, 0.0)  # type: ignore[arg-type]
-    assert manager.pins == [] and executor.stats == HintStats()
+    assert list(manager.pins) == [] and executor.stats == HintStats()
 
 
 def test_a_closed_one_has_let_go_of_all() -> None:
@@ -406,7 +406,7 @@ def test_a_closed_one_has_let_go_of_all() -> None:
     say(executor, "pin", token_ids=PROMPT, tenant="t")
     executor.close()
     executor.close()
-    assert (manager.pins, manager.num_free_blocks) == ([], 64)
+    assert (list(manager.pins), manager.num_free_blocks) == ([], 64)
     for call in (lambda: executor.step(0.0), lambda: say(executor, "retain")):
         with pytest.raises(KVBlocksError, match="expected an executor that isn't closed"):
             call()

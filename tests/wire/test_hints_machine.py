@@ -17,7 +17,7 @@ from model.tier_machine import MAX_TOKENS, SALTS, TierMachine
 
 import kvblocks
 from kvblocks import FullAttention, Loaded, SlidingWindow, Tier
-from kvblocks.retention.salts import salt_in
+from kvblocks.retention.quotas import salt_in
 from kvblocks.wire.hints import HintExecutor, HintLimits
 from kvblocks.wire.hints.envelope import HintAnswers
 from kvblocks.wire.hints.prefetch import LoadId
@@ -81,12 +81,12 @@ class HintMachine(TierMachine):
         tenant, envelope = self.random.choice(self.sent)
         first = {key for key in self.last if key[:2] == (tenant, envelope["message_id"])}
         before = {key: self.last[key] for key in first}
-        pins = self.manager.pins
+        pins = list(self.manager.pins)
         free, stats = self.manager.num_free_blocks, self.executor.stats
         answers = self.executor.carry_out(envelope, tenant, self.now)
         for action, answer in zip(envelope["actions"], answers.to_dict()["actions"], strict=True):
             assert answer == before.get((tenant, envelope["message_id"], action.get("action_id")), answer)
-        assert (self.manager.pins, self.manager.num_free_blocks) == (pins, free)
+        assert (list(self.manager.pins), self.manager.num_free_blocks) == (pins, free)
         assert self.executor.stats.num_pins == stats.num_pins
         self.count("repeated", self.executor.stats.num_repeated - stats.num_repeated)
 
@@ -145,7 +145,7 @@ class HintMachine(TierMachine):
         own = [one for one in others if one.salt == tenant]
         other = self.random.choice(own if own and self.random.random() < 0.7 else others)
         if self.random.random() < 0.3:
-            hashes = self.manager.block_hashes(other)
+            hashes = self.manager.inspect.block_hashes(other)
             low = [int.from_bytes(digest[-8:], "big") for digest in hashes]
             return {"block_hashes": low if self.random.random() < 0.5 else [digest.hex() for digest in hashes]}
         tokens = other.token_ids()[: self.random.choice([3, 8, MAX_TOKENS])]
@@ -216,7 +216,9 @@ class HintMachine(TierMachine):
             other = self.random.choice(self.waiting)
             if other.num_tokens >= self.manager.block_size and len(self.pins) < 2:
                 with suppress(kvblocks.PinBudgetError):
-                    self.pins.append(self.manager.pin(other.token_ids(), salt=other.salt, extra_keys=other.extra_keys))
+                    self.pins.append(
+                        self.manager.pins.pin(other.token_ids(), salt=other.salt, extra_keys=other.extra_keys)
+                    )
 
     def do_hold(self) -> None:
         """Holds keep blocks from everybody, so this machine makes none."""
@@ -228,6 +230,7 @@ class HintMachine(TierMachine):
     def end_load(self, loaded: Loaded) -> None:
         if is_prefetch(loaded.sequence):
             self.count("prefetched" if loaded.is_whole else "prefetched in part")
+            self.memory.arrive(loaded.sequence, loaded.num_tokens)
         else:
             super().end_load(loaded)
 
@@ -239,7 +242,7 @@ class HintMachine(TierMachine):
             assert book.num_pinned_blocks <= BUDGETS[tenant]
             assert len(book.pins) <= 5 and len(book._answers) <= 64  # noqa: SLF001
             assert all(pin.pin.sequence.salt == tenant for pin in book.pins)
-        assert stats.num_pinned_blocks <= self.manager.max_pinned_blocks
+        assert stats.num_pinned_blocks <= self.manager.pins.max_blocks
         loads = self.executor._prefetches.loads  # noqa: SLF001
         assert sum(load.num_held_blocks for load in loads) <= 0.3 * self.manager.num_blocks
         standing = self.executor._standing()  # noqa: SLF001

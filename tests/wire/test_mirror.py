@@ -11,10 +11,10 @@ from kvblocks import InvalidArgumentError
 from kvblocks.wire import CODECS, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventMirror
 from kvblocks.wire.convert import to_u64
 from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
-from kvblocks.wire.holdings import Place
+from kvblocks.wire.holdings import Location
 from kvblocks.wire.ledger import Ledger, Limits
 
-GPU = Place(0, 0, MEDIUM)
+GPU = Location(0, 0, MEDIUM)
 FEW = Limits(num_kept_batches=20, max_queued_batches=6)
 
 
@@ -104,7 +104,7 @@ def test_media_and_groups_are_told_apart():
     mirror.receive("w", 1, payload(removed(2), removed(9), removed(1, medium="DISK")))
     assert mirror.find("w", [1, 2, 3], medium="GPU") == 1 and mirror.count("w") == 4
     mirror.receive("w", 2, payload(removed(1, group=1)))
-    assert Place(0, 1, MEDIUM) not in mirror.places("w")
+    assert Location(0, 1, MEDIUM) not in mirror.places("w")
 
 
 def test_the_best_worker_has_the_longest_prefix():

@@ -31,7 +31,7 @@ def sequence_of(case: dict[str, Any]) -> Sequence:
 def test_vllms_golden_vectors(case):
     """Made by vLLM 0.32 itself; tests/integrations/vllm/test_names.py has it make them again."""
     manager = KVCacheManager(16, case["block_size"], hash_algorithm=VllmNames(case["algorithm"], seed=case["seed"]))
-    assert [name.hex() for name in manager.block_hashes(sequence_of(case))] == case["hashes"]
+    assert [name.hex() for name in manager.inspect.block_hashes(sequence_of(case))] == case["hashes"]
 
 
 @pytest.mark.parametrize("case", GOLDEN["dynamo"], ids=lambda case: " ".join(case) or "plain")
@@ -105,7 +105,7 @@ def test_names_are_the_oracles(algorithm):
         sequence = Sequence("random", tokens, salt=salt, lora=lora, extra_keys=keys)
         path = None if lora is None else split_lora(lora)
         expected = block_names(algorithm, seed, tokens, block_keys(salt, path, keys, size, len(tokens) // size), size)
-        assert manager.block_hashes(sequence) == expected
+        assert manager.inspect.block_hashes(sequence) == expected
         manager.allocate_slots(sequence, random.randrange(1, len(tokens) + 1))  # in two chunks, and by the run alone
         if sequence.num_computed_tokens < len(tokens):
             manager.allocate_slots(sequence)
@@ -127,7 +127,7 @@ def test_names_tell_of_the_adapter_in_every_block():
         manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
         seed = os.environ.get("PYTHONHASHSEED", "vllm-none-hash")
         expected = block_names("sha256_cbor", seed, tokens, [(("lora", "ad", "/path"),)] * 5, 4)
-        assert [block.block_hash for block in sequence.blocks] == expected == manager.block_hashes(sequence)
+        assert [block.block_hash for block in sequence.blocks] == expected == manager.inspect.block_hashes(sequence)
         assert manager.take_events()[0].block_hashes[-1] == expected[-1]
 
 
@@ -154,7 +154,7 @@ def test_a_seed_makes_names_that_others_can_compute():
     names = VllmNames("xxhash_cbor")
     manager = KVCacheManager(8, 2, hash_algorithm=names)
     expected = block_names("xxhash_cbor", names.seed, [1, 2, 3, 4], [(), ()], 2)
-    assert manager.block_hashes(Sequence("a", [1, 2, 3, 4])) == expected
+    assert manager.inspect.block_hashes(Sequence("a", [1, 2, 3, 4])) == expected
 
 
 @pytest.mark.parametrize("groups", [[FullAttention(4), SlidingWindow(4, 6)], [SlidingWindow(4, 6)]])
@@ -162,7 +162,7 @@ def test_groups_have_the_same_names(groups):
     manager = KVCacheManager(32, groups=groups, hash_algorithm="vllm:sha256", enable_events=True)
     sequence = Sequence("a", range(20), salt="s")
     manager.allocate_slots(sequence)
-    names = manager.block_hashes(sequence)
+    names = manager.inspect.block_hashes(sequence)
     for event in manager.take_events():
         assert set(event.block_hashes) <= set(names)
 
@@ -209,4 +209,4 @@ def test_what_is_not_installed_is_said(monkeypatch):
         KVCacheManager(8, 2, hash_algorithm="vllm:sha256_cbor")
     with pytest.raises(InvalidArgumentError, match=r"kvblocks\[wire\]"):
         llm_d_block_hashes([1], 1, "model")
-    assert KVCacheManager(8, 2, hash_algorithm="vllm:sha256").block_hashes(Sequence("a", [1, 2]))
+    assert KVCacheManager(8, 2, hash_algorithm="vllm:sha256").inspect.block_hashes(Sequence("a", [1, 2]))

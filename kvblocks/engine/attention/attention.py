@@ -257,17 +257,17 @@ class AttentionBackend(Protocol):
         """The operations between a model's products, for the device of this attention."""
 
 
-Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.AttentionPlan]
+Planner = Callable[[Tensor, Tensor, Tensor, int, reference.Sight], reference.AttentionPlan]
 
 
 @dataclass(frozen=True)
 class _PlannedStep:
-    """A step of the torch backends: a plan for each group and window, made when the first layer asks for it."""
+    """A step of the torch backends: a plan for each group and sight, made when the first layer asks for it."""
 
     batch: StepBatch
     kv_cache: KVCache
     planner: Planner
-    plans: dict[tuple[int, int | None], reference.AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int | None, int | None], reference.AttentionPlan] = field(default_factory=dict)
     stores: dict[int, tuple[Tensor, reference.StorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -292,12 +292,14 @@ class _PlannedStep:
         return attended * value_scale
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
-        kind = how.group, how.window
+        kind = how.group, how.window, how.chunk_size
         if kind not in self.plans:
             batch = self.batch
             block_tables = batch.block_tables[how.group] * self.kv_cache.parts_per_block
             tables = (block_tables, batch.query_start, batch.seq_lens)
-            self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, how.window)
+            self.plans[kind] = self.planner(
+                *tables, self.kv_cache.block_size, reference.Sight(how.window, how.chunk_size)
+            )
         return self.plans[kind]
 
     def _plan_store(self, slot_mapping: Tensor) -> reference.StorePlan:
@@ -316,7 +318,7 @@ class TorchAttention:
     is_tiled: bool = False
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
-        """Plan the step. O(tokens in context), once for every window that the model has."""
+        """Plan the step. O(tokens in context), once for every way to see that the layers have."""
         return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
 
     def row_ops(self, config: ModelConfig) -> RowOps:

@@ -1,11 +1,11 @@
 """Decides whether a decode step reads shared blocks once for all sequences that share them, and which blocks.
 
-The manager finds the groups of sequences; the kernels' table says which are worth it. Groups depend only on which
-sequences are in the batch: a decode step adds only blocks of a sequence's own. So groups are found, and uploaded to the
-device, only when the batch changes.
+The manager finds the cohorts of sequences; the kernels' table says which are worth it. Cohorts depend only on which
+sequences are in the batch: a decode step adds only blocks of a sequence's own. So cohorts are found, and uploaded to
+the device, only when the batch changes.
 
-Invariant: in every step that uses a group's runs, the group's blocks are full and computed. Such a step has the same
-block-table lists (see `resident_table`), and its sequences are at least as long as the group's shared stretch.
+Invariant: in every step that uses a cohort's runs, the cohort's blocks are full and computed. Such a step has the same
+block-table lists (see `resident_table`), and its sequences are at least as long as the cohort's shared stretch.
 """
 
 from collections.abc import Callable
@@ -25,30 +25,30 @@ from kvblocks.kernels.table import CASCADE, CascadeThreshold, read_bytes_per_mic
 from kvblocks.observe.shared_prefixes import SharedPrefix
 
 
-class FindGroups(Protocol):
-    """`KVCacheManager.shared_prefixes`."""
+class FindCohorts(Protocol):
+    """`manager.inspect.shared_prefixes`."""
 
     def __call__(self, sequences: Items[Sequence], *, min_blocks: int) -> list[SharedPrefix]:
-        """Return the groups that share at least so many blocks, parents before children."""
+        """Return the cohorts that share at least so many blocks, parents before children."""
 
 
 BeginCascade = Callable[[StepBatch, KVCache, SharedRuns], StepAttention]
 """Begins a decode step whose sequences share runs."""
 
 MAX_LEVELS = 4
-"""How many levels of nested groups buckets have room for: as many as one merge reads at once."""
+"""How many levels of nested cohorts buckets have room for: as many as one merge reads at once."""
 
 
 @dataclass(frozen=True)
 class RunBucket:
     """Room for the runs of a captured step: a CUDA graph has the same tensors, and as many launches, each time.
 
-    Two groups of at least two rows are nested or disjoint, so there are fewer groups than rows. Padding is groups
+    Two cohorts of at least two rows are nested or disjoint, so there are fewer cohorts than rows. Padding is cohorts
     without members: they have no tiles, and don't change a kernel's grid.
     """
 
     num_rows: int
-    num_groups: int
+    num_cohorts: int
     num_members: int
     num_levels: int = MAX_LEVELS
 
@@ -61,7 +61,7 @@ class RunBucket:
         """Whether there is room for these runs."""
         return (
             len(runs.num_shared) <= self.num_rows
-            and runs.num_groups <= self.num_groups
+            and runs.num_cohorts <= self.num_cohorts
             and len(runs.members) <= self.num_members
             and runs.num_levels <= self.num_levels
         )
@@ -77,35 +77,35 @@ class RunBucket:
         padded = self.split(vector)
         for own, whole in zip(_tensors(runs), _tensors(padded), strict=True):
             whole[: len(own)] = own
-        padded.group_start[len(runs.group_start) :] = len(runs.members)
+        padded.cohort_start[len(runs.cohort_start) :] = len(runs.members)
         return vector
 
     def split(self, vector: Tensor) -> SharedRuns:
         """The runs in a vector of `pack`: views of `vector`."""
-        members, group_start, run_start, run_stop, level, num_shared = vector.split(self._sizes)
-        return SharedRuns(members, group_start, run_start, run_stop, level, num_shared, self.num_levels)
+        members, cohort_start, run_start, run_stop, level, num_shared = vector.split(self._sizes)
+        return SharedRuns(members, cohort_start, run_start, run_stop, level, num_shared, self.num_levels)
 
     @property
     def _sizes(self) -> list[int]:
-        groups = self.num_groups
-        return [self.num_members, groups + 1, groups, groups, groups, self.num_rows]
+        cohorts = self.num_cohorts
+        return [self.num_members, cohorts + 1, cohorts, cohorts, cohorts, self.num_rows]
 
 
 def _tensors(runs: SharedRuns) -> tuple[Tensor, ...]:
-    return runs.members, runs.group_start, runs.run_start, runs.run_stop, runs.level, runs.num_shared
+    return runs.members, runs.cohort_start, runs.run_start, runs.run_stop, runs.level, runs.num_shared
 
 
 class CascadePlanner:
     """Finds the shared runs of decode steps, for a `TritonAttention` that isn't batch-invariant.
 
-    group: the KV-cache group whose blocks `find_groups` returns, the manager's primary one. token_bytes: of K and V of
+    group: the KV-cache group whose blocks `find_cohorts` returns, the manager's primary one. token_bytes: of K and V of
     a token in a layer; 0: the cost of launches doesn't count. Attributes: num_transfers, how often runs were uploaded;
     packed: the last plan's runs as its bucket packs them, or None.
     """
 
     def __init__(
         self,
-        find_groups: FindGroups,
+        find_cohorts: FindCohorts,
         block_size: int,
         device: torch.device,
         threshold: CascadeThreshold = CASCADE,
@@ -117,7 +117,7 @@ class CascadePlanner:
         self._token_bytes = token_bytes
         self._group = group
         self.threshold = threshold
-        self._find_groups = find_groups
+        self._find_cohorts = find_cohorts
         self._block_size = block_size
         self._min_blocks = max(1, -(-threshold.min_run_tokens // block_size))
         self._device = device
@@ -134,25 +134,25 @@ class CascadePlanner:
         """
         tables = [sequence.block_ids for sequence in sequences]
         if not self._is_as_before(tables, sequences):
-            groups = self._find_groups(sequences, min_blocks=self._min_blocks)
+            cohorts = self._find_cohorts(sequences, min_blocks=self._min_blocks)
             self._tables = tables
             self._num_shared = [0] * len(sequences)
-            for group in groups:
-                for member in group.members:
-                    self._num_shared[member] = (group.start_block + group.num_blocks) * self._block_size
+            for cohort in cohorts:
+                for member in cohort.members:
+                    self._num_shared[member] = (cohort.start_block + cohort.num_blocks) * self._block_size
             self._runs, self.packed = None, None
-            if groups:
-                self._choose(groups, sequences, bucket)
+            if cohorts:
+                self._choose(cohorts, sequences, bucket)
         return self._runs
 
-    def _choose(self, groups: list[SharedPrefix], sequences: Items[Sequence], bucket: RunBucket | None) -> None:
-        """Upload the runs of at least one group to the device, as parts of one vector, if they are worth it."""
+    def _choose(self, cohorts: list[SharedPrefix], sequences: Items[Sequence], bucket: RunBucket | None) -> None:
+        """Upload the runs of at least one cohort to the device, as parts of one vector, if they are worth it."""
         stretches: list[SharedRun] = [
-            (group.members, group.start_block, group.start_block + group.num_blocks) for group in groups
+            (cohort.members, cohort.start_block, cohort.start_block + cohort.num_blocks) for cohort in cohorts
         ]
         runs = SharedRuns.build(stretches, len(sequences))
         fits = bucket is not None and bucket.holds(runs)
-        num_saved = sum((len(group.members) - 1) * group.num_tokens for group in groups)
+        num_saved = sum((len(cohort.members) - 1) * cohort.num_tokens for cohort in cohorts)
         num_read = sum(sequence.num_computed_tokens for sequence in sequences)
         is_alike = fits or bucket is None  # the cascade is captured exactly if the step without it would be
         cost = self.threshold.captured_microseconds if is_alike else self.threshold.eager_microseconds
@@ -166,8 +166,8 @@ class CascadePlanner:
             return
         parts = _tensors(runs)
         vector = to_device(torch.cat(parts), self._device)
-        members, group_start, run_start, run_stop, level, num_shared = vector.split([len(part) for part in parts])
-        self._runs = SharedRuns(members, group_start, run_start, run_stop, level, num_shared, runs.num_levels)
+        members, cohort_start, run_start, run_stop, level, num_shared = vector.split([len(part) for part in parts])
+        self._runs = SharedRuns(members, cohort_start, run_start, run_stop, level, num_shared, runs.num_levels)
 
     def begin(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns) -> StepAttention:
         """Begin a decode step with the runs that `plan` returned. Raises InvalidArgumentError for any other step."""

@@ -6,6 +6,7 @@ cumulative lengths. K and V are stored before both calls.
 """
 
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -86,22 +87,13 @@ class _FlashStep:
         return attended
 
 
-def load_flash_attention(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
-) -> FlashAttention:
-    """The backend. Raises InvalidArgumentError for what the package doesn't support, ModelError if it is missing."""
+def check_flash_attention(block_size: int, device: torch.device) -> ModuleType:
+    """The package, for any model. Raises InvalidArgumentError for what it doesn't support, ModelError without it."""
     if device.type not in DEVICE_TYPES:
         raise InvalidArgumentError(f"attention='flash-attn': expected a CUDA device, got {str(device)!r}")
     if block_size % PAGE_TOKENS:
         raise InvalidArgumentError(
             f"attention='flash-attn': expected a block_size in multiples of {PAGE_TOKENS}, its pages, got {block_size}"
-        )
-    if dtype not in DTYPES:
-        raise InvalidArgumentError(f"attention='flash-attn': expected dtype float16 or bfloat16, got {dtype}")
-    if config.head_dim > MAX_HEAD_DIM or config.head_dim % 8:
-        raise InvalidArgumentError(
-            f"attention='flash-attn': expected a head_dim in multiples of 8, at most {MAX_HEAD_DIM}, got"
-            f" {config.head_dim}"
         )
     try:
         import flash_attn
@@ -111,4 +103,20 @@ def load_flash_attention(
             " and the torch that it will run with: pip install 'kvblocks[engine]' packaging psutil ninja wheel, then"
             " pip install --no-build-isolation flash-attn; or a wheel for your torch, CUDA and Python from its releases"
         ) from error
-    return FlashAttention(flash_attn)
+    package: ModuleType = flash_attn
+    return package
+
+
+def load_flash_attention(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> FlashAttention:
+    """The backend. Raises as `check_flash_attention`, and InvalidArgumentError for a model that it doesn't support."""
+    package = check_flash_attention(block_size, device)
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"attention='flash-attn': expected dtype float16 or bfloat16, got {dtype}")
+    if config.head_dim > MAX_HEAD_DIM or config.head_dim % 8:
+        raise InvalidArgumentError(
+            f"attention='flash-attn': expected a head_dim in multiples of 8, at most {MAX_HEAD_DIM}, got"
+            f" {config.head_dim}"
+        )
+    return FlashAttention(package)

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.arguments import check_one_of
+from kvblocks.engine.attention.names import KV_CACHE_DTYPES
 
 E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
-
-NAMES = ("auto", "fp8", "fp8_e4m3")
-"""The values of kv_cache_dtype, named as in vLLM's `--kv-cache-dtype`: "fp8" is e4m3."""
 
 _HEADROOM = 2.0
 """Numbers up to so many times the largest one that calibration saw are not cut off."""
@@ -45,10 +43,9 @@ class KVScales:
 
 
 def is_8_bit(name: Any) -> bool:
-    """Whether `kv_cache_dtype` names 8 bits. Raises InvalidArgumentError for a name that isn't in NAMES."""
-    if not isinstance(name, str) or name not in NAMES:
-        raise InvalidArgumentError(f"kv_cache_dtype: expected {', '.join(NAMES)}, got {name!r}")
-    return name != "auto"
+    """Whether `kv_cache_dtype` names 8 bits. Raises InvalidArgumentError for a name that isn't in KV_CACHE_DTYPES."""
+    check_one_of("kv_cache_dtype", name, KV_CACHE_DTYPES)
+    return bool(name != "auto")
 
 
 def _scale(largest: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class _CascadeStep(_TritonStep):
     cascade_shares: list[CascadeShares] = field(default_factory=list, kw_only=True)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
-        if how.window is not None or how.group != self.group:
+        if not how.sees_all or how.group != self.group:
             return super().attend(layer, query, how)
         keys, values, tables = (
             self.kv_cache.keys[layer],
@@ -198,18 +198,23 @@ def watch_compiling() -> AbstractContextManager[dict[str, float]]:
     return compile_seconds()
 
 
-def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InvalidArgumentError for a model, block size, dtype or device that the kernels don't support."""
+def check_device(block_size: int, device: torch.device) -> None:
+    """Raise InvalidArgumentError for a block size or a device that the kernels don't support, whatever the model."""
     if device.type != "cuda" and not is_interpreted():
         raise InvalidArgumentError(
             "attention='triton': expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Python starts"
             f" (slow, for tests); got the device {str(device)!r}"
         )
-    wanted: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
-        "a head_dim": (config.head_dim, HEAD_DIMS),
-        "a block_size": (block_size, BLOCK_SIZES),
-        "a dtype": (dtype, QUERY_DTYPES),
-    }
+    _check_among({"a block_size": (block_size, BLOCK_SIZES)})
+
+
+def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InvalidArgumentError for a model, block size, dtype or device that the kernels don't support."""
+    check_device(block_size, device)
+    _check_among({"a head_dim": (config.head_dim, HEAD_DIMS), "a dtype": (dtype, QUERY_DTYPES)})
+
+
+def _check_among(wanted: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
     for name, (got, supported) in wanted.items():
         if got not in supported:
             choices = ", ".join(map(str, supported))

@@ -28,6 +28,7 @@ def check_schema(schema: Any) -> str:
     """Return a JSON schema as text. Raises InvalidArgumentError for one that isn't accepted. O(size)."""
     if not isinstance(schema, dict):
         raise InvalidArgumentError(f"expected a JSON schema that is an object, got {type(schema).__name__}")
+    check_form_size(schema)
     try:
         values = list(_walk(schema))
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
@@ -47,6 +48,24 @@ def check_schema(schema: Any) -> str:
             f" decimal place, got {multiples!s:.80}"
         )
     return text
+
+
+def check_form_size(form: Any) -> None:
+    """Raise InvalidArgumentError for a schema, a pattern or texts that are certainly too long. Looks at no more of it.
+
+    O(MAX_BYTES). Only values are counted, not what JSON writes between them.
+    """
+    size, rest = 0, [form]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, (dict, list, tuple)):
+            size += len(value)
+            if size <= MAX_BYTES:
+                rest += [*value, *value.values()] if isinstance(value, dict) else value
+        else:
+            size += len(value) if isinstance(value, str) else 1
+        if size > MAX_BYTES:
+            raise InvalidArgumentError(f"expected at most {MAX_BYTES} bytes, got more")
 
 
 def check_size(text: str) -> str:

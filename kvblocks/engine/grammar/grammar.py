@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import GrammarError, ModelError
-from kvblocks.engine.grammar.bounds import check_schema, check_size, check_text
+from kvblocks.engine.grammar.bounds import MAX_BYTES, check_schema, check_size, check_text
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
 
@@ -33,6 +33,14 @@ _LIMITS: Mapping[str, Any] = {
     "step_max_items": 5_000,
     "step_lexer_fuel": 10_000,
     "verbose_errors": False,
+}
+# The automaton of a choice has at most a state for each byte of its texts, which are bounded. With 64 KiB of texts, a
+# token took up to 24 ms, and all states together up to 50 MB; an answer sees only those of its own text.
+_CHOICE_LIMITS: Mapping[str, Any] = {
+    **_LIMITS,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 1_000_000,
+    "max_lexer_states": MAX_BYTES + 1_000,
 }
 _SHOWN = 200
 
@@ -61,6 +69,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise ModelError(f"expected a tokenizer that llguidance reads, got an error: {error!s:.200}") from error
         self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._choice_limits = llguidance.LLParserLimits(**_CHOICE_LIMITS)
         self._matcher = llguidance.LLMatcher
         self.vocab_size = vocab_size
 
@@ -71,7 +80,7 @@ class GrammarCompiler:
             source = self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
         except ValueError as error:
             raise InvalidArgumentError(f"expected a JSON schema, got an error: {error!s:.{_SHOWN}}") from error
-        return self._compile(source)
+        return self._compile(source, self._limits)
 
     def json_object(self) -> "Grammar":
         """A grammar of any JSON object."""
@@ -79,7 +88,7 @@ class GrammarCompiler:
 
     def regex(self, pattern: str) -> "Grammar":
         """A grammar of texts that a regular expression matches as a whole. Raises InvalidArgumentError."""
-        return self._compile(self._matcher.grammar_from_regex(check_text(pattern)))
+        return self._compile(self._matcher.grammar_from_regex(check_text(pattern)), self._limits)
 
     def choice(self, texts: Sequence[str]) -> "Grammar":
         """A grammar of several texts, of which none is empty. Raises InvalidArgumentError."""
@@ -88,10 +97,13 @@ class GrammarCompiler:
         for text in texts:
             check_text(text)
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-        return self._compile(self._matcher.grammar_from_lark(check_size(f"start: {choices}")))
+        # One terminal, which the lexer reads with one automaton. As alternatives of a rule, each text would be an item
+        # of the parser's row, and `max_items_in_row` would be reached.
+        source = self._matcher.grammar_from_lark(check_size(f"start: TEXT\nTEXT: {choices}"))
+        return self._compile(source, self._choice_limits)
 
-    def _compile(self, source: str) -> "Grammar":
-        matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
+    def _compile(self, source: str, limits: "llguidance.LLParserLimits") -> "Grammar":
+        matcher = self._matcher(self._tokenizer, source, log_level=0, limits=limits)
         grammar = Grammar(matcher, self.vocab_size)
         if matcher.is_error():
             raise InvalidArgumentError(f"expected a grammar that can be compiled, got an error: {_first_line(matcher)}")

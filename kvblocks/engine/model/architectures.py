@@ -4,7 +4,7 @@ One decoder computes them all. They differ in data: this module has what an arch
 each model's config.json says. config.json also says which architecture a folder holds, as for `transformers`'
 AutoModel.
 
-From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025).
+From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta 2025).
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ class Architecture:
     weights are stored less 1, and multiplied before the rounding to the model's dtype. scales_embedding: embeddings are
     multiplied by the square root of hidden_size. defaults: of fields that a config.json may leave out. prefixes: how
     the names of tensors may begin, and the beginnings that they stand for here. ignored_prefixes: of tensors that text
-    doesn't need.
+    doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
+    rotated in pairs of neighbours, (0, 1), (2, 3) and so on.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
     ignored_prefixes: tuple[str, ...] = ()
+    mlp_name: str = "mlp"
+    has_rotated_pairs: bool = False
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama")
@@ -86,7 +89,37 @@ GEMMA3_WITH_IMAGES = replace(
         prefix + part for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
     ),
 )
-SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES)
+_LLAMA4_DEFAULTS = {
+    "vocab_size": 202_048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 1,
+    "num_local_experts": 16,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+}
+LLAMA4 = Architecture(
+    "Llama4ForCausalLM",
+    "llama4_text",
+    mlp_name="feed_forward",
+    has_rotated_pairs=True,
+    defaults=_LLAMA4_DEFAULTS,
+)
+SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES, LLAMA4)
 
 
 def choose_architecture(fields: Mapping[str, Any]) -> Architecture:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.model.architectures import LLAMA, Architecture, choose_architecture
+from kvblocks.engine.model.architectures import LLAMA, LLAMA4, Architecture, choose_architecture
 from kvblocks.engine.model.fields import (
     read_eos_token_ids,
     read_flag,
@@ -19,8 +19,9 @@ from kvblocks.engine.model.fields import (
     read_optional_number,
     read_size,
 )
-from kvblocks.engine.model.layer_attention import LayerAttention
-from kvblocks.engine.model.rope_config import RopeConfig, read_ropes
+from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
+from kvblocks.engine.model.llama4 import Experts, read_llama4
+from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -33,6 +34,10 @@ class ModelConfig:
     has a window. local_rope: the frequencies of layers with a window; None: the same as the other layers'. query_scale:
     the factor of scores; None: 1 / sqrt(head_dim). attention_softcap, logits_softcap: c in c * tanh(x / c), of scores
     and of logits; None: no softcap. `eos_token_ids` may be empty.
+
+    chunk_sizes: for each layer, of its chunks; None: it has none. Empty: no layer has. unrotated_layers: those without
+    RoPE. temperature: of these layers. norms_rotated: queries and keys of the other layers are normed, without weights.
+    experts: None in models without.
     """
 
     hidden_size: int
@@ -55,19 +60,45 @@ class ModelConfig:
     query_scale: float | None = None
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    chunk_sizes: tuple[int | None, ...] = ()
+    unrotated_layers: frozenset[int] = frozenset()
+    temperature: Temperature | None = None
+    norms_rotated: bool = False
+    experts: Experts | None = None
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
         """How each layer attends. O(layers)."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
-        windows = self.windows or (None,) * self.num_layers
-        return tuple(LayerAttention(scale, window, self.attention_softcap) for window in windows)
+        none = (None,) * self.num_layers
+        return tuple(
+            LayerAttention(
+                scale,
+                window,
+                self.attention_softcap,
+                chunk_size=chunk_size,
+                temperature=self.temperature if layer in self.unrotated_layers else None,
+            )
+            for layer, (window, chunk_size) in enumerate(
+                zip(self.windows or none, self.chunk_sizes or none, strict=True)
+            )
+        )
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Each layer's rotary frequencies. O(layers)."""
-        windows = self.windows or (None,) * self.num_layers
-        return tuple(self.rope if window is None else self.local_rope or self.rope for window in windows)
+        ropes = [self.rope if how.sees_all else self.local_rope or self.rope for how in self.attention]
+        return tuple(NO_ROTATION if layer in self.unrotated_layers else rope for layer, rope in enumerate(ropes))
+
+    @property
+    def needs_torch(self) -> str:
+        """What of this model only torch attention computes, for people: "experts". Empty: nothing."""
+        parts = {
+            "chunked attention": any(self.chunk_sizes),
+            "layers without RoPE": bool(self.unrotated_layers),
+            "experts": self.experts is not None,
+        }
+        return " and ".join(name for name, has_part in parts.items() if has_part)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "ModelConfig":
@@ -103,7 +134,6 @@ class ModelConfig:
         query_scalar = read_optional_number(fields, "query_pre_attn_scalar")
         return cls(
             hidden_size=hidden_size,
-            intermediate_size=read_size(fields, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_read_kv_heads(fields, num_heads),
@@ -122,6 +152,11 @@ class ModelConfig:
             query_scale=None if query_scalar is None else query_scalar**-0.5,
             attention_softcap=read_optional_number(fields, "attn_logit_softcapping"),
             logits_softcap=read_optional_number(fields, "final_logit_softcapping"),
+            **(
+                read_llama4(fields, num_layers)
+                if architecture is LLAMA4
+                else {"intermediate_size": read_size(fields, "intermediate_size")}
+            ),
         )
 
 

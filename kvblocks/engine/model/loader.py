@@ -9,6 +9,7 @@ deterministic modes would depend on a tensor's place in the file. A file is mapp
 after the copy. So a process never has the weights in memory twice.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.fields import read_json
 from kvblocks.engine.model.products import pack, packed_rows
-from kvblocks.engine.model.weights import LayerWeights, ModelWeights
+from kvblocks.engine.model.weights import ExpertWeights, LayerWeights, ModelWeights
 
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_SHARED_EXPERT = ".shared_expert"
+_IS_ROTATED = re.compile(r"\.[qk]_proj\.(weight|bias)$")
 
 # The names of a layer's norms. In models with output norms, "post_attention_layernorm" is the attention's output norm;
 # in others it is the MLP's input norm.
@@ -65,16 +68,13 @@ def load_weights(
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape with this configuration. A folder's names may have other prefixes."""
-    hidden, wide = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     projections = {
         "self_attn.q_proj": (queries, hidden, config.attention_bias),
         "self_attn.k_proj": (keys, hidden, config.attention_bias),
         "self_attn.v_proj": (keys, hidden, config.attention_bias),
         "self_attn.o_proj": (hidden, queries, config.attention_bias),
-        "mlp.gate_proj": (wide, hidden, config.mlp_bias),
-        "mlp.up_proj": (wide, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, wide, config.mlp_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
@@ -83,9 +83,17 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = f"model.layers.{index}."
         for name in _layer_norms(config).values():
             shapes[f"{prefix}{name}.weight"] = (hidden,)
+        mlp, width = _mlp(config, index)
+        if mlp.endswith(_SHARED_EXPERT):
+            shapes |= {prefix + name: shape for name, shape in _expert_shapes(config).items()}
         if config.architecture.has_qk_norms:
             shapes[prefix + "self_attn.q_norm.weight"] = shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        for name, (num_outputs, num_inputs, has_bias) in projections.items():
+        of_mlp = {
+            f"{mlp}.gate_proj": (width, hidden, config.mlp_bias),
+            f"{mlp}.up_proj": (width, hidden, config.mlp_bias),
+            f"{mlp}.down_proj": (hidden, width, config.mlp_bias),
+        }
+        for name, (num_outputs, num_inputs, has_bias) in (projections | of_mlp).items():
             shapes[f"{prefix}{name}.weight"] = (num_outputs, num_inputs)
             if has_bias:
                 shapes[f"{prefix}{name}.bias"] = (num_outputs,)
@@ -95,6 +103,26 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
     """A layer's norms: each one's field in LayerWeights, and its name in a folder."""
     return _SANDWICH_NORMS if config.architecture.has_output_norms else _LLAMA_NORMS
+
+
+def _mlp(config: ModelConfig, layer: int) -> tuple[str, int]:
+    """The name of a layer's MLP, or of the expert that all rows share, and its width."""
+    name = config.architecture.mlp_name
+    if config.experts is None or layer not in config.experts.layers:
+        return name, config.intermediate_size
+    return name + _SHARED_EXPERT, config.experts.width
+
+
+def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """A layer's experts in a folder. Their matrices are stored as [num_experts, in, out]."""
+    assert config.experts is not None
+    name, hidden = config.architecture.mlp_name, config.hidden_size
+    num_experts, width = config.experts.num_experts, config.experts.width
+    return {
+        f"{name}.router.weight": (num_experts, hidden),
+        f"{name}.experts.gate_up_proj": (num_experts, hidden, 2 * width),
+        f"{name}.experts.down_proj": (num_experts, width, hidden),
+    }
 
 
 class _Stored(NamedTuple):
@@ -138,9 +166,26 @@ class _Reader:
             return self._load(name).to(self.device, torch.float32) + 1.0
         return self.read(name)
 
-    def read_qk_norm(self, prefix: str) -> Tensor | None:
-        """The weights of the heads' norms, one row a head, queries first; None in models without them."""
-        if not self.config.architecture.has_qk_norms:
+    def read_experts(self, prefix: str) -> ExpertWeights:
+        """The experts of a layer, in the layout of `pack`."""
+        router, *stored = (prefix + name for name in _expert_shapes(self.config))
+        gate_up, down = (
+            tuple(pack(matrix.T.contiguous().to(self.device, self.dtype)) for matrix in self._load(name))
+            for name in stored
+        )
+        return ExpertWeights(self.read_matrix(router), gate_up, down)
+
+    def read_qk_norm(self, prefix: str, layer: int) -> Tensor | None:
+        """The weights of the heads' norms, one row a head, queries first; None in layers without them.
+
+        A norm of rotated heads without weights is the same as one of heads with weights of 1 before they are rotated,
+        since a rotation keeps the sum of squares.
+        """
+        config = self.config
+        if config.norms_rotated and layer not in config.unrotated_layers:
+            heads = config.num_heads + config.num_kv_heads
+            return torch.ones(heads, config.head_dim, dtype=self.dtype, device=self.device)
+        if not config.architecture.has_qk_norms:
             return None
         query, key = (self.read_norm(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k"))
         return torch.cat([query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)])
@@ -149,6 +194,9 @@ class _Reader:
         stored = self.tensors[name]
         with _opened(stored.path) as file:
             loaded: Tensor = file.get_tensor(stored.name)  # this tensor keeps the mapping alive
+        if self.config.architecture.has_rotated_pairs and _IS_ROTATED.search(name):
+            # `rope.rotate` pairs i with i + head_dim / 2. The same order in queries and K leaves scores as they are.
+            loaded = loaded.unflatten(0, (-1, self.config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         return loaded
 
 
@@ -172,17 +220,19 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
         return reader.read_matrix(*(f"{prefix}{name}.weight" for name in names))
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    mlp, _ = _mlp(config, index)
+    gate_up, down = (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj"
     return LayerWeights(
         qkv=read_matrix(*qkv),
         output=read_matrix("self_attn.o_proj"),
         gate_up=read_matrix(*gate_up),
-        down=read_matrix("mlp.down_proj"),
+        down=read_matrix(down),
         qkv_bias=read("bias", *qkv) if config.attention_bias else None,
         output_bias=read("bias", "self_attn.o_proj") if config.attention_bias else None,
         gate_up_bias=read("bias", *gate_up) if config.mlp_bias else None,
-        down_bias=read("bias", "mlp.down_proj") if config.mlp_bias else None,
-        qk_norm=reader.read_qk_norm(prefix),
+        down_bias=read("bias", down) if config.mlp_bias else None,
+        qk_norm=reader.read_qk_norm(prefix, index),
+        experts=reader.read_experts(prefix) if mlp.endswith(_SHARED_EXPERT) else None,
         **{field: reader.read_norm(f"{prefix}{name}.weight") for field, name in _layer_norms(config).items()},
     )
 

@@ -41,6 +41,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     plain: Tensor = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.rope_type == "default":
         return plain
+    if rope.rope_type == "none":
+        return torch.zeros_like(plain)
     stretched = plain / rope.factor
     if rope.rope_type == "linear":
         return stretched

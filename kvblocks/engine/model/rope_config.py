@@ -27,6 +27,10 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
 
 
+NO_ROTATION = RopeConfig("none")
+"""Of layers without RoPE. All frequencies are 0, so that a rotation changes no number."""
+
+
 def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig]:
     """The frequencies of layers with full attention, and of layers with a window. In most models they are the same.
 

@@ -17,8 +17,20 @@ from kvblocks.engine.model.products import take_rows
 
 
 @dataclass(frozen=True)
+class ExpertWeights:
+    """The experts of a layer, of which each row chooses some by the router's largest logits."""
+
+    router: Tensor  # [num_experts, hidden]
+    gate_up: tuple[Tensor, ...]  # of each expert: [2 * width, hidden]
+    down: tuple[Tensor, ...]  # of each expert: [hidden, width]
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Biases and norms are None in models that have none."""
+    """One layer. Biases and norms are None in models that have none.
+
+    `gate_up` and `down` are the MLP's; in a layer with experts, those of the expert that all rows share.
+    """
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -33,6 +45,7 @@ class LayerWeights:
     qk_norm: Tensor | None = None  # [num_heads + num_kv_heads, head_dim]
     attention_output_norm: Tensor | None = None  # [hidden]
     mlp_output_norm: Tensor | None = None  # [hidden]
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,48 @@
 Kernels are imported only when they are chosen: the engine works without triton, and without flash-attn.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+import torch
+
+from kvblocks.arguments import check_one_of
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
-from kvblocks.engine.attention.flash_attention import FlashAttention, load_flash_attention
+from kvblocks.engine.attention.flash_attention import FlashAttention, check_flash_attention, load_flash_attention
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales, is_8_bit
+from kvblocks.engine.attention.names import ATTENTIONS
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerLocation
-from kvblocks.engine.run.cache_plan import plan_cache
 from kvblocks.engine.run.calibration import calibrate
 from kvblocks.engine.run.determinism import choose_determinism
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.rows import NATURAL
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.plan import Plan
+from kvblocks.groups.plan import KVLayer, Plan, plan
 from kvblocks.manager import KVCacheManager
 
-ATTENTIONS = ("auto", "triton", "torch", "flash-attn")
+logger = logging.getLogger("kvblocks.engine.run")
+
+_NO_LIMIT = 2**62
+
+
+def plan_cache(config: ModelConfig, block_size: int, dtype: torch.dtype) -> Plan:
+    """A model's layers as KV-cache groups over one pool: one of full attention, and one for each way to see less.
+
+    All groups have one block size, so a layer's K and V have the same shape in every group, and layers of different
+    groups can share tensors. The plan's num_blocks and num_bytes have no meaning: they exceed any memory.
+
+    Raises InvalidArgumentError for a block_size below 1. O(layers ** 2).
+    """
+    kinds = [how.kind(block_size) for how in config.attention]
+    different = list(dict.fromkeys(kinds))
+    layers = [KVLayer(different.index(kind), config.num_kv_heads, config.head_dim) for kind in kinds]
+    return plan(different, layers, dtype.itemsize, _NO_LIMIT)
 
 
 def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[str, float]]:
@@ -39,8 +60,8 @@ def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[
 class Backend:
     """How to run a model. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured.
 
-    kv_cache_dtype: one of `kv_scales.NAMES`. scales: of K and V in 8 bits, found by `prepared`. Raises
-    InvalidArgumentError for another kv_cache_dtype.
+    kv_cache_dtype: one of KV_CACHE_DTYPES. scales: of K and V in 8 bits, found by `prepared`. Raises
+    InvalidArgumentError for other names, and for what doesn't go together.
     """
 
     attention: str = "auto"
@@ -50,45 +71,80 @@ class Backend:
     scales: KVScales | None = None
 
     def __post_init__(self) -> None:
-        is_8_bit(self.kv_cache_dtype)
+        check_one_of("attention", self.attention, ATTENTIONS)
+        if is_8_bit(self.kv_cache_dtype) and self.attention == "flash-attn":
+            raise InvalidArgumentError("attention='flash-attn': expected kv_cache_dtype='auto', got 8 bits")
+        if self.attention == "flash-attn" and self.deterministic:
+            raise InvalidArgumentError("attention='flash-attn': expected deterministic=False, got True")
+
+    def check_place(self, device: torch.device, block_size: int) -> None:
+        """Raise InvalidArgumentError or ModelError for what can't work on this device, whatever the model.
+
+        So nobody waits for weights that can't be used.
+        """
+        chosen, _ = self._choose(device, block_size)
+        if chosen == "flash-attn":
+            check_flash_attention(block_size, device)
+        if chosen == "triton":
+            if find_spec("triton") is None:
+                raise ModelError(
+                    "attention='triton': expected the package triton, got none: pip install 'kvblocks[engine,gpu]', or"
+                    " use attention='torch'"
+                )
+            from kvblocks.engine.attention.triton_attention import check_8_bit, check_device
+
+            check_device(block_size, device)
+            if is_8_bit(self.kv_cache_dtype):
+                check_8_bit(device)
+
+    def _choose(self, device: torch.device, block_size: int, model: LoadedModel | None = None) -> tuple[str, str]:
+        """The name of the attention on a device, and why "auto" is torch on a GPU. model: None if it isn't known."""
+        if self.attention != "auto" or device.type != "cuda":
+            return ("torch" if self.attention == "auto" else self.attention), ""
+        if model is not None and model.config.needs_torch:
+            return "torch", f"the model has {model.config.needs_torch}"
+        if find_spec("triton") is not None:
+            from kvblocks.engine.attention.triton_attention import check_device, check_supported
+
+            try:
+                check_device(block_size, device)
+                if model is not None:
+                    check_supported(model.config, block_size, model.dtype, device)
+            except InvalidArgumentError as error:
+                return "torch", str(error)
+        return "triton", ""
 
     def prepared(self, model: LoadedModel, block_size: int) -> "Backend":
         """This backend for a model, checked by `choose_attention`, and with scales if K and V are kept in 8 bits.
 
-        Computes up to 512 tokens for them.
+        Computes up to 512 tokens for them. Warns if "auto" has to be torch on a GPU.
         """
         self.choose_attention(model, block_size)
+        _, why = self._choose(model.device, block_size, model)
+        if why:
+            logger.warning("attention='auto': plain torch, which is slower and has no CUDA graphs, since %s", why)
         return replace(self, scales=calibrate(model)) if is_8_bit(self.kv_cache_dtype) else self
 
     def plan_cache(self, model: LoadedModel, block_size: int) -> Plan:
-        """As `cache_plan.plan_cache`, for the cache's dtype."""
+        """As the function of this name, for the cache's dtype."""
         return plan_cache(model.config, block_size, E4M3 if is_8_bit(self.kv_cache_dtype) else model.dtype)
 
     def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
         """The attention for this model. Raises InvalidArgumentError and ModelError, which name alternatives."""
-        if self.attention not in ATTENTIONS:
-            raise InvalidArgumentError(f"attention: expected {', '.join(ATTENTIONS)}, got {self.attention!r}")
-        chosen = self.attention
-        if chosen == "auto":
-            chosen = "triton" if model.device.type == "cuda" else "torch"
+        chosen, _ = self._choose(model.device, block_size, model)
         if chosen == "torch":
             return TiledTorchAttention() if self.deterministic else TorchAttention()
-        if chosen == "flash-attn":
-            if self.deterministic:
-                raise InvalidArgumentError("attention='flash-attn': expected deterministic=False, got True")
-            if is_8_bit(self.kv_cache_dtype):
-                raise InvalidArgumentError("attention='flash-attn': expected kv_cache_dtype='auto', got 8 bits")
-            return load_flash_attention(model.config, block_size, model.dtype, model.device)
-        if find_spec("triton") is None:
-            raise ModelError(
-                "attention='triton': expected the package triton, got none: pip install 'kvblocks[engine,gpu]', or use"
-                " attention='torch'"
+        if model.config.needs_torch:
+            raise InvalidArgumentError(
+                f"attention={chosen!r}: expected a model without {model.config.needs_torch}, which only"
+                f" attention='torch' computes; got {model.config.architecture.name}"
             )
-        from kvblocks.engine.attention.triton_attention import TritonAttention, check_8_bit, check_supported
+        self.check_place(model.device, block_size)
+        if chosen == "flash-attn":
+            return load_flash_attention(model.config, block_size, model.dtype, model.device)
+        from kvblocks.engine.attention.triton_attention import TritonAttention, check_supported
 
         check_supported(model.config, block_size, model.dtype, model.device)
-        if is_8_bit(self.kv_cache_dtype):
-            check_8_bit(model.device)
         return TritonAttention(is_tiled=self.deterministic)
 
     def make_runner(
@@ -117,14 +173,14 @@ class Backend:
         if isinstance(model.attention, FlashAttention):
             return DeviceRunner(model, *sizes)
         cascade = None
-        full = [number for number, group in enumerate(manager.groups) if group.window is None]
+        full = [number for number, group in enumerate(manager.groups) if group.sees_all]
         # A cascade's bits depend on what is shared, so deterministic runs have none. Layers with windows don't use
         # cascades. Prefixes are shared in the primary group, the first one without a window.
         if full and not self.deterministic:
             config = model.config
             width = 1 if self.scales is not None else model.weights.embedding.element_size()
             token_bytes = 2 * config.num_kv_heads * config.head_dim * width
-            found = manager.shared_prefixes
+            found = manager.inspect.shared_prefixes
             cascade = CascadePlanner(found, manager.block_size, device, group=full[0], token_bytes=token_bytes)
         capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
         return DeviceRunner(model, *sizes, scales=self.scales, capture=capture, cascade=cascade)

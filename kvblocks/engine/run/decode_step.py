@@ -4,7 +4,9 @@ A decode step of a small model is hundreds of launches with little work each. Th
 GPU runs them. So a step is captured once, as a graph, and replayed. A graph reads and writes the same memory each time.
 `DecodeStep` is a step over such memory, for a fixed number of sequences. Before a replay, the step's columns and its
 sequences' rows of the resident tables are copied into this memory. So the tables may be anywhere, and may grow. Batches
-are padded to a power of 2 by sequences without tokens, whose slots are -1, so that few graphs serve all batches.
+are padded by sequences without tokens, whose slots are -1, so that few graphs serve all batches: to a power of 2, and
+above 64 to a multiple of 16, since a step of 257 sequences that is padded to 512 computes nearly twice as much. Only
+one step runs at a time, so those between two powers of 2 share buffers.
 
 A step whose sequences share prefixes is another graph over the same memory, with padded runs beside it: see
 `attention.cascade.RunBucket`. Programs share out their work by lengths on the device, and their number is fixed. So a
@@ -30,25 +32,42 @@ from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.step_upload import DECODE_COLUMNS, UploadedStep, lay_out
 
 MAX_BUCKET = 512
+FINE_FROM, FINE_STEP = 64, 16
+"""Above so many sequences, buckets are multiples of so many."""
 
 
-class DecodeStep:
-    """One token of each of `num_seqs` sequences, in fixed buffers.
+class DecodeBuffers:
+    """The memory of steps of up to `num_seqs` sequences: columns, block tables and logits, see `DecodeStep`.
 
-    columns: int32 [DECODE_COLUMNS + num_groups, num_seqs], see `step_upload`; at first all are padding. block_tables:
-    of each group, int32 [num_seqs, max_blocks]. The other buffers are those of `kv_cache`.
+    The logits of all graphs are here, or each graph would keep its own: 0.5 MB a sequence with 128,000 tokens.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: KVCache, tables: Sequence[ResidentTable], num_seqs: int) -> None:
+    def __init__(self, tables: Sequence[ResidentTable], num_seqs: int, vocab_size: int) -> None:
         device = tables[0].blocks.device
         self.columns = torch.empty(DECODE_COLUMNS + len(tables), num_seqs, dtype=torch.int32, device=device)
-        self.clear()
         self.block_tables = [
             torch.zeros(num_seqs, table.blocks.shape[1], dtype=torch.int32, device=device) for table in tables
         ]
+        self.index = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        self.logits = torch.empty(num_seqs, vocab_size, dtype=torch.float32, device=device)
+
+
+class DecodeStep:
+    """One token of each of `num_seqs` sequences, in the first rows of fixed buffers that hold at least so many.
+
+    columns: int32 [DECODE_COLUMNS + num_groups, num_seqs], see `step_upload`; at first all are padding. block_tables:
+    of each group, int32 [num_seqs, max_blocks]. logits: float32 [num_seqs, vocab]. The other buffers are those of
+    `kv_cache`.
+    """
+
+    def __init__(self, model: DecoderModel, kv_cache: KVCache, buffers: DecodeBuffers, num_seqs: int) -> None:
+        self.columns = buffers.columns[:, :num_seqs]
+        self.block_tables = [table[:num_seqs] for table in buffers.block_tables]
+        self.logits = buffers.logits[:num_seqs]
+        self._index = buffers.index[: num_seqs + 1]
         self._model = model
         self._kv_cache = kv_cache
-        self._index = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        self.clear()
 
     def clear(self) -> None:
         """Make all sequences padding."""
@@ -62,12 +81,12 @@ class DecodeStep:
             torch.index_select(table.blocks, 0, rows, out=own)
 
     def compute(self) -> Tensor:
-        """Run the step on what the buffers hold: float32 logits [num_seqs, vocab]. Changes the cache.
+        """Run the step on what the buffers hold. Changes the cache and `logits`, which is returned.
 
         Never waits for the device, so that it can be captured.
         """
         batch = self.lay_out()
-        return self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache))
+        return self.logits.copy_(self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache)))
 
     def lay_out(self) -> StepBatch:
         """The batch that the buffers hold."""
@@ -111,7 +130,7 @@ class CascadeStep:
     def compute(self) -> Tensor:
         """As `DecodeStep.compute`."""
         batch = self._step.lay_out()
-        return self._model.compute(batch, self._begin(batch, self._kv_cache, self._runs))
+        return self._step.logits.copy_(self._model.compute(batch, self._begin(batch, self._kv_cache, self._runs)))
 
 
 Replay = Callable[[], Tensor]
@@ -139,6 +158,7 @@ class DecodeBuckets:
         self._tables = tables
         self._capture = capture
         self._begin_cascade = begin_cascade
+        self._buffers: dict[int, DecodeBuffers] = {}
         self._steps: dict[int, DecodeStep] = {}
         self._cascades: dict[int, CascadeStep] = {}
         self._replays: dict[DecodeStep | CascadeStep, Replay] = {}
@@ -164,7 +184,10 @@ class DecodeBuckets:
 
     def _step(self, bucket: int) -> DecodeStep:
         if bucket not in self._steps:
-            self._steps[bucket] = DecodeStep(self._model, self._kv_cache, self._tables, bucket)
+            size = 1 << (bucket - 1).bit_length()
+            if size not in self._buffers:
+                self._buffers[size] = DecodeBuffers(self._tables, size, self._model.config.vocab_size)
+            self._steps[bucket] = DecodeStep(self._model, self._kv_cache, self._buffers[size], bucket)
         return self._steps[bucket]
 
     def _cascade(self, step: DecodeStep) -> CascadeStep:
@@ -177,7 +200,9 @@ class DecodeBuckets:
 
 def bucket_of(num_seqs: int) -> int | None:
     """The size that a step of `num_seqs` sequences is padded to; None: it isn't captured. O(1)."""
-    return None if num_seqs > MAX_BUCKET else 1 << (num_seqs - 1).bit_length()
+    if num_seqs > MAX_BUCKET:
+        return None
+    return -(-num_seqs // FINE_STEP) * FINE_STEP if num_seqs > FINE_FROM else 1 << (num_seqs - 1).bit_length()
 
 
 def run_in_place(step: DecodeStep | CascadeStep) -> Replay:

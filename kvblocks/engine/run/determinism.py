@@ -11,12 +11,13 @@ holds, `tile16` is chosen. It only requires that a row's bits don't depend on th
 Triton kernels replace torch's norms, gates and rotations on a GPU. They aren't checked, since each program of theirs
 sees only one row.
 
-Two assumptions are left. A kernel's order of operations depends on shapes and alignment, not on numbers. All layers,
-which have one shape, behave as the first one does.
+Two assumptions are left. A kernel's order of operations depends on shapes and alignment, not on numbers. All layers of
+one shape behave as the first of them does.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layers import DecoderLayers, Linear
 from kvblocks.engine.model.products import product
-from kvblocks.engine.model.weights import ModelWeights
+from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStrategy, chunks
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -87,18 +88,18 @@ def _row_functions(
     config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, linear: Linear
 ) -> list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]]:
     """The model's row-wise functions, each with random inputs of the largest row count, and its allowed row counts."""
-    layers, layer = DecoderLayers(config, linear), weights.layers[0]
+    layers = DecoderLayers(config, linear, keeps_rows=True)
     generator = torch.Generator().manual_seed(0)
 
     def random_rows(counts: tuple[int, ...], *shape: int) -> Tensor:
         values = torch.randn(counts[-1], *shape, generator=generator)
         return values.to(weights.embedding.device, weights.embedding.dtype)
 
-    def project(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    def project(layer: LayerWeights, rows: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, cos, sin = rows
         return layers.turn(layer, layers.heads(layer, layers.norm(hidden, layer.input_norm)), cos, sin)
 
-    def mix(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    def mix(layer: LayerWeights, rows: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, attended = rows[0].clone(), rows[1]
         normed = layers.mix(layer, hidden, attended, layer.input_norm)
         assert normed is not None
@@ -111,11 +112,11 @@ def _row_functions(
     hidden = random_rows(body, config.hidden_size)
     cos, sin = random_rows(body, 1, config.head_dim), random_rows(body, 1, config.head_dim)
     attended = random_rows(body, config.num_heads, config.head_dim)
-    return [
-        (project, (hidden, cos, sin), body),
-        (mix, (hidden, attended), body),
-        (logits, (random_rows(head, config.hidden_size),), head),
-    ]
+    first_of = {(layer.qk_norm is None, layer.experts is None): layer for layer in reversed(weights.layers)}
+    found: list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]] = []
+    for layer in first_of.values():
+        found += [(partial(project, layer), (hidden, cos, sin), body), (partial(mix, layer), (hidden, attended), body)]
+    return [*found, (logits, (random_rows(head, config.hidden_size),), head)]
 
 
 def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:

@@ -48,7 +48,7 @@ class DeviceRunner(ModelRunner):
         device = model.weights.embedding.device
         self._device = device
         max_blocks = -(-model.config.max_position_embeddings // block_size)
-        if any(how.window is None for how in model.layer_attention):  # with only windows, a context may exceed the pool
+        if any(how.sees_all for how in model.layer_attention):  # with only windows, a context may exceed the pool
             max_blocks = min(num_blocks, max_blocks)
         tables = [ResidentTable(num_blocks, max_blocks, device) for _ in range(model.num_groups)]
         self._uploader = StepUploader(tables, block_size)
@@ -57,6 +57,11 @@ class DeviceRunner(ModelRunner):
         can_capture = capture is not None and not model.strategy.is_aligned
         begin = None if cascade is None else cascade.begin
         self._buckets = DecodeBuckets(model, self.kv_cache, tables, capture, begin) if capture and can_capture else None
+
+    @property
+    def num_slice_layers(self) -> int:
+        """1: a chunk is computed in all layers at once."""
+        return 1
 
     @property
     def num_replays(self) -> int:

@@ -4,7 +4,7 @@ The pass has two kinds of work. Row-wise work (`layers`) is cut into chunks by t
 attention. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,7 +93,7 @@ class DecoderModel:
         kinds = zip(config.attention, self.layer_locations, strict=True)
         self.layer_attention = tuple(replace(how, group=location.group) for how, location in kinds)
         self.num_groups = 1 + max(location.group for location in self.layer_locations)
-        self._layers = DecoderLayers(config, linear, attention.row_ops(config))
+        self._layers = DecoderLayers(config, linear, attention.row_ops(config), keeps_rows=strategy.is_deterministic)
         norms = [*(layer.input_norm for layer in weights.layers[1:]), None]
         self._stack = [
             _Layer(index, *parts)
@@ -106,6 +106,9 @@ class DecoderModel:
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
             for rope in dict.fromkeys(config.ropes)
         }
+        self._temperature: Tensor | None = None
+        if config.temperature is not None:
+            self._temperature = config.temperature.table(config.max_position_embeddings).to(weights.embedding.device)
 
     def new_kv_cache(self, num_blocks: int, block_size: int, scales: KVScales | None = None) -> KVCache:
         """A zeroed cache on the model's device, in its dtype, or in e4m3 with these scales."""
@@ -139,6 +142,26 @@ class DecoderModel:
         """
         layout = RowLayout.build(batch, self.strategy)
         hidden = self._embed(layout.token_ids)
+        for _ in self._run_layers(layout, hidden, step):
+            pass
+        if score is not None:
+            score(layout.take_own(hidden), self._logits)
+        return self._logits(hidden.index_select(0, layout.logits_rows))
+
+    def by_layers(self, batch: StepBatch, kv_cache: KVCache) -> Iterator[None]:
+        """Run a step's layers one by one: `num_layers` times, advancing the iterator computes the next layer.
+
+        The first time also does all that `forward` does before the layers, and raises what it raises. Computes no
+        logits. Other steps may run in between, if they write to none of the batch's blocks. After the last layer the
+        cache is the same, bit by bit, as after `forward`. Advance it in torch's inference mode.
+        """
+        self._check(batch, kv_cache)
+        layout = RowLayout.build(batch, self.strategy)
+        hidden = self._embed(layout.token_ids)
+        yield from self._run_layers(layout, hidden, self.attention.begin(batch, kv_cache))
+
+    def _run_layers(self, layout: RowLayout, hidden: Tensor, step: StepAttention) -> Iterator[None]:
+        """Compute one layer whenever it is advanced. Changes `hidden`, the first layer's input, [num_rows, hidden]."""
         parts = self._cut(layout, hidden, places=isinstance(step, PlacingStep))
         first_norm = self.weights.layers[0].input_norm
         normed: list[Tensor | None] = [self._layers.norm(part.hidden, first_norm) for part in parts]
@@ -149,9 +172,7 @@ class DecoderModel:
             normed = [
                 self._layers.mix(layer.weights, part.hidden, attended[part.rows], layer.next_norm) for part in parts
             ]
-        if score is not None:
-            score(layout.take_own(hidden), self._logits)
-        return self._logits(hidden.index_select(0, layout.logits_rows))
+            yield
 
     def _place(self, layer: _Layer, normed: Tensor | None, part: _Part, step: StepAttention) -> Tensor:
         """Store K and V of a part's rows, and return their queries. normed: the layer's normed input."""
@@ -163,6 +184,8 @@ class DecoderModel:
             return step.place(layer.index, heads, angles, slots)
         query, key, value = self._layers.turn(layer.weights, heads, *part.angles[layer.rope])
         step.store(layer.index, key, value, slots)
+        if layer.how.temperature is not None and self._temperature is not None:
+            query = (query * self._temperature[part.positions, None, None]).to(query.dtype)
         return query
 
     def _cut(self, layout: RowLayout, hidden: Tensor, *, places: bool) -> list["_Part"]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from kvblocks.engine.run.container import free_in_container
 from kvblocks.errors import InvalidArgumentError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -21,7 +22,7 @@ def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache
 
     An int: bytes. A text: a number with a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024). A
     float above 0 and at most 1: that share of the memory that is free on `device` now. For a CPU this is what Linux
-    calls available, without regard to a container's limit. name: of the argument, for errors.
+    calls available, or what the container's limit leaves if that is less. name: of the argument, for errors.
 
     Raises InvalidArgumentError for anything else, and for a share if the system doesn't say what is free.
     """
@@ -70,6 +71,11 @@ def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device. Raises InvalidArgumentError if the system doesn't say. O(1)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    on_machine, in_container = _free_on_machine(), free_in_container()
+    return on_machine if in_container is None else min(on_machine, in_container)
+
+
+def _free_on_machine() -> int:
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

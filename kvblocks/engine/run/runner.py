@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
-from kvblocks.engine.errors import ModelError
+from kvblocks.engine.errors import UnknownModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
@@ -22,6 +22,7 @@ from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.warm_up import WarmUpStep
+from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
@@ -60,7 +61,7 @@ class LoadedModel:
             if not folder.is_dir():
                 known = ", ".join(sorted(KNOWN_MODELS))
                 message = f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}"
-                raise ModelError(message + _how_to_get(str(model)))
+                raise UnknownModelError(message + _how_to_get(str(model)))
         wanted = parse_dtype(dtype)
         if wanted is None:
             wanted = torch.float32 if torch.device(device).type == "cpu" else stored_dtype(folder)
@@ -96,16 +97,38 @@ class ModelRunner:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size, scales)
 
+    @property
+    def num_slice_layers(self) -> int:
+        """The layers through which `run` can take a chunk in slices; 1: it can't."""
+        return self.model.config.num_layers
+
     def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
         First makes the chunks' copies, of shared blocks that this step would write to. score: called with all rows, in
-        the order of the chunks.
+        the order of the chunks. A slice of an open chunk is a step of its own, and has no logits.
         """
+        part = chunks[0].part
+        if part is not None:
+            return self._run_slice(chunks[0], part)
+        return self.model.forward(self._begin(chunks), self.kv_cache, score)
+
+    @torch.inference_mode()
+    def _run_slice(self, chunk: ScheduledChunk, part: OpenChunk) -> Tensor:
+        """Compute the next layers of an open chunk."""
+        self.model.check_threads()
+        if part.rest is None:
+            part.rest = self.model.by_layers(self._begin([chunk]), self.kv_cache)
+        for _ in part.layers:
+            next(part.rest)
+        return torch.empty(0, self.model.config.vocab_size)
+
+    def _begin(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:
+        """Return the chunks as a batch, and make their copies."""
         rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-        return self.model.forward(batch, self.kv_cache, score)
+        return batch
 
     def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
         """Steps that compile and capture all that steps of so many sequences need. None for plain torch.

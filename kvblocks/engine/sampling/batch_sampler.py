@@ -112,7 +112,7 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
     return has_limit and not params.is_greedy
 
 
-class Group(NamedTuple):
+class AlikeDraws(NamedTuple):
     """Draws that need the same work. width: the most top tokens whose logarithms a draw wants; -1: no logarithms.
 
     is_changed: whether logits are changed before the draw: by penalties, or to exclude tokens.
@@ -136,7 +136,7 @@ class Group(NamedTuple):
         return self.is_greedy and not self.is_changed and self.width < 0
 
 
-def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
+def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[AlikeDraws]:
     """Groups of slots that need the same work. Each group keeps the slots' order."""
     groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
     for slot in slots:
@@ -147,7 +147,7 @@ def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
         groups.setdefault(key, []).append(slot)
     for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
         width = max(_num_named(slot, vocab_size) for slot in members) if has_logprobs else -1
-        yield Group(members, is_greedy, is_limited, is_changed, num_likely, width)
+        yield AlikeDraws(members, is_greedy, is_limited, is_changed, num_likely, width)
 
 
 def _num_named(slot: Slot, vocab_size: int) -> int:
@@ -155,7 +155,7 @@ def _num_named(slot: Slot, vocab_size: int) -> int:
     return min(slot.draw.params.logprobs or 0, vocab_size)
 
 
-def enqueue(logits: Tensor, groups: Sequence[Group], memory: Workspace) -> Tensor:
+def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], memory: Workspace) -> Tensor:
     """Begin to draw, without waiting. Returns the results of `_draw`, group by group, slot by slot."""
     size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
     tiles = (
@@ -166,7 +166,7 @@ def enqueue(logits: Tensor, groups: Sequence[Group], memory: Workspace) -> Tenso
     return torch.cat([_draw(logits, tile, memory).flatten() for tile in tiles])
 
 
-def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
+def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
     """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, and wanted logarithms."""
     device, vocab_size = logits.device, logits.shape[1]
     draws = [slot.draw for slot in tile.slots]
@@ -243,7 +243,7 @@ def _copied(values: "array[int]") -> Tensor:
     return torch.frombuffer(values, dtype=torch.int64).clone()
 
 
-def _read(groups: Sequence[Group], results: Tensor, outcomes: dict[int, Outcome]) -> list[Slot]:
+def _read(groups: Sequence[AlikeDraws], results: Tensor, outcomes: dict[int, Outcome]) -> list[Slot]:
     """Store the outcomes by index, and return the slots to draw again. Waits for the one transfer from the device."""
     values = iter(results.tolist())
     uncertain = []

@@ -106,6 +106,22 @@ def count_blocks(groups: Iterable[Group], num_tokens: int, num_step_tokens: int)
     return sum([group.num_blocks(num_tokens, num_step_tokens) for group in groups])
 
 
+def fitting_tokens(manager: KVCacheManager, request: Request, num_tokens: int) -> int:
+    """`num_tokens`, or fewer if a step of so many tokens would need more blocks than the pool has.
+
+    That happens if the limits were replaced after the request was checked for smaller steps. O(groups), mostly.
+    """
+    num_known = request.sequence.num_tokens
+    while num_tokens > 1 and count_blocks(manager.groups, num_known, num_tokens) > manager.num_blocks:
+        num_tokens //= 2
+    return num_tokens
+
+
+def most_pool_tokens(manager: KVCacheManager, num_step_tokens: int) -> int:
+    """Return the most tokens that the whole pool holds of one sequence. O(groups * log(tokens))."""
+    return _most_tokens(manager, manager.num_blocks, num_step_tokens, manager.num_blocks * manager.block_size + 1)
+
+
 def _most_tokens(manager: KVCacheManager, num_blocks: int, num_step_tokens: int, below: int) -> int:
     """The longest sequence, shorter than `below`, that so many blocks hold. O(groups * log(below))."""
     groups = manager.groups

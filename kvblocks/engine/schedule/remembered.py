@@ -12,8 +12,8 @@ step gave. So the KV of the whole prompt stays, also that of its unfilled last b
 A fork owns blocks, but no request may lack blocks because of it. So forks are given up, least recently used first,
 before a request is refused a block, and so before any request is preempted or waits, and before a pin gives way.
 Together they hold at most a share of the pool, and those of a salt at most its quota. A block that several forks share
-counts once. A fork is useless after a reset, after its salt was forgotten, or when its last full block is no longer
-cached. Useless forks are dropped before the next answer.
+counts once. A fork is useless after a reset, after its salt was forgotten, or when it has lost KV
+(`Sequence.lost_from`). Useless forks are dropped before the next answer.
 """
 
 from collections import Counter, OrderedDict
@@ -52,7 +52,7 @@ class _Prompt:
     @property
     def is_valid(self) -> bool:
         """Whether an equal prompt may still read its blocks. O(1)."""
-        return _is_cached(self.fork)
+        return _is_valid(self.fork)
 
 
 class RememberedPrompts:
@@ -86,7 +86,7 @@ class RememberedPrompts:
         or if it holds more blocks than there is room for. O(tokens + blocks).
         """
         key, sequence = request.prompt_key, request.sequence
-        if key is None or request.num_output_tokens or key in self._prompts or not _is_cached(sequence):
+        if key is None or request.num_output_tokens or key in self._prompts or not _is_valid(sequence):
             return
         block_ids = frozenset([block.block_id for block in blocks_of(self.manager, sequence)])
         most = self._room_of(sequence.salt)
@@ -140,7 +140,7 @@ class RememberedPrompts:
         return True
 
     def drop_stale(self) -> None:
-        """Drop the prompts that may no longer be read: after a reset, or when a salt was forgotten. O(prompts).
+        """Drop the prompts that may no longer be read: after a reset, a loss, or when a salt was forgotten. O(prompts).
 
         Also drops prompts of salts whose quota has become smaller.
         """
@@ -200,7 +200,7 @@ class RememberedPrompts:
 
     def _room_of(self, salt: str | None) -> int:
         """How many blocks the forks of a salt may hold. O(1)."""
-        quota = self.manager.quota_of(salt)
+        quota = self.manager.quotas.of(salt)
         return self.max_blocks if quota is None else min(self.max_blocks, quota)
 
 
@@ -222,13 +222,15 @@ def make_room(
         while manager.get_num_blocks_to_allocate(sequence, end, hit=hit) > manager.num_free_blocks:
             if not remembered.give_up():
                 break
-    while manager.allocate_slots(sequence, num_tokens, hit=hit, loads=loads) is None:
-        if remembered is None or not remembered.give_up():
-            return False
-    return True
+    while True:
+        if loads:
+            blocks = manager.tiers.allocate(sequence, hit, loads, num_tokens)
+        else:
+            blocks = manager.allocate_slots(sequence, num_tokens, hit=hit)
+        if blocks is not None or remembered is None or not remembered.give_up():
+            return blocks is not None
 
 
-def _is_cached(sequence: Sequence) -> bool:
-    """Whether a sequence is of the present epoch, and the last block that it cached is still cached. O(1)."""
-    epoch, number = sequence.epoch, sequence.num_cached_blocks
-    return epoch is not None and epoch.is_current and (not number or sequence.blocks[number - 1].is_cached)
+def _is_valid(sequence: Sequence) -> bool:
+    """Whether a sequence is of the present epoch, and has lost no KV. O(1)."""
+    return sequence.epoch is not None and sequence.epoch.is_current and sequence.lost_from is None

@@ -48,6 +48,8 @@ class Request:
     - num_preemptions: how often it lost its blocks to an older one.
     - was_admitted: whether it ever ran.
     - num_overtakes: how many requests behind it in the queue were admitted before it.
+    - round: of its salt's turns (`Turns`), since it was queued.
+    - is_long: whether it was admitted with more tokens to compute than one step takes of a request.
     - was_sought: whether a store that servers share was asked for its prefix. is_sought: whether the answer is still
       awaited; until it is there, the request isn't admitted.
 
@@ -66,6 +68,8 @@ class Request:
     siblings: "list[Request]" = field(default_factory=list)
     was_admitted: bool = False
     num_overtakes: int = 0
+    round: int = 0
+    is_long: bool = False
     max_hit_tokens: int | None = None
     was_sought: bool = False
     is_sought: bool = False
@@ -73,6 +77,11 @@ class Request:
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 0)
+
+    @property
+    def num_left_tokens(self) -> int:
+        """Tokens that have no slot yet: the rest of the prompt, or one token that was sampled. O(1)."""
+        return self.sequence.num_tokens - self.sequence.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -99,3 +108,37 @@ class Request:
         sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids, deadline=self.deadline)
         self.siblings.append(sample)
         return sample
+
+    def note_loaded(self, num_tokens: int) -> None:
+        """Note that loads have ended, and that hit and loads gave so many tokens. O(tiers)."""
+        num_left = num_tokens - (self.num_cached_tokens - sum(self.num_loaded_tokens.values()))
+        for tier, num_wanted in self.num_loaded_tokens.items():  # nearest first
+            self.num_loaded_tokens[tier] = num_here = max(0, min(num_wanted, num_left))
+            self.num_cached_tokens -= num_wanted - num_here
+            num_left -= num_wanted
+        self.num_cached_tokens = min(self.num_cached_tokens, num_tokens)  # the hit may be lost too
+
+    def take_token(self, token_id: int | None) -> None:
+        """Add a sampled token, which may finish the request. None, for no token, ends it with an error. O(1)."""
+        if token_id is None:
+            self.finish_reason = "error"
+            return
+        self.sequence.append_tokens([token_id])
+        if token_id in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.num_output_tokens == self.max_tokens:
+            self.finish_reason = "length"
+
+    def hand_over(self) -> "Request":
+        """Make the next sample the one that is scheduled for all, and return it.
+
+        The prompt's costs so far, and its place in the queue, count for that sample now. O(samples).
+        """
+        heir, *others = self.siblings
+        self.siblings, heir.siblings = [], others
+        heir.num_cached_tokens, heir.num_computed_tokens = self.num_cached_tokens, self.num_computed_tokens
+        heir.num_loaded_tokens = dict(self.num_loaded_tokens)
+        heir.num_preemptions, heir.num_overtakes = self.num_preemptions, self.num_overtakes
+        heir.was_admitted, heir.max_hit_tokens = self.was_admitted, self.max_hit_tokens
+        heir.round, heir.is_long = self.round, self.is_long
+        return heir

@@ -7,21 +7,27 @@ Invariants:
 - A sequence that is scheduled in a step keeps its blocks until the step has ended. The manager caches a block as soon
   as it is allocated full, so other requests may already have hit blocks that this step will write. Hence the order of
   `schedule`: running requests first, the oldest first. The request to preempt is always the youngest, which the step
-  hasn't reached.
+  hasn't reached. A step may compute some running long prompts after others, or not at all (`LongPrompts`), but only if
+  the pool has blocks for all.
 - Waiting requests come last, and only into a step that preempted nobody. Otherwise a preempted request would get its
   blocks back at once, and lose them again in the next step.
-- The oldest running request advances in every step. Alone it fits, or `add` would have refused it. Pins may have grown
-  since; if they leave too little for it, the step raises, before it has changed anything.
-- Waiting requests are admitted in the order of `order`, preempted ones first. If a running request computes, in chunks,
-  a prefix that a waiting request begins with, the waiting request waits for that, and others may be admitted before it.
-  These don't begin with the same prefix, so they don't prolong the wait. Only running requests are waited for, so
-  requests never wait for each other. When the pool or the watermark refuses a request, nobody behind it is admitted in
-  that step.
+- The oldest running request advances in every step without a slice; if it is a long prompt, whenever it is its turn.
+  Alone it fits, or `add` would have refused it. Pins may have grown since; if they leave too little for it, the step
+  raises, before it has changed anything.
+- Waiting requests are admitted in the order of `order`, preempted ones first. Their queue has the order of arrival, in
+  which salts take turns (`Turns`). If a running request computes, in chunks, a prefix that a waiting request begins
+  with, the waiting request waits for that, and others may be admitted before it. These don't begin with the same
+  prefix, so they don't prolong the wait. A long prompt may wait for a place, and others pass it too. Only running
+  requests are waited for, so requests never wait for each other. When the pool or the watermark refuses a request,
+  nobody behind it is admitted in that step.
+- A long prompt may have an open chunk, which steps compute in slices of layers (`LongPrompts`). A step with a slice has
+  nothing else. The request is in no other step before the chunk is complete, and may be preempted as any other.
 - A request whose prefix comes from a tier (`manager.tiers`) has blocks and counts as running, but is in no step until
   its loads have ended (`note_loaded`). It may be preempted as any other. A block under a transfer is free only after
   the transfer. So a step may be empty while transfers are under way; that is no error.
 - Samples of one prompt are forked between two steps, after the prompt's last chunk was computed. So all blocks that
   they share are written. Until then no later request is admitted in their stead. Samples without room wait, in front.
+- With a session gate, requests wait before the queue until it lets them in (`Entrance`). Nothing here counts them.
 - Blocks that `remembered` keeps take nothing from requests: all of them are given up before a request is refused a
   block. They were written by a step that is complete.
 
@@ -29,23 +35,25 @@ The order of work, and recomputing as the only kind of preemption, are those of 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import suppress
 from itertools import islice
 from math import inf
 
 from kvblocks.core.hit import CacheHit
-from kvblocks.engine.schedule.capacity import check_fits, check_oldest, count_blocks, max_request_tokens, stalled
+from kvblocks.engine.schedule.capacity import check_fits, check_oldest, fitting_tokens, max_request_tokens, stalled
+from kvblocks.engine.schedule.entrance import Entrance
+from kvblocks.engine.schedule.long_prompts import LongPrompts
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import FirstCome, Order
 from kvblocks.engine.schedule.remembered import RememberedPrompts, make_room
 from kvblocks.engine.schedule.request import FinishReason, Request
-from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
+from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits, chunk_of
+from kvblocks.engine.schedule.turns import Turns
 from kvblocks.engine.schedule.watermark import Watermark
-from kvblocks.errors import CorruptStateError, InvalidArgumentError, StaleHitError
+from kvblocks.errors import InvalidArgumentError, StaleHitError
 from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.transfer import Loaded
+from kvblocks.tiers.transfer import Loaded, TierHit
 
 
 class Scheduler:
@@ -53,8 +61,11 @@ class Scheduler:
 
     max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
     first come, first served. remembered: prompts whose first tokens are known, of the same manager; None: none.
-    waiting, running: unfinished requests, oldest first; until a prompt is computed, its further samples are among the
-    `siblings` of its first one. Only read these lists. lookups: of the waiting requests.
+    num_layers: of the model, if the runner can compute chunks by layers; else 1.
+    waiting, running: unfinished requests, whoever was queued or admitted first in front; until a prompt is computed,
+    its further samples are among the `siblings` of its first one. Only read these lists. lookups: of the waiting
+    requests. entrance: lets all requests into the queue at once. To have a session gate, assign another `Entrance`
+    before any request comes, and set `manager.now` before each step.
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class Scheduler:
         *,
         order: Order | None = None,
         remembered: RememberedPrompts | None = None,
+        num_layers: int = 1,
     ) -> None:
         self.manager = manager
         self.remembered = remembered
@@ -74,19 +86,16 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.lookups = Lookups(manager)
-        self._groups = manager.groups
         self._tiers = manager.tiers if len(manager.tiers) else None
+        self.long_prompts = LongPrompts(manager, remembered, num_layers)
+        self._turns = Turns()
+        self.entrance = Entrance(None, manager, self.lookups)
         self._next_deadline = inf  # at or before the earliest deadline of all requests
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished. O(1)."""
+        """Whether any request is unfinished, beside those that wait for the gate (`Entrance.wake_at`). O(1)."""
         return bool(self.waiting or self.running)
-
-    @property
-    def _num_step_tokens(self) -> int:
-        """The most tokens that a step computes of one request."""
-        return self.limits.chunk_tokens(self.limits.max_num_batched_tokens)
 
     @property
     def max_request_tokens(self) -> int:
@@ -94,7 +103,7 @@ class Scheduler:
 
         O(groups * log(tokens)), and O(tokens pinned) with pins.
         """
-        return max_request_tokens(self.manager, self.max_model_len, self._num_step_tokens)
+        return max_request_tokens(self.manager, self.max_model_len, self.limits.num_step_tokens)
 
     def check_fits(self, request: Request) -> None:
         """Raise if the request could not finish, even alone. Changes nothing.
@@ -102,7 +111,7 @@ class Scheduler:
         InvalidArgumentError: it never could; PoolExhaustedError: not until a pin ends. The number of its samples
         doesn't matter, since they can run one after another. O(1), and O(tokens pinned + prompt) with pins.
         """
-        check_fits(self.manager, request, self.max_model_len, self._num_step_tokens)
+        check_fits(self.manager, request, self.max_model_len, self.limits.num_step_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request with its siblings. Raises and costs as `check_fits`. Changes nothing if it raises."""
@@ -110,10 +119,11 @@ class Scheduler:
         self.add_checked(request)
 
     def add_checked(self, request: Request) -> None:
-        """Queue a request that passed `check_fits`, with its siblings. O(samples)."""
+        """Queue a request that passed `check_fits`, with its siblings. O(samples), and what `Turns.place` takes."""
         deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
         self._next_deadline = min([self._next_deadline, *deadlines])
-        self.waiting.append(request)
+        if not self.entrance.add(request):
+            self._turns.place(request, self.waiting)
 
     def answer(self) -> Iterator[tuple[Request, int]]:
         """Give waiting requests their remembered first tokens, between two steps. Yields each request with its token.
@@ -133,14 +143,14 @@ class Scheduler:
             if not request.num_computed_tokens:
                 request.num_cached_tokens = request.sequence.num_prompt_tokens
             self.lookups.forget()
-            _take_token(request, token_id)
+            request.take_token(token_id)
             if request.finish_reason is not None:
                 self._remove(request)
             yield request, token_id
 
     def schedule(self) -> list[ScheduledChunk]:
         """Return what the next step computes, with slots allocated. It is empty only if there is no work, or if all
-        work waits for transfers or for a store's answer (`Request.is_sought`).
+        work waits for transfers, for a store's answer (`Request.is_sought`) or for the gate.
 
         Preempts the youngest requests if the pool has too few blocks. Raises StalledError, a PoolExhaustedError, and
         changes nothing, if pins keep so many blocks that not even its `request`, the oldest or the next in line, can
@@ -149,24 +159,31 @@ class Scheduler:
         one refused, and those that `order` looks up.
         """
         chunks: list[ScheduledChunk] = []
-        budget = self.limits.max_num_batched_tokens
-        num_running, index = len(self.running), 0
-        while index < len(self.running) and budget:
-            request = self.running[index]
-            if self._is_loading(request):
-                index += 1
-                continue
-            chunk = self._continue(request, budget, is_oldest=not index)
-            if chunk is None:
-                self._preempt_youngest()
-            else:
+        for request in self.entrance.let_in(len(self.running) + len(self.waiting)):
+            self._turns.place(request, self.waiting)
+        turns = self.long_prompts
+        if turns.next_by_layers(self._computable(), self.limits) is not None:
+            if turns.may_give_way:
+                self._add_others(chunks)
+            chunk = None if chunks else turns.take_slice(self._computable(), self.limits)
+            if chunk is not None:
+                self.lookups.forget()
                 chunks.append(chunk)
-                budget -= chunk.num_tokens
-                index += 1
-        if chunks:
-            self.lookups.forget()
-        if len(self.running) == num_running or not chunks:  # without chunks, the oldest request itself starts again
-            refused = self._admit(chunks, budget)
+            if chunks:
+                return chunks
+        num_running, computable = len(self.running), self._computable()
+        first = turns.begin_step(computable, self.limits, others_wait=bool(self.waiting))
+        self._advance(first, chunks)
+        may_admit = len(self.running) == num_running  # nobody was preempted
+        if turns.postponed:
+            self._admit(chunks)
+            may_admit = not turns.give_way(to_new=bool(chunks) and len(self.running) > num_running)
+            if may_admit:
+                self._advance(turns.postponed, chunks)
+        if not chunks:
+            self._advance(computable, chunks)
+        if may_admit or not chunks:  # without chunks, the oldest request itself starts again
+            refused = self._admit(chunks)
             if refused is not None and not chunks and not self.is_moving:
                 raise stalled(self.manager, refused)
         return chunks
@@ -186,18 +203,17 @@ class Scheduler:
         self.lookups.forget()
         for request in self.running:
             if request.sequence is loaded.sequence and not request.num_computed_tokens:
-                num_left = loaded.num_tokens - (request.num_cached_tokens - sum(request.num_loaded_tokens.values()))
-                for tier, num_tokens in request.num_loaded_tokens.items():  # nearest first
-                    request.num_loaded_tokens[tier] = num_here = max(0, min(num_tokens, num_left))
-                    request.num_cached_tokens -= num_tokens - num_here
-                    num_left -= num_tokens
-                request.num_cached_tokens = min(request.num_cached_tokens, loaded.num_tokens)  # the hit may be lost too
+                request.note_loaded(loaded.num_tokens)
 
     def note_step(self, chunks: Items[ScheduledChunk], seconds: float) -> None:
-        """Note how long a step took. The tiers decide by this whether loading is faster than computing. O(chunks)."""
-        if self._tiers is not None:
-            num_tokens = sum([chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1])
-            if num_tokens >= self.manager.block_size:
+        """Note how long a step took: tiers decide by this whether to load, the gate how long to wait. O(chunks)."""
+        num_tokens = sum([chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1])
+        for part in [chunk.part for chunk in chunks if chunk.part is not None]:
+            part.seconds = seconds = part.seconds + seconds
+            num_tokens = num_tokens if part.layers.stop == part.num_layers else 0
+        if num_tokens >= self.manager.block_size:
+            self.entrance.note_computed(num_tokens, seconds)
+            if self._tiers is not None:
                 self._tiers.note_computed(num_tokens, seconds)
 
     def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int | None]) -> None:
@@ -213,6 +229,8 @@ class Scheduler:
         self.lookups.forget()
         sampled = iter(token_ids)
         for chunk in chunks:
+            if chunk.part is not None and not self.long_prompts.end_slice(chunk.part):
+                continue
             chunk.request.num_computed_tokens += chunk.num_tokens
             samples = chunk.sampled_requests
             if len(samples) > 1:
@@ -221,7 +239,7 @@ class Scheduler:
                 token_id = next(sampled)
                 if self.remembered is not None and token_id is not None:
                     self.remembered.note(request, token_id)
-                _take_token(request, token_id)
+                request.take_token(token_id)
             if chunk.is_all:
                 chunk.request.finish_reason = "length"
             for request in samples or [chunk.request]:
@@ -235,39 +253,10 @@ class Scheduler:
         """
         self.lookups.forget()
         for chunk in reversed(chunks):
+            self.long_prompts.drop(chunk.request)
             self.manager.abort(chunk.request.sequence, chunk.start)
             self.running.remove(chunk.request)
             self.waiting.appendleft(chunk.request)
-
-    def written_tokens(self) -> dict[Request, int]:
-        """Return how many tokens of each running request are written, or being loaded, between two steps.
-
-        For `undo`. O(running requests).
-        """
-        return {request: request.sequence.num_computed_tokens for request in self.running}
-
-    def undo(self, written: Mapping[Request, int]) -> None:
-        """Undo a step that was interrupted at any point, even in scheduling. All requests wait again, in front.
-
-        written: what `written_tokens` returned before the step; nothing beyond that stays cached. A manager that was
-        interrupted within a call refuses all further calls, so nothing of its cache is hit any more. O(blocks held).
-        """
-        self.lookups.forget()
-        held = [request for request in (*self.running, *self.waiting) if request.sequence.is_allocated]
-        for request in self.waiting:  # a fork of a remembered prompt that the request had not got yet
-            with suppress(CorruptStateError):
-                twin = self.manager.sequence(request.sequence.sequence_id)
-                if twin is not None and twin is not request.sequence:
-                    self.manager.abort(twin, 0)
-        if self.remembered is not None:
-            with suppress(CorruptStateError):
-                self.remembered.recover()
-        for request in reversed(held):
-            with suppress(CorruptStateError):
-                self.manager.abort(request.sequence, written.get(request, 0))
-            if request in self.running:
-                self.running.remove(request)
-                self.waiting.appendleft(request)
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End an unfinished request, between two steps. Its cached blocks stay cached, and its siblings stay queued.
@@ -279,13 +268,19 @@ class Scheduler:
             return
         request.finish_reason = reason
         self.lookups.forget()
+        if request.siblings and self.entrance.hand_over(request):
+            return
         if request.siblings and request in self.waiting:
-            self.waiting[self.waiting.index(request)] = _hand_over(request)
+            self.waiting[self.waiting.index(request)] = request.hand_over()
+            self.entrance.note_end(request)
             return
         if request.siblings and request in self.running:
-            heir = _hand_over(request)
-            heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
-            self.running.insert(self.running.index(request), heir)
+            heir, part = request.hand_over(), self.long_prompts.open
+            if part is not None and part.request is request:
+                self.waiting.appendleft(heir)
+            else:
+                heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
+                self.running.insert(self.running.index(request), heir)
         self._remove(request)
 
     def expire(self, now: float) -> list[Request]:
@@ -296,7 +291,7 @@ class Scheduler:
         """
         if now < self._next_deadline:
             return []
-        unfinished = [sample for r in (*self.running, *self.waiting) for sample in (r, *r.siblings)]
+        unfinished = [s for r in (*self.running, *self.waiting, *self.entrance.held) for s in (r, *r.siblings)]
         timed = [(request.deadline, request) for request in unfinished if request.deadline is not None]
         expired = [request for deadline, request in timed if deadline <= now]
         self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
@@ -304,27 +299,60 @@ class Scheduler:
             self.cancel(request, "timeout")
         return expired
 
+    def _advance(self, requests: Items[Request], chunks: list[ScheduledChunk]) -> None:
+        """Add the next chunks of running requests, oldest first, to a step. Preempts the youngest ones for room."""
+        budget, num_chunks = self._num_left_tokens(chunks), len(chunks)
+        for request in requests:
+            while budget and request.sequence.is_allocated:
+                chunk = self._continue(request, budget, is_oldest=request is self.running[0])
+                if chunk is not None:
+                    chunks.append(chunk)
+                    budget -= chunk.num_tokens
+                    break
+                self._preempt_youngest()
+        if len(chunks) > num_chunks:
+            self.lookups.forget()
+
+    def _add_others(self, chunks: list[ScheduledChunk]) -> None:
+        """Add what comes before the next slice of a long prompt: running requests if it is time, and new ones."""
+        num_running, beside = len(self.running), self.long_prompts.beside(self._computable(), self.limits)
+        self._advance(beside, chunks)
+        if len(self.running) == num_running:
+            self._admit(chunks)
+        if chunks:
+            self.long_prompts.note_others(advanced=bool(beside))
+
+    def _computable(self) -> list[Request]:
+        """The running requests that don't load. O(running requests)."""
+        return [request for request in self.running if not self._is_loading(request)]
+
+    def _num_left_tokens(self, chunks: Items[ScheduledChunk]) -> int:
+        """How many more tokens a step may compute. O(chunks)."""
+        return self.limits.max_num_batched_tokens - sum([chunk.num_tokens for chunk in chunks])
+
     def _continue(self, request: Request, budget: int, *, is_oldest: bool) -> ScheduledChunk | None:
         """Allocate slots for a running request's next tokens: the rest of its prompt, or the token sampled last."""
         sequence = request.sequence
         start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
-        num_tokens = self._fitting_tokens(request, min(most, sequence.num_tokens - start))
+        num_tokens = fitting_tokens(self.manager, request, min(most, request.num_left_tokens))
         if not make_room(self.manager, self.remembered, sequence, num_tokens):
             if is_oldest:
                 check_oldest(self.manager, request, start + num_tokens, most)
             return None
-        return self._chunk(request, start)
+        return chunk_of(self.manager, request, start)
 
-    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> Request | None:
+    def _admit(self, chunks: list[ScheduledChunk]) -> Request | None:
         """Add the first chunks of waiting requests to the step. Return the request that was refused, or None.
 
-        A refusal ends the admissions. Requests whose prefix another request is computing are passed over.
+        A refusal ends the admissions. Requests whose prefix another request is computing are passed over, and so are
+        long prompts without a place.
         """
         if not self.waiting:
             return None
+        budget = self._num_left_tokens(chunks)
         most, num_passed = self.limits.max_num_seqs, 0  # at most as many are passed over as could run
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
-        watermark = Watermark(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
+        watermark = Watermark(self.manager, self.running, self.limits.watermark, self.limits.num_step_tokens)
         candidates = self.order.candidates(self.waiting, self.lookups)
         while budget and num_seqs < most and num_passed < most and self.waiting:
             request = next(candidates, None)
@@ -335,7 +363,7 @@ class Scheduler:
                 continue
             may_wait = self.limits.wait_for_prefixes and request.max_hit_tokens is None
             is_pending = may_wait and self.lookups.find(request).pending_tokens
-            if is_pending and not self.order.is_overdue(request):
+            if (is_pending or not self._has_place(request)) and not self.order.is_overdue(request):
                 num_passed += 1
                 continue
             chunk = self._start(request, watermark, budget)
@@ -357,7 +385,22 @@ class Scheduler:
         request.was_admitted = True
         del self.waiting[index]
         self.running.append(request)
+        self._turns.note_admitted(request)
         self.order.note_admitted(request)
+
+    def _has_place(self, request: Request) -> bool:
+        """Whether a waiting request isn't long, or may run beside the long prompts that run. O(running requests)."""
+        if self.long_prompts.has_place(request, self.running, self.limits):
+            return True
+        hit = self.lookups.find(request)
+        num_loaded = sum([load.num_tokens for load in self._find_loads(request, hit)])
+        return request.sequence.num_tokens - hit.num_tokens - num_loaded <= self.limits.num_step_tokens
+
+    def _find_loads(self, request: Request, hit: CacheHit) -> list[TierHit]:
+        """What is worth loading from tiers behind a hit, nearest tier first. O(tokens behind the hit)."""
+        if self._tiers is None or request.max_hit_tokens is not None:
+            return []
+        return self._tiers.worth_loading(self._tiers.find(hit))
 
     def _start(self, request: Request, watermark: Watermark, budget: int) -> ScheduledChunk | None:
         """Allocate slots for a waiting request's first tokens that aren't cached, if the watermark admits the request.
@@ -372,10 +415,9 @@ class Scheduler:
         chunk = self._start_remembered(request, hit, budget)
         if chunk is not None:
             return chunk
-        tiers = self._tiers if request.max_hit_tokens is None else None
-        loads = [] if tiers is None else tiers.worth_loading(tiers.find(hit))
+        loads = self._find_loads(request, hit)
         num_left = request.sequence.num_tokens - hit.num_tokens
-        num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
+        num_tokens = fitting_tokens(self.manager, request, min(self.limits.chunk_tokens(budget), num_left))
         try:
             num_new = 0 if loads else num_tokens
             if not make_room(self.manager, self.remembered, request.sequence, num_new, hit, loads):
@@ -384,10 +426,11 @@ class Scheduler:
             self.lookups.forget()
             return self._start(request, watermark, budget)
         self.lookups.forget()
+        request.is_long = request.num_left_tokens + num_new > self.limits.num_step_tokens
         if not request.num_computed_tokens:
             request.num_loaded_tokens = {load.tier: load.num_tokens for load in loads}
             request.num_cached_tokens = hit.num_tokens + sum(request.num_loaded_tokens.values())
-        return None if loads else self._chunk(request, hit.num_tokens)
+        return None if loads else chunk_of(self.manager, request, hit.num_tokens)
 
     def _start_remembered(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
         """Continue a waiting request from its remembered prompt, if that has more tokens than its hit; else None."""
@@ -395,35 +438,20 @@ class Scheduler:
         if twin is None:
             return None
         start = twin.num_computed_tokens
-        num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), twin.num_tokens - start))
+        num_tokens = fitting_tokens(
+            self.manager, request, min(self.limits.chunk_tokens(budget), twin.num_tokens - start)
+        )
         if not make_room(self.manager, self.remembered, twin, num_tokens):
             self.manager.free(twin)
             return None
         self.lookups.forget()
-        request.sequence = twin
+        request.sequence, request.is_long = twin, twin.num_tokens - start > self.limits.num_step_tokens
         if not request.num_computed_tokens:
             request.num_cached_tokens = start
-        return self._chunk(request, start)
+        return chunk_of(self.manager, request, start)
 
     def _is_loading(self, request: Request) -> bool:
         return self._tiers is not None and self._tiers.is_loading(request.sequence)
-
-    def _fitting_tokens(self, request: Request, num_tokens: int) -> int:
-        """`num_tokens`, or fewer if a step of so many tokens would need more blocks than the pool has.
-
-        That happens if the limits were replaced after the request was checked for smaller steps. O(groups), mostly.
-        """
-        num_known = request.sequence.num_tokens
-        while num_tokens > 1 and count_blocks(self._groups, num_known, num_tokens) > self.manager.num_blocks:
-            num_tokens //= 2
-        return num_tokens
-
-    def _chunk(self, request: Request, start: int) -> ScheduledChunk:
-        """The chunk from `start` to where the request has just been given slots."""
-        end = request.sequence.num_computed_tokens
-        copies = tuple(self.manager.take_copies())
-        samples = end == request.sequence.num_tokens and request.max_tokens > 0
-        return ScheduledChunk(request, start, end - start, samples, copies)
 
     def _fork(self, request: Request) -> None:
         """Make the samples of a computed prompt requests of their own. Those beyond the limits wait, in front."""
@@ -442,7 +470,7 @@ class Scheduler:
         """Remove a request from the queue or the running ones, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
-            self.manager.free(request.sequence)
+            self.long_prompts.free(request)
             self._pause_session(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -450,9 +478,10 @@ class Scheduler:
                 request.was_admitted = True
                 self._pause_session(request)
         else:
-            for other in (*self.running, *self.waiting):
+            for other in (*self.running, *self.waiting, *self.entrance.held):
                 if request in other.siblings:
                     other.siblings.remove(request)
+        self.entrance.note_end(request)
 
     def _pause_session(self, request: Request) -> None:
         """Tell the manager that a session's request has ended."""
@@ -464,32 +493,6 @@ class Scheduler:
         """Free the youngest request's blocks. It is computed again later, except what is still cached then."""
         victim = self.running.pop()
         self.lookups.forget()
-        self.manager.free(victim.sequence)
+        self.long_prompts.free(victim)
         victim.num_preemptions += 1
         self.waiting.appendleft(victim)
-
-
-def _take_token(request: Request, token_id: int | None) -> None:
-    """Add a sampled token, which may finish the request. None, for no token, ends it with an error."""
-    if token_id is None:
-        request.finish_reason = "error"
-        return
-    request.sequence.append_tokens([token_id])
-    if token_id in request.stop_token_ids:
-        request.finish_reason = "stop"
-    elif request.num_output_tokens == request.max_tokens:
-        request.finish_reason = "length"
-
-
-def _hand_over(request: Request) -> Request:
-    """Make the next sample the one that is scheduled for all, and return it.
-
-    The prompt's costs so far count for that sample now. O(samples).
-    """
-    heir, *others = request.siblings
-    request.siblings, heir.siblings = [], others
-    heir.num_cached_tokens, heir.num_computed_tokens = request.num_cached_tokens, request.num_computed_tokens
-    heir.num_loaded_tokens = dict(request.num_loaded_tokens)
-    heir.num_preemptions, heir.num_overtakes = request.num_preemptions, request.num_overtakes
-    heir.was_admitted, heir.max_hit_tokens = request.was_admitted, request.max_hit_tokens
-    return heir

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from kvblocks.arguments import check_count, is_number
+from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.manager import KVCacheManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +14,15 @@ class StepLimits:
     """How much one step computes at most: tokens of all sequences together, and sequences. Raises InvalidArgumentError.
 
     Every running sequence needs room for one token, so the limit of tokens is at least that of sequences.
-    max_num_chunk_tokens: of one sequence, so that a long prompt leaves room for others in its steps; None: no such
-    limit. wait_for_prefixes: whether a request waits while a running one computes, in chunks, a prefix that both begin
-    with; otherwise both compute it. watermark: the share of the pool, from 0.0 to below 1.0, that is left free when a
-    request is admitted. Running requests then have room to grow, and aren't preempted at once. It is rounded down to
-    whole blocks, and has no effect while nothing runs.
+    max_num_chunk_tokens: of one sequence, so that a step with a part of a long prompt ends soon; None: no such limit. A
+    prompt that needs more than a step computes of it is long. If the runner can compute a chunk by layers, a long
+    prompt's chunks have up to max_num_batched_tokens tokens, and a step computes a few layers of one, which take no
+    longer than max_num_chunk_tokens tokens in all layers (`LongPrompts`). max_num_partial_prefills: how many long
+    prompts run at once, in turns. Others wait, and shorter prompts pass them. Prompts of one salt get all of these
+    places but one, if there are several. wait_for_prefixes: whether a request waits while a running one computes, in
+    chunks, a prefix that both begin with; otherwise both compute it. watermark: the share of the pool, from 0.0 to
+    below 1.0, that is left free when a request is admitted. Running requests then have room to grow, and aren't
+    preempted at once. It is rounded down to whole blocks, and has no effect while nothing runs.
     """
 
     max_num_batched_tokens: int = 512
@@ -24,12 +30,14 @@ class StepLimits:
     max_num_chunk_tokens: int | None = None
     wait_for_prefixes: bool = True
     watermark: float = 0.01
+    max_num_partial_prefills: int = 3
 
     def __post_init__(self) -> None:
         check_count("max_num_seqs", self.max_num_seqs, 1)
         check_count("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
         if self.max_num_chunk_tokens is not None:
             check_count("max_num_chunk_tokens", self.max_num_chunk_tokens, 1)
+        check_count("max_num_partial_prefills", self.max_num_partial_prefills, 1)
         if not isinstance(self.wait_for_prefixes, bool):
             raise InvalidArgumentError(f"wait_for_prefixes: expected True or False, got {self.wait_for_prefixes!r}")
         if not is_number(self.watermark) or not 0 <= self.watermark < 1:
@@ -39,6 +47,11 @@ class StepLimits:
         """How many tokens one sequence may compute in a step that has `num_left` left. O(1)."""
         return num_left if self.max_num_chunk_tokens is None else min(num_left, self.max_num_chunk_tokens)
 
+    @property
+    def num_step_tokens(self) -> int:
+        """The most tokens that a step computes of one request. O(1)."""
+        return self.chunk_tokens(self.max_num_batched_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
@@ -46,7 +59,8 @@ class ScheduledChunk:
     wanted.
 
     copies: (source, destination) ids of blocks to copy in all layers, one pair after the other. Make the copies of
-    earlier chunks first, and all copies before the step stores anything.
+    earlier chunks first, and all copies before the step stores anything. part: if the step computes only a slice of an
+    open chunk, `part.layers` of these tokens, the open chunk. Such a step has no other chunk, and samples nothing.
     """
 
     request: Request
@@ -54,6 +68,13 @@ class ScheduledChunk:
     num_tokens: int
     samples: bool
     copies: tuple[tuple[int, int], ...] = ()
+    part: OpenChunk | None = None
+
+    @classmethod
+    def slice_of(cls, part: OpenChunk) -> "ScheduledChunk":
+        """The next slice of an open chunk. O(1)."""
+        copies = () if part.num_done_layers else part.copies
+        return cls(part.request, part.start, part.num_tokens, samples=False, copies=copies, part=part)
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,3 +90,11 @@ class ScheduledChunk:
     def sampled_requests(self) -> list[Request]:
         """The requests that get a token from its logits: none, its own, or all samples of its prompt. O(samples)."""
         return [self.request, *self.request.siblings] if self.samples else []
+
+
+def chunk_of(manager: KVCacheManager, request: Request, start: int) -> ScheduledChunk:
+    """Return the chunk of a request from `start` to where it has just been given slots. Takes the copies. O(copies)."""
+    end = request.sequence.num_computed_tokens
+    copies = tuple([(source, destination) for _, source, destination in manager.take_copies()])
+    samples = end == request.sequence.num_tokens and request.max_tokens > 0
+    return ScheduledChunk(request, start, end - start, samples, copies)

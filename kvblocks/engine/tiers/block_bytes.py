@@ -5,8 +5,11 @@ block is contiguous, so a row of the cache is the block itself. On CUDA one laun
 buffer on the device, and they are copied to rows from there, on a stream of their own.
 """
 
+import mmap
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +19,36 @@ from torch import Tensor
 from kvblocks.engine.attention.attention import KVCache
 
 Row = NDArray[np.uint8]
+
+_REGISTER_DEFAULT = 0
+_HAS_FLAGS = hasattr(mmap, "MAP_ANONYMOUS")
+
+
+def new_rows(num_rows: int, num_block_bytes: int, *, is_pinned: bool) -> Row:
+    """Return host memory for rows. All its pages have been written to. is_pinned: for copies from and to a GPU.
+
+    Raises what torch does if CUDA can't pin so much.
+    """
+    if is_pinned and num_rows > 0:
+        return _pinned_rows(num_rows, num_block_bytes)
+    rows: Row = torch.zeros(num_rows, num_block_bytes, dtype=torch.uint8).numpy()
+    rows[:, ::4096] = 0  # a page of zeros may take no memory before somebody writes to it
+    return rows
+
+
+def _pinned_rows(num_rows: int, num_block_bytes: int) -> Row:
+    """Return pinned memory of exactly this size, in pages of its own.
+
+    torch's pinned memory is rounded up to a power of 2 (70 GiB would take 128), and it keeps what is freed.
+    """
+    size = num_rows * num_block_bytes
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if _HAS_FLAGS else mmap.mmap(-1, size)
+    rows: Row = np.frombuffer(pages, dtype=np.uint8).reshape(num_rows, num_block_bytes)
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(rows.ctypes.data, size, _REGISTER_DEFAULT))
+    # Before the pages go. At the end of the process the driver does this.
+    weakref.finalize(rows.base, cuda.cudaHostUnregister, rows.ctypes.data).atexit = False
+    return rows
 
 
 class BlockBytes:
@@ -42,11 +75,8 @@ class BlockBytes:
         return event
 
     def new_rows(self, num_rows: int) -> Row:
-        """Return memory for rows. All its pages have been written to, and it is pinned if a GPU uses it."""
-        memory = torch.zeros(num_rows, self.num_block_bytes, dtype=torch.uint8, pin_memory=not self.is_on_host)
-        rows: Row = memory.numpy()
-        rows[:, ::4096] = 0  # a page of zeros may take no memory before somebody writes to it
-        return rows
+        """As the function `new_rows`, for blocks of this cache."""
+        return new_rows(num_rows, self.num_block_bytes, is_pinned=not self.is_on_host)
 
     def read(self, block_ids: Sequence[int], rows: Sequence[Row], after: "torch.cuda.Event | None") -> None:
         """Copy blocks to rows."""
@@ -83,3 +113,17 @@ class BlockBytes:
                 self._stream.wait_event(after)
             yield torch.empty(num_blocks, self.num_block_bytes, dtype=torch.uint8, device=device)
             self._stream.synchronize()
+
+
+class Staging:
+    """Rows of host memory on the way between a device and a place, for one thread. Nothing is taken before its use."""
+
+    def __init__(self, blocks: BlockBytes) -> None:
+        self._blocks = blocks
+        self._memory: Row | None = None
+
+    def rows(self, number: int) -> list[Row]:
+        """Return the first rows: the same ones in each call, unless more than ever are asked for."""
+        if self._memory is None or len(self._memory) < number:
+            self._memory = self._blocks.new_rows(number if self._memory is None else max(number, 2 * len(self._memory)))
+        return [*self._memory[:number]]

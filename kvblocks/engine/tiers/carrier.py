@@ -1,7 +1,8 @@
-"""`Carrier`: carries out the transfers of one tier, one after the other, on a thread of its own.
+"""`Carrier`: carries out the transfers of one tier on two threads: loads on one, stores and all else on the other.
 
-A transfer has ended when its bytes are where they belong. Between two steps the engine asks for `ended`, and tells the
-manager. An error fails only its own transfer, and is counted. Nothing is raised to the engine.
+So a load, for which a request waits, never waits for a store, a flush or a deletion. On each thread one thing follows
+the other. A transfer has ended when its bytes are where they belong. Between two steps the engine asks for `ended`, and
+tells the manager. An error fails only its own transfer, and is counted. Nothing is raised to the engine.
 """
 
 import logging
@@ -9,16 +10,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from kvblocks.engine.tiers.block_bytes import BlockBytes
-from kvblocks.tiers.disk import DiskError, DiskStats
+from kvblocks.engine.tiers.block_bytes import BlockBytes, Staging
+from kvblocks.engine.tiers.place import Move, Place
+from kvblocks.tiers.disk import DiskError
 from kvblocks.tiers.identity import BlockIdentity
-from kvblocks.tiers.store import StoreError, StoreStats
+from kvblocks.tiers.store import StoreError
 from kvblocks.tiers.transfer import Transfer
 
 logger = logging.getLogger("kvblocks.engine.tiers")
@@ -26,61 +27,11 @@ logger = logging.getLogger("kvblocks.engine.tiers")
 PATIENCE_S = 1.0
 """The most seconds until what a place remembers is made durable."""
 
+USES_S = 10.0
+"""The same for the order of use. It is worth less than a commit a second: a kill loses only that order."""
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A transfer, for a place: block_ids[i] on the device, slots[i] in the tier, and the block's identity.
-
-    after: see `BlockBytes`. salt: of the blocks. max_blocks: the salt's quota in the tier, None without one. first: the
-    position of the first block in its prefix. before: the digests of the blocks before it, if there is a quota.
-    """
-
-    slots: list[int]
-    block_ids: list[int]
-    identities: list[BlockIdentity]
-    after: Any = None
-    salt: str | None = None
-    max_blocks: int | None = None
-    first: int = 0
-    before: Sequence[bytes] = ()
-
-
-def move_of(transfer: Transfer, after: Any) -> Move:
-    """Return a transfer as a Move. Call it on the manager's thread. O(blocks), as `Transfer.identities`."""
-    quota = transfer.max_blocks
-    before = () if quota is None else transfer.digests_before()
-    identities, first = transfer.identities(), transfer.position
-    return Move(transfer.slots, transfer.block_ids, identities, after, transfer.salt, quota, first, before)
-
-
-class Place(Protocol):
-    """Where a tier's bytes are. Only carriers' threads call it, and each kind of call comes from one thread."""
-
-    def store(self, move: Move) -> bool:
-        """Copy blocks to slots. Return whether all blocks are there now."""
-
-    def load(self, move: Move) -> bool:
-        """Copy slots to blocks. Return whether all blocks hold what they should."""
-
-    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Note what slots hold from now on; None: nothing."""
-
-    def settle(self) -> None:
-        """Make all that `remember` noted durable."""
-
-    def erase(self, slots: list[int]) -> None:
-        """Delete what slots hold, by overwriting it durably."""
-
-    def close(self) -> None:
-        """End. No call comes afterwards."""
-
-    @property
-    def disk_stats(self) -> DiskStats | None:
-        """The counts of a disk; None for other places. Any thread may call this."""
-
-    @property
-    def store_stats(self) -> StoreStats | None:
-        """The counts of a shared store's client; None for other places. Any thread may call this."""
+Commands = queue.SimpleQueue[Callable[[], object] | None]
+"""What a thread is to call, in order; None: the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +46,8 @@ class Ended:
 class Carrier:
     """The transfers of tier `name`, whose bytes are in `place`. block_bytes: the device's side.
 
-    on_end: called on the thread whenever a transfer has ended. num_bytes, seconds: moved and spent so far, by direction
-    ("load", "store"), without failed transfers; only the thread writes them.
+    on_end: called on a thread of the carrier's whenever a transfer has ended. num_bytes, seconds: moved and spent so
+    far, by direction ("load", "store"), without failed transfers; only the carrier's threads write them.
     """
 
     def __init__(self, name: str, place: Place, block_bytes: BlockBytes, on_end: Callable[[], None]) -> None:
@@ -104,35 +55,45 @@ class Carrier:
         self.num_bytes = {"load": 0, "store": 0}
         self.seconds = {"load": 0.0, "store": 0.0}
         self._place = place
-        self._block_bytes = block_bytes
+        self._blocks = block_bytes
+        self._staging = Staging(block_bytes), Staging(block_bytes)  # of the stores' thread, and of the loads'
         self._on_end = on_end
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._loads: Commands = queue.SimpleQueue()
+        self._commands: Commands = queue.SimpleQueue()
         self._ended: deque[Ended] = deque()
         self._is_open = True
         self._is_hurried = False
-        self._is_unsettled = False
+        self._settle_at: float | None = None  # on the clock; None: nothing is to be made durable
+        self._loader = threading.Thread(target=self._run_loads, name=f"kvblocks-{name}-loads", daemon=True)
         self._thread = threading.Thread(target=self._run, name=f"kvblocks-{name}", daemon=True)
+        self._loader.start()
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
         """Queue a transfer. It begins after all work that is launched on the device so far."""
-        move = move_of(transfer, self._block_bytes.mark())
-        self._commands.put(lambda: self._carry(transfer, move))
+        move = self._move_of(transfer)
+        commands = self._loads if transfer.is_load else self._commands
+        commands.put(lambda: self._carry(transfer, move))
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
         """Queue a note of what slots hold. It follows the calls queued so far, and is made durable soon."""
         if changes:
             self._commands.put(lambda: self._remember(changes))
 
-    def erase(self, slots: list[int]) -> "Future[None]":
-        """Queue the overwriting of slots' bytes, between earlier and later calls.
+    def note_used(self, slots: list[int]) -> None:
+        """Queue a note of slots in which used prefixes end. It is made durable within `USES_S`, or with other notes."""
+        if slots:
+            self._commands.put(lambda: self._note_used(slots))
 
-        Returns a future that is done when the bytes are overwritten, durably, or that has the place's error.
+    def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> "Future[None]":
+        """Queue the deletion of a salt's bytes, between earlier and later calls (see `Place`).
+
+        Returns a future that is done when they are gone, durably, or that has the place's error.
         """
-        return self.call(lambda: self._place.erase(slots))
+        return self.call(lambda: self._place.forget(salt, slots, timeout_s))
 
     def call(self, function: Callable[[], object]) -> "Future[None]":
-        """Queue a call of a function, between earlier and later calls.
+        """Queue a call of a function, behind all calls so far except loads.
 
         Returns a future that is done when it has returned, or that has its error.
         """
@@ -155,15 +116,13 @@ class Carrier:
             found.append(self._ended.popleft())
         return found
 
-    @property
-    def disk_stats(self) -> DiskStats | None:
+    def stats(self) -> object | None:
         """As `Place`."""
-        return self._place.disk_stats
+        return self._place.stats()
 
-    @property
-    def store_stats(self) -> StoreStats | None:
+    def describe(self, num_cached_blocks: int) -> str:
         """As `Place`."""
-        return self._place.store_stats
+        return self._place.describe(num_cached_blocks)
 
     def close(self, *, drops: bool = False) -> None:
         """Make what was stored durable, and end. Waits for that. A second call does nothing.
@@ -171,23 +130,50 @@ class Carrier:
         drops: fail the queued transfers that aren't under way; otherwise they are carried out.
         """
         self._is_hurried = self._is_hurried or drops
-        if self._thread.is_alive():
-            self._commands.put(self._stop)
-            self._thread.join()
+        self._loads.put(None)
+        self._loader.join()
+        self._commands.put(None)
+        self._thread.join()
+
+    def _move_of(self, transfer: Transfer) -> Move:
+        """A transfer, for the place. Called on the manager's thread. O(blocks), as `Transfer.identities`."""
+        quota = transfer.max_blocks
+        return Move(
+            transfer.slots,
+            transfer.block_ids,
+            transfer.identities(),
+            self._blocks,
+            self._staging[transfer.is_load],
+            self._blocks.mark(),
+            transfer.salt,
+            quota,
+            transfer.position,
+            () if quota is None else transfer.digests_before(),
+        )
+
+    def _run_loads(self) -> None:
+        while (command := self._loads.get()) is not None:
+            command()
 
     def _run(self) -> None:
-        settle_at = 0.0
         while self._is_open:
-            was_unsettled = self._is_unsettled
-            left = max(0.0, settle_at - time.monotonic()) if was_unsettled else None
+            left = None if self._settle_at is None else max(0.0, self._settle_at - time.monotonic())
             with suppress(queue.Empty):
-                self._commands.get(timeout=left)()
-            if self._is_unsettled and not was_unsettled:
-                settle_at = time.monotonic() + PATIENCE_S
-            if self._is_unsettled and (time.monotonic() >= settle_at or not self._is_open):
-                self._is_unsettled = not self._try(self._place.settle)  # a failure is tried again
-                settle_at = time.monotonic() + PATIENCE_S
+                command = self._commands.get(timeout=left)
+                if command is None:
+                    self._is_open = False
+                else:
+                    command()
+            if self._settle_at is not None and (time.monotonic() >= self._settle_at or not self._is_open):
+                self._settle_at = None
+                if not self._try(self._place.settle):
+                    self._settle_within(PATIENCE_S)
         self._try(self._place.close)
+
+    def _settle_within(self, seconds: float) -> None:
+        """Have the place settle at the latest in so many seconds."""
+        at = time.monotonic() + seconds
+        self._settle_at = at if self._settle_at is None else min(at, self._settle_at)
 
     def _carry(self, transfer: Transfer, move: Move) -> None:
         kind = "load" if transfer.is_load else "store"
@@ -209,10 +195,11 @@ class Carrier:
 
     def _remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
         self._try(lambda: self._place.remember(changes))
-        self._is_unsettled = True
+        self._settle_within(PATIENCE_S)
 
-    def _stop(self) -> None:
-        self._is_open = False
+    def _note_used(self, slots: list[int]) -> None:
+        self._try(lambda: self._place.note_used(slots))
+        self._settle_within(USES_S)
 
     def _try(self, function: Callable[[], None]) -> bool:
         """Call a function of the place. Return whether it succeeded."""

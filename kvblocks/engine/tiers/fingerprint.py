@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
+from kvblocks.engine.run.backends import Backend
+from kvblocks.engine.run.determinism import ARITHMETIC
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.groups.layout import check_groups
+from kvblocks.groups.plan import Plan
 
 _FORMAT = "kvblocks KV 1"
 
@@ -36,6 +40,25 @@ def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
     shape = {**asdict(model.config), "architecture": model.config.architecture.name}
     parts = (_FORMAT, repr(sorted(shape.items())), digest.hexdigest(), layout, mode)
     return hashlib.sha256("\n".join(parts).encode()).digest()
+
+
+def kv_fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
+    """Return the fingerprint of an engine's KV, its name outside the process. O(bytes of the weights)."""
+    block_size = check_groups(plan.groups).block_size
+    kept = model.dtype if backend.scales is None else backend.scales
+    layout = f"{kept}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
+    return fingerprint(model, layout, _bits_mode(model, backend))
+
+
+def _bits_mode(model: LoadedModel, backend: Backend) -> str:
+    """What the bits of KV depend on beside the weights, for an engine that promises the same bits."""
+    if not backend.deterministic:
+        return "natural"
+    cpu = torch.backends.cpu.get_cpu_capability()
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu
+    packed = " with packed weights" if model.weights.lm_head.is_mkldnn else ""
+    how = f"deterministic {backend.attention} on {device}{packed}"
+    return f"{how}, arithmetic {ARITHMETIC}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:

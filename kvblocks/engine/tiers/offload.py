@@ -7,47 +7,34 @@ launched work (`BlockBytes.mark`).
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.tiers.carrier import Carrier
+from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
 from kvblocks.engine.tiers.seeker import Seeker
-from kvblocks.tiers.disk import DiskError, DiskStats
-from kvblocks.tiers.store import SharedStore, StoreStats
 from kvblocks.tiers.tiers import Tiers
-from kvblocks.tiers.transfer import Loaded
+from kvblocks.tiers.transfer import Loaded, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
     """What was moved between the device and a tier, by direction ("load", "store"): bytes, and seconds.
 
-    Failed transfers don't count. disk: a disk's own counts of damage and failures; None for other tiers. store: the
-    same for a store that servers share.
+    Failed transfers don't count. place: the place's own counts, such as a disk's `DiskStats`; None: it has none.
     """
 
     tier: str
     num_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
-    disk: DiskStats | None = None
-    store: StoreStats | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTier:
-    """A store that servers share. loads: a carrier for loads alone, which don't wait for stores. seeker: asks it."""
-
-    store: SharedStore
-    loads: Carrier
-    seeker: Seeker
+    place: object | None = None
 
 
 class Offload:
     """The tiers of a manager with their carriers. Only the engine's thread calls it.
 
-    carriers: of all tiers. something_ended: set by their `on_end`. shared: the store that servers share, or None.
+    carriers: of all tiers. something_ended: set by their `on_end`. seeker: asks the store that servers share, or None.
     is_closed: whether `close` was called.
     """
 
@@ -56,15 +43,14 @@ class Offload:
         tiers: Tiers,
         carriers: list[Carrier],
         something_ended: threading.Event,
-        shared: "SharedTier | None" = None,
+        seeker: Seeker | None = None,
     ) -> None:
         self._tiers = tiers
         self._carriers = {carrier.name: carrier for carrier in carriers}
-        self._loaders = dict(self._carriers)
         self._something_ended = something_ended
-        self._shared = shared
-        if shared is not None:
-            self._loaders[shared.loads.name] = shared.loads
+        self._seeker = seeker
+        self._under_way: set[Transfer] = set()
+        self._forgettings: list[Forgetting] = []  # those that wait for transfers
         self.is_closed = False
 
     @property
@@ -75,61 +61,59 @@ class Offload:
     @property
     def is_seeking(self) -> bool:
         """Whether a request waits for a shared store's answer. O(1)."""
-        return self._shared is not None and self._shared.seeker.is_seeking
+        return self._seeker is not None and self._seeker.is_seeking
 
     def seek(self, scheduler: Scheduler) -> None:
         """Ask a shared store which blocks of waiting requests it has, and note its answers. O(waiting requests)."""
-        if self._shared is not None:
-            if self._shared.seeker.take():
+        if self._seeker is not None:
+            if self._seeker.take():
                 scheduler.lookups.forget()
-            self._shared.seeker.seek(scheduler.waiting, scheduler.lookups)
+            self._seeker.seek(scheduler.waiting, scheduler.lookups)
 
     def advance(self) -> list[Loaded]:
         """Report ended transfers, begin new ones, and return the results of loads. O(blocks that move)."""
         loaded = self._collect()
         for transfer in self._tiers.take_transfers():
-            carriers = self._loaders if transfer.is_load else self._carriers
-            carriers[transfer.tier].begin(transfer)
-        for tier, changes in self._tiers.take_changes().items():
-            self._carriers[tier].remember(changes)
+            self._under_way.add(transfer)
+            self._carriers[transfer.tier].begin(transfer)
+        self._note_changes()
         return loaded
 
-    def erase_forgotten(self, salt: str | None, timeout_s: float) -> None:
-        """Overwrite the slots of persistent tiers that hold no cached block, and wait until that is durable.
+    def forget(self, salt: str | None, num_blocks: int) -> Forgetting:
+        """Begin to delete the bytes of a salt that the manager has just forgotten. Waits for nothing.
 
-        A shared store's blocks of `salt`, from any server, are deleted. Raises DiskError and StoreError if this fails
-        or takes too long; call it again then. O(such slots), and O(keys of the store).
+        What slots of persistent tiers hold is overwritten: at once where no transfer uses them, and else when the
+        transfers that are under way have ended. A shared store's blocks of the salt are deleted, from whichever server
+        they came. num_blocks: see `Forgetting`. O(slots of persistent tiers).
         """
-        waiting: list[Future[None]] = []
-        if self._shared is not None:
-            shared = self._shared
-            waiting.append(self._carriers[shared.loads.name].call(lambda: shared.store.forget(salt, timeout_s)))
-        for tier, changes in self._tiers.take_changes().items():
-            self._carriers[tier].remember(changes)
-            waiting.append(self._carriers[tier].erase(self._tiers.empty_slots(tier)))
-        for future in waiting:
-            try:
-                future.result(timeout_s)
-            except TimeoutError:
-                raise DiskError(f"expected deleted blocks to be overwritten in {timeout_s:g} s, got none yet") from None
+        persistent = self._note_changes()
+        shared = [] if self._seeker is None else [self._seeker.name]
+        forgetting = Forgetting(salt, num_blocks, [*persistent, *shared], self._under_way)
+        for tier in shared:
+            forgetting.follow(tier, self._carriers[tier].forget(salt, [], FORGET_S))
+        if forgetting.waits_for:
+            self._forgettings.append(forgetting)
+        for tier in persistent:
+            deletion = self._carriers[tier].forget(salt, self._tiers.empty_slots(tier), FORGET_S)
+            if not forgetting.waits_for:
+                forgetting.follow(tier, deletion)
+        return forgetting
 
     def wait(self, seconds: float) -> None:
         """Wait until a transfer has ended since the last `advance`, or a store has answered, but at most `seconds`."""
-        if self._shared is None or not self._shared.seeker.has_answer:
+        if self._seeker is None or not self._seeker.has_answer:
             self._something_ended.wait(seconds)
 
     def traffic(self) -> list[TierTraffic]:
         """Return what was moved so far, by tier. Any thread may call this."""
         return [
-            TierTraffic(
-                carrier.name,
-                {"load": loader.num_bytes["load"], "store": carrier.num_bytes["store"]},
-                {"load": loader.seconds["load"], "store": carrier.seconds["store"]},
-                carrier.disk_stats,
-                carrier.store_stats,
-            )
-            for carrier, loader in zip(self._carriers.values(), self._loaders.values(), strict=True)
+            TierTraffic(carrier.name, dict(carrier.num_bytes), dict(carrier.seconds), carrier.stats())
+            for carrier in self._carriers.values()
         ]
+
+    def describe(self) -> list[str]:
+        """Return a line for people on each tier, the fastest first. O(tiers)."""
+        return [self._carriers[tier.name].describe(tier.num_cached_blocks) for tier in self._tiers]
 
     def close(self, timeout_s: float) -> None:
         """Store the blocks that wait, for at most `timeout_s` seconds, make them durable, and end.
@@ -150,15 +134,42 @@ class Offload:
         finally:
             self.is_closed = True
             with ExitStack() as ending:  # closes all of them, even if one fails
-                for carrier in (*self._carriers.values(), *self._loaders.values()):
+                for forgetting in self._forgettings:
+                    ending.callback(forgetting.abandon)  # called last
+                for carrier in self._carriers.values():
                     ending.callback(carrier.close, drops=not is_done)
-                if self._shared is not None:
-                    ending.callback(self._shared.seeker.close)  # called first, so that nothing waits for the network
+                if self._seeker is not None:
+                    ending.callback(self._seeker.close)  # called first, so that nothing waits for the network
 
     def _collect(self) -> list[Loaded]:
         self._something_ended.clear()
         loaded: list[Loaded] = []
-        for carrier in {*self._carriers.values(), *self._loaders.values()}:
+        for carrier in self._carriers.values():
             for ended in carrier.ended():
                 loaded += self._tiers.complete(ended.transfer, ended.ok, seconds=ended.seconds)
+                self._under_way.discard(ended.transfer)
+        if self._forgettings:
+            self._overwrite_freed()
         return loaded
+
+    def _note_changes(self) -> list[str]:
+        """Have persistent tiers remember what became of their slots, and return the names of these tiers."""
+        for tier, slots in self._tiers.take_uses().items():
+            self._carriers[tier].note_used(slots)
+        changes = self._tiers.take_changes()
+        for tier in changes:
+            self._carriers[tier].remember(changes[tier])
+        return [*changes]
+
+    def _overwrite_freed(self) -> None:
+        """Go on with deletions whose transfers have ended: now no transfer uses their slots."""
+        waiting: list[Forgetting] = []
+        for forgetting in self._forgettings:
+            forgetting.waits_for &= self._under_way
+            if forgetting.waits_for:
+                waiting.append(forgetting)
+                continue
+            for tier in self._note_changes():
+                deletion = self._carriers[tier].forget(forgetting.salt, self._tiers.empty_slots(tier), FORGET_S)
+                forgetting.follow(tier, deletion)
+        self._forgettings = waiting

@@ -1,74 +1,57 @@
-"""`TierOptions`: a user's options for the tiers below an engine, checked before anything large is made."""
+"""`TierOptions`: a tier below an engine, as its user asks for it."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-import torch
-
-from kvblocks.arguments import is_a
-from kvblocks.engine.run.memory import read_memory
+from kvblocks.arguments import is_a, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.sealing import LEAST_SECRET_BYTES
-from kvblocks.tiers.store import parse_address
-
-DEFAULT_DISK_CACHE_SIZE = "8GiB"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TierOptions:
-    """host_cache: memory for blocks, as `Engine`'s kv_cache_memory; None: no tier.
+    """A tier: where it is, how large, and the key of its checksums. Raises InvalidArgumentError.
 
-    disk_cache: a folder for blocks, made if it doesn't exist; None: no tier. disk_cache_size: bytes that the folder may
-    take in all, or a text such as "8GiB"; None: DEFAULT_DISK_CACHE_SIZE. disk_cache_secret: the key of the checksums,
-    at least 16 bytes. Nobody who lacks the key can plant KV in the folder. store: the URL of a Valkey or Redis that
-    servers share (`kvblocks.tiers.store.parse_address`); None: no tier. store_secret: as disk_cache_secret. Raises
-    InvalidArgumentError.
+    url: a scheme and an address: "host:2GiB" (memory for blocks: bytes, a text, or a share of what is free, as "0.5"),
+    "disk:FOLDER" (made if it doesn't exist), "valkey://HOST:6379" (`kvblocks.tiers.store.parse_address`), or a scheme
+    of your own (`register_place`). size: the most that the tier may take, bytes or a text such as "8GiB", where the
+    address doesn't say it; None: the place's default. secret: at least 16 bytes. Nobody who lacks it can plant KV.
     """
 
-    host_cache: float | str | None = None
-    disk_cache: str | Path | None = None
-    disk_cache_size: int | str | None = None
-    disk_cache_secret: bytes | None = field(default=None, repr=False)
-    store: str | None = field(default=None, repr=False)  # the URL may contain a password
-    store_secret: bytes | None = field(default=None, repr=False)
+    url: str = field(repr=False)  # it may contain a password
+    size: int | str | None = None
+    secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.host_cache is not None:
-            read_memory(self.host_cache, torch.device("cpu"), "host_cache")
-        self._check_store()
-        if self.disk_cache is None:
-            for name in ("disk_cache_size", "disk_cache_secret"):
-                if getattr(self, name) is not None:
-                    raise InvalidArgumentError(f"{name}: expected disk_cache, the folder, with it; got none")
-            return
-        if not isinstance(self.disk_cache, str | Path) or not str(self.disk_cache):
-            raise InvalidArgumentError(f"disk_cache: expected a folder, got {self.disk_cache!r}")
-        if is_a(self.disk_cache_size, float):
+        if not is_a(self.url, str) or ":" not in self.url:
+            got = "another text" if is_a(self.url, str) else type(self.url).__name__
+            raise InvalidArgumentError(f"tiers: expected 'SCHEME:ADDRESS', such as 'host:2GiB', got {got}")
+        if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < LEAST_SECRET_BYTES):
+            got = str(len(self.secret)) if isinstance(self.secret, bytes) else type(self.secret).__name__
             raise InvalidArgumentError(
-                f"disk_cache_size: expected bytes (an int, or a text such as '8GiB'), got {self.disk_cache_size!r}"
+                f"tiers: {self.scheme}: secret: expected at least {LEAST_SECRET_BYTES} bytes, got {got}"
             )
-        read_memory(self.disk_bytes, torch.device("cpu"), "disk_cache_size")
-        _check_secret("disk_cache_secret", self.disk_cache_secret)
-
-    def _check_store(self) -> None:
-        if self.store is not None:
-            parse_address(self.store)
-        elif self.store_secret is not None:
-            raise InvalidArgumentError("store_secret: expected store, its URL, with it; got none")
-        _check_secret("store_secret", self.store_secret)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there are no tiers."""
-        return self.host_cache is None and self.disk_cache is None and self.store is None
+    def scheme(self) -> str:
+        """What stands before the first colon. O(1)."""
+        return self.url.partition(":")[0]
 
     @property
-    def disk_bytes(self) -> int | str:
-        """The size of the folder, as it was given."""
-        return DEFAULT_DISK_CACHE_SIZE if self.disk_cache_size is None else self.disk_cache_size
+    def address(self) -> str:
+        """What stands behind the first colon. O(1)."""
+        return self.url.partition(":")[2]
 
+    def wrong(self, expected: str, got: Any) -> InvalidArgumentError:
+        """Return the error to raise for this tier. O(1)."""
+        return wrong(f"tiers: {self.scheme}", expected, got)
 
-def _check_secret(name: str, secret: bytes | None) -> None:
-    if secret is not None and (not isinstance(secret, bytes) or len(secret) < LEAST_SECRET_BYTES):
-        got = len(secret) if isinstance(secret, bytes) else type(secret).__name__
-        raise InvalidArgumentError(f"{name}: expected at least {LEAST_SECRET_BYTES} bytes, got {got}")
+    def expect_no_size(self) -> None:
+        """Raise InvalidArgumentError if there is a size. O(1)."""
+        if self.size is not None:
+            raise self.wrong("no size", self.size)
+
+    def expect_no_secret(self) -> None:
+        """Raise InvalidArgumentError if there is a secret. O(1)."""
+        if self.secret is not None:
+            raise InvalidArgumentError(f"tiers: {self.scheme}: expected no secret, got one")

@@ -1,77 +1,126 @@
 """Where tiers' bytes are: `HostPlace`, an arena in host memory, and `DiskPlace`, a folder."""
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 
-from kvblocks.engine.tiers.block_bytes import BlockBytes, Row
-from kvblocks.engine.tiers.carrier import Move
-from kvblocks.tiers.disk import DiskStats, DiskStore
+import torch
+
+from kvblocks.arguments import is_a
+from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.tiers.block_bytes import Row
+from kvblocks.engine.tiers.options import TierOptions
+from kvblocks.engine.tiers.place import Move, Place, Site
+from kvblocks.tiers.disk import DiskFullError, DiskStats, DiskStore
 from kvblocks.tiers.identity import BlockIdentity
-from kvblocks.tiers.store import StoreStats
+from kvblocks.tiers.tier import Tier
+
+logger = logging.getLogger("kvblocks.engine.tiers")
+
+CPU = torch.device("cpu")
+
+DEFAULT_DISK_SIZE = "8GiB"
+
+LONG_PREFIX_TOKENS = 256
+"""Prefixes of at least so many tokens are stored on the disk, or in a store, at once; shorter ones on their second use.
+"""
 
 
-class HostPlace:
-    """One piece of host memory with a row for each slot. All its pages are written to at the start."""
+class HostPlace(Place):
+    """One piece of host memory with a row for each slot. Only this process has it, so what was stored is there.
 
-    def __init__(self, block_bytes: BlockBytes, num_slots: int) -> None:
-        self._block_bytes = block_bytes
-        self._arena = block_bytes.new_rows(num_slots)
+    The scheme is `host`, the address a size: bytes, a text, or a share of the memory that the pool leaves free.
+    """
+
+    def __init__(self, tier: Tier, arena: Row) -> None:
+        self.tier = tier
+        self._arena = arena
+
+    @classmethod
+    def check(cls, options: TierOptions) -> None:
+        """As `Place`."""
+        Place.check(options)
+        _read_size(options)
+
+    @classmethod
+    def open(cls, options: TierOptions, site: Site) -> "HostPlace":
+        """As `Place`. All pages of the arena are written to."""
+        size = _read_size(options)
+        free = site.free_bytes()
+        num_bytes = int(size * free) if isinstance(size, float) else read_memory(size, CPU)
+        if not site.num_block_bytes <= num_bytes <= free:
+            raise options.wrong(
+                f"at least {site.num_block_bytes} bytes, a block, and at most {free}, which are free", num_bytes
+            )
+        num_slots = num_bytes // site.num_block_bytes
+        return cls(Tier("host", num_slots, site.num_block_bytes), site.new_rows(num_slots))
 
     def store(self, move: Move) -> bool:
         """As `Place`. Never fails."""
-        self._block_bytes.read(move.block_ids, [self._arena[slot] for slot in move.slots], move.after)
+        move.copy_to([self._arena[slot] for slot in move.slots])
         return True
 
     def load(self, move: Move) -> bool:
-        """As `Place`. Only this process has the arena, so what was stored is there."""
-        self._block_bytes.write(move.block_ids, [self._arena[slot] for slot in move.slots], move.after)
+        """As `Place`."""
+        move.copy_from([self._arena[slot] for slot in move.slots])
         return True
 
-    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Nothing outlives the process."""
 
-    def settle(self) -> None:
-        """Nothing outlives the process."""
-
-    def erase(self, slots: list[int]) -> None:
-        """As `Place`."""
-        self._arena[slots] = 0
-
-    def close(self) -> None:
-        """Does nothing: the arena is freed with this object."""
-
-    @property
-    def disk_stats(self) -> DiskStats | None:
-        """None."""
-        return None
-
-    @property
-    def store_stats(self) -> StoreStats | None:
-        """None."""
-        return None
-
-
-class DiskPlace:
+class DiskPlace(Place):
     """A `DiskStore`. Damaged blocks and failed writes make a transfer fail; the store counts and logs them.
 
-    used_bytes: by column of a block's identity, how many of its first bytes its group uses. The bytes behind them may
-    be left from a block of another group, perhaps of another tenant. Zeros are stored instead, so that a tenant's data
-    can be deleted.
+    Loads and stores may run at the same time, each on a thread of its own.
+
+    The scheme is `disk`, the address a folder. used_bytes: by column of a block's identity, how many of its first bytes
+    its group uses. The bytes behind them may be left from a block of another group, perhaps of another tenant. Zeros
+    are stored instead, so that a tenant's data can be deleted.
     """
 
-    def __init__(
-        self, block_bytes: BlockBytes, store: DiskStore, max_transfer_blocks: int, used_bytes: tuple[int, ...]
-    ) -> None:
-        self._block_bytes = block_bytes
-        self._used_bytes = used_bytes
+    def __init__(self, tier: Tier, store: DiskStore, folder: str, used_bytes: tuple[int, ...]) -> None:
+        self.tier = tier
         self._store = store
-        self._staging = None if block_bytes.is_on_host else block_bytes.new_rows(max_transfer_blocks)
+        self._folder = folder
+        self._used_bytes = used_bytes
+
+    @classmethod
+    def check(cls, options: TierOptions) -> None:
+        """As `Place`."""
+        if not options.address:
+            raise options.wrong("a folder behind the colon", options.address)
+        size = options.size
+        if is_a(size, float):
+            raise options.wrong("size: bytes (an int, or a text such as '8GiB')", size)
+        read_memory(DEFAULT_DISK_SIZE if size is None else size, CPU, "tiers: disk: size")
+
+    @classmethod
+    def open(cls, options: TierOptions, site: Site) -> "DiskPlace | None":
+        """As `Place`. None if the folder's volume is full. Raises DiskError for a folder that can't be used."""
+        size = DEFAULT_DISK_SIZE if options.size is None else options.size
+        try:
+            store = DiskStore(
+                Path(options.address).expanduser(),
+                fingerprint=site.fingerprint(),
+                num_block_bytes=site.num_block_bytes,
+                block_size=site.block_size,
+                max_bytes=read_memory(size, CPU, "tiers: disk: size"),
+                secret=options.secret,
+            )
+        except DiskFullError as error:
+            logger.warning("disk: serving without a disk, since there is no room for it: %s", error)
+            return None
+        tier = Tier(
+            "disk",
+            store.num_slots,
+            site.num_block_bytes,
+            store="reused",
+            min_store_tokens=LONG_PREFIX_TOKENS,
+            is_persistent=True,
+        )
+        return cls(tier, store, options.address, site.used_bytes)
 
     def store(self, move: Move) -> bool:
         """As `Place`."""
-        rows = self._rows_for(move.block_ids)
-        if self._staging is not None:
-            self._block_bytes.read(move.block_ids, rows, move.after)
-        for slot, identity, row in zip(move.slots, move.identities, rows, strict=True):
+        for slot, identity, row in zip(move.slots, move.identities, move.fetch(), strict=True):
             # On a CPU this changes the block, in bytes that nobody reads.
             row[self._used_bytes[identity.column] :] = 0
             self._store.write([slot], [identity], row.data)
@@ -79,40 +128,51 @@ class DiskPlace:
 
     def load(self, move: Move) -> bool:
         """As `Place`."""
-        rows = self._rows_for(move.block_ids)
-        for slot, identity, row in zip(move.slots, move.identities, rows, strict=True):
+        for slot, identity, row in zip(move.slots, move.identities, move.rows(), strict=True):
             if not self._store.read([slot], [identity], row.data):
                 return False
-        if self._staging is not None:
-            self._block_bytes.write(move.block_ids, rows, move.after)
+        move.deliver()
         return True
 
-    def _rows_for(self, block_ids: list[int]) -> list[Row]:
-        """Rows of host memory for blocks. On a CPU they are the blocks themselves."""
-        return self._block_bytes.rows_of(block_ids) if self._staging is None else [*self._staging[: len(block_ids)]]
-
-    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+    def stats(self) -> DiskStats:
         """As `Place`."""
-        self._store.remember(changes)
+        return self._store.stats
 
-    def settle(self) -> None:
+    def describe(self, num_cached_blocks: int) -> str:
         """As `Place`."""
-        self._store.sync()
+        return f"{super().describe(num_cached_blocks)}, {num_cached_blocks} of them found in {self._folder}"
 
-    def erase(self, slots: list[int]) -> None:
-        """As `Place`."""
+    def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> None:  # noqa: ARG002  # as `Place`
+        """As `Place`. Slots say what is to go: no byte here is found by its salt."""
         self._store.erase(slots)
 
     def close(self) -> None:
         """As `Place`."""
         self._store.close()
 
-    @property
-    def disk_stats(self) -> DiskStats | None:
-        """As `Place`."""
-        return self._store.stats
+    def remembered(self) -> list[tuple[int, BlockIdentity]]:
+        """As `Place`. O(slots)."""
+        return self._store.remembered()
 
-    @property
-    def store_stats(self) -> StoreStats | None:
-        """None."""
-        return None
+    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+        """As `Place`."""
+        self._store.remember(changes)
+
+    def note_used(self, slots: list[int]) -> None:
+        """As `Place`."""
+        self._store.note_used(slots)
+
+    def settle(self) -> None:
+        """As `Place`."""
+        self._store.sync()
+
+
+def _read_size(options: TierOptions) -> float | str:
+    """What an address says: a share of the free memory (0.5), or a text ("2GiB"). Raises InvalidArgumentError."""
+    text = options.address
+    try:
+        size: float | str = float(text) if "." in text else text
+    except ValueError:
+        size = text
+    read_memory(size, CPU, f"tiers: {options.scheme}")
+    return size

@@ -4,6 +4,8 @@ No index of this process knows what other servers have stored. So the store is a
 prompt is admitted. The prompt waits for the answer, but at most the store's `lookup_timeout_s`. After that, nothing is
 loaded from the store for it. Prompts that come together are asked for together.
 
+If all blocks of a prompt are at hand, the store is only told of their use, and nobody waits (`Uses`).
+
 The same thread retries a store that failed, so that no prompt waits for this. It also deletes what a reset gave up.
 """
 
@@ -19,11 +21,11 @@ from dataclasses import dataclass, field
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.tiers.asked import Asked, ask_for
 from kvblocks.engine.tiers.carrier import Carrier
-from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.engine.tiers.uses import Uses
 from kvblocks.tiers.store import SharedStore
 from kvblocks.tiers.tiers import Tiers
-from kvblocks.tiers.wishes import Prefix
 
 logger = logging.getLogger("kvblocks.engine.tiers")
 
@@ -41,22 +43,16 @@ _RETRY_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class _Search:
-    """A request's lookup. until_s: when the request stops waiting. found: which blocks the store has; None: unknown.
-
-    found begins with num_blocks blocks of the primary group; then, block by block, come those of the other columns.
-    """
+    """A request's lookup. until_s: when the request stops waiting."""
 
     request: Request
-    salt: str | None
-    prefix: Prefix
-    num_blocks: int
+    asked: Asked
     until_s: float
-    found: list[bool] | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
 class Seeker:
-    """Asks `store`. stores: the carrier of the stores to its tier.
+    """Asks `store`. carrier: of its tier, whose name the seeker has too.
 
     num_columns: of the side groups. on_end: called on the seeker's thread whenever an answer is there. Only the
     engine's thread calls the seeker.
@@ -64,7 +60,7 @@ class Seeker:
 
     def __init__(
         self,
-        stores: Carrier,
+        carrier: Carrier,
         store: SharedStore,
         tiers: Tiers,
         *,
@@ -72,13 +68,14 @@ class Seeker:
         num_columns: int,
         on_end: Callable[[], None],
     ) -> None:
-        self._name = stores.name
-        self._stores = stores
+        self.name = carrier.name
+        self._carrier = carrier
         self._store = store
         self._tiers = tiers
         self._block_size = block_size
         self._num_columns = num_columns
         self._on_end = on_end
+        self._uses = Uses(carrier, store, tiers)
         self._searches: list[_Search] = []
         self._queue: queue.SimpleQueue[_Search | None] = queue.SimpleQueue()
         self._num_resets = tiers.num_resets
@@ -86,7 +83,7 @@ class Seeker:
         self._deletion: Future[None] | None = None  # one that has begun and hasn't ended
         self._is_open = True
         store.on_failure = lambda: self._queue.put(None)  # wakes the thread, which then knows when to retry
-        self._thread = threading.Thread(target=self._run, name=f"kvblocks-{stores.name}-lookups", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvblocks-{carrier.name}-lookups", daemon=True)
         self._thread.start()
 
     @property
@@ -102,7 +99,7 @@ class Seeker:
     def seek(self, waiting: Iterable[Request], lookups: Lookups) -> None:
         """Ask for waiting requests that weren't asked for yet. They are not admitted before the answer. O(waiting).
 
-        Requests whose blocks are all on the device, or in a tier above, aren't asked for.
+        Requests whose blocks are all on the device, or in a tier above, aren't asked for: the store is told of the use.
         """
         self._note_resets()
         for request in waiting:
@@ -111,24 +108,24 @@ class Seeker:
             request.was_sought = True
             sequence = request.sequence
             num_blocks = (sequence.num_tokens - 1) // self._block_size
-            if self._num_at_hand(request, lookups) >= num_blocks:
-                continue
+            is_at_hand = self._num_at_hand(request, lookups) >= num_blocks
             if self._store.is_away:
-                self._tell(sequence, 0, [])
+                if not is_at_hand:
+                    self._tell(sequence, 0, [])
                 continue
-            prefix = Prefix(
-                bytearray(sequence.packed_tokens()[: 4 * self._block_size * num_blocks]),
-                sequence.encoded_keys(self._block_size),
-                [],
-            )
+            asked = ask_for(sequence, self._block_size, self._num_columns)
+            if is_at_hand:
+                self._uses.note(asked)
+                continue
             until_s = time.monotonic() + self._store.address.lookup_timeout_s
-            search = _Search(request, prefix.salt, prefix, num_blocks, until_s)
+            search = _Search(request, asked, until_s)
             request.is_sought = True
             self._searches.append(search)
             self._queue.put(search)
 
     def take(self) -> bool:
         """Pass new answers on to the tiers, and end expired waits. Returns whether there were any of either."""
+        lost_any = self._uses.take()
         now_s, left = time.monotonic(), list[_Search]()
         for search in self._searches:
             if search.is_over.is_set() or now_s >= search.until_s:
@@ -137,7 +134,7 @@ class Seeker:
                 left.append(search)
         had_any = len(left) < len(self._searches)
         self._searches = left
-        return had_any
+        return had_any or lost_any
 
     def close(self) -> None:
         """End, and close the store. Waits for no answer."""
@@ -156,7 +153,7 @@ class Seeker:
         hit = lookups.find(request)
         end = hit.num_tokens
         for part in self._tiers.find(hit):
-            if part.tier != self._name:
+            if part.tier != self.name:
                 end = part.first_token + part.num_tokens
         return end // self._block_size
 
@@ -165,18 +162,13 @@ class Seeker:
         request.is_sought = False
         if request.finish_reason is not None or request.sequence.is_allocated:
             return
-        found = search.found if search.is_over.is_set() else None
-        if found is None:
-            self._tell(request.sequence, 0, [])
-            return
-        primary, beside = found[: search.num_blocks], found[search.num_blocks :]
-        number = primary.index(False) if False in primary else len(primary)
-        columns = self._num_columns
-        attached = [(place // columns, place % columns + 1) for place, is_there in enumerate(beside) if is_there]
-        self._tell(request.sequence, number, [pair for pair in attached if pair[0] < number])
+        number, attached = search.asked.answer() if search.is_over.is_set() else (0, [])
+        self._tell(request.sequence, number, attached)
+        if number and self._tiers.quota_of(self.name, search.asked.prefix.salt) is not None:
+            self._uses.note(search.asked)  # the quota's order isn't that of the store's eviction
 
     def _tell(self, sequence: Sequence, num_blocks: int, attached: list[tuple[int, int]]) -> None:
-        self._tiers.note_found(self._name, sequence, num_blocks, attached)
+        self._tiers.note_found(self.name, sequence, num_blocks, attached)
 
     def _note_resets(self) -> None:
         """After a reset, delete all of the model's blocks in the store, since all may be bad."""
@@ -211,7 +203,7 @@ class Seeker:
             while True:
                 if first is not None:
                     found.append(first)
-                    number += first.num_blocks * (1 + self._num_columns)
+                    number += first.asked.num_blocks * (1 + self._num_columns)
                 if len(found) == MOST_TOGETHER or number >= ENOUGH_BLOCKS:
                     break
                 first = self._queue.get_nowait()
@@ -221,33 +213,27 @@ class Seeker:
         try:
             now_s = time.monotonic()
             asked = [search for search in searches if search.until_s > now_s]
-            answers = self._store.find([(search.salt, self._digests(search)) for search in asked])
+            answers = self._store.find([(one.asked.prefix.salt, one.asked.digests()) for one in asked])
             for search, found in zip(asked, answers, strict=True):
-                search.found = found
+                search.asked.found = found
         except Exception:
-            logger.exception("tier %r could not be asked", self._name)
+            logger.exception("tier %r could not be asked", self.name)
         for search in searches:
             search.is_over.set()
         self._on_end()
-
-    def _digests(self, search: _Search) -> list[bytes]:
-        primary = [one.digest() for one in search.prefix.identities(0, search.num_blocks, self._block_size)]
-        columns = range(1, self._num_columns + 1)
-        beside = [BlockIdentity(above, b"", b"", column).digest() for above in primary for column in columns]
-        return primary + beside
 
     def _probe(self) -> None:
         try:
             self._store.probe()
         except Exception:
-            logger.exception("tier %r could not be tried", self._name)
+            logger.exception("tier %r could not be tried", self.name)
 
     def _delete(self) -> None:
         """Queue the deletion after the stores that have begun, so that none of them comes after it."""
         if self._deletion is not None:
             return
         self._must_delete = False  # set first: a reset that comes meanwhile asks for another deletion
-        self._deletion = self._stores.call(lambda: self._store.forget_all(DELETE_S))
+        self._deletion = self._carrier.call(lambda: self._store.forget_all(DELETE_S))
         self._deletion.add_done_callback(self._note_deleted)
 
     def _note_deleted(self, deletion: "Future[None]") -> None:

@@ -1,77 +1,84 @@
 """`StorePlace`: a store that servers share. It keeps no records here, since the store keeps its own."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from kvblocks.engine.tiers.block_bytes import BlockBytes, Row
-from kvblocks.engine.tiers.carrier import Move
-from kvblocks.tiers.disk import DiskStats
-from kvblocks.tiers.identity import BlockIdentity
-from kvblocks.tiers.store import SharedStore, StoreStats
+from kvblocks.engine.tiers.options import TierOptions
+from kvblocks.engine.tiers.place import Move, Place, Site
+from kvblocks.engine.tiers.places import LONG_PREFIX_TOKENS
+from kvblocks.tiers.sealing import Sealer
+from kvblocks.tiers.store import SharedStore, StoreStats, parse_address
+from kvblocks.tiers.store.client import open_clients
 from kvblocks.tiers.store.store import Owner
+from kvblocks.tiers.tier import Tier
+
+KNOWN_SHARE, LEAST_KNOWN = 4, 4096
+"""How many blocks of a shared store are known at a time: KNOWN_SHARE times the pool's, at least LEAST_KNOWN."""
 
 
-class StorePlace:
+class StorePlace(Place):
     """A `SharedStore`. Loads and stores may run at the same time, each on a thread of its own.
 
-    used_bytes: by column of a block's identity, how many of its first bytes its group uses. Only these are sent.
+    The schemes and addresses are those of `parse_address`. used_bytes: by column of a block's identity, how many of its
+    first bytes its group uses. Only these are sent.
     """
 
-    def __init__(
-        self, block_bytes: BlockBytes, store: SharedStore, max_transfer_blocks: int, used_bytes: tuple[int, ...]
-    ) -> None:
-        self._block_bytes = block_bytes
-        self._store = store
+    def __init__(self, tier: Tier, store: SharedStore, used_bytes: tuple[int, ...]) -> None:
+        self.tier = tier
+        self.shared: SharedStore = store
         self._used_bytes = used_bytes
-        self._loading, self._storing = (
-            None if block_bytes.is_on_host else block_bytes.new_rows(max_transfer_blocks) for _ in range(2)
+
+    @classmethod
+    def check(cls, options: TierOptions) -> None:
+        """As `Place`."""
+        options.expect_no_size()
+        parse_address(options.url)
+
+    @classmethod
+    def open(cls, options: TierOptions, site: Site) -> "StorePlace":
+        """As `Place`. It connects later."""
+        address = parse_address(options.url)
+        store = SharedStore(address, Sealer(site.fingerprint(), options.secret), open_clients(address))
+        tier = Tier(
+            "store",
+            max(LEAST_KNOWN, KNOWN_SHARE * site.num_blocks),
+            site.num_block_bytes,
+            store="reused",
+            min_store_tokens=LONG_PREFIX_TOKENS,
+            is_shared=True,
         )
+        return cls(tier, store, site.used_bytes)
 
     def store(self, move: Move) -> bool:
         """As `Place`. Blocks that another server stored, or is storing, count as stored."""
-        rows = self._rows(move.block_ids, self._storing)
-        if self._storing is not None:
-            self._block_bytes.read(move.block_ids, rows, move.after)
+        rows = move.fetch()
         used = [row[: self._used_bytes[one.column]].data for row, one in zip(rows, move.identities, strict=True)]
         owner = Owner(move.salt, move.max_blocks)
-        return self._store.write(owner, move.identities, used, move.first, move.before)
+        return self.shared.write(owner, move.identities, used, move.first, move.before)
 
     def load(self, move: Move) -> bool:
         """As `Place`. A block is written only with bytes that passed all checks."""
         sizes = [self._used_bytes[one.column] for one in move.identities]
-        payloads = self._store.read(move.salt, move.identities, sum(sizes))
-        rows = self._rows(move.block_ids, self._loading)
-        for row, payload, size in zip(rows, payloads, sizes, strict=True):
+        payloads = self.shared.read(move.salt, move.identities, sum(sizes))
+        for row, payload, size in zip(move.rows(), payloads, sizes, strict=True):
             if payload is None or len(payload) != size:
                 return False
             row[:size] = np.frombuffer(payload, np.uint8)
-        if self._loading is not None:
-            self._block_bytes.write(move.block_ids, rows, move.after)
+        move.deliver()
         return True
 
-    def _rows(self, block_ids: list[int], staging: Row | None) -> list[Row]:
-        """Rows of host memory for blocks. On a CPU they are the blocks themselves."""
-        return self._block_bytes.rows_of(block_ids) if staging is None else [*staging[: len(block_ids)]]
+    def stats(self) -> StoreStats:
+        """As `Place`."""
+        return self.shared.stats
 
-    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Nothing: what the store has is asked for."""
+    def describe(self, num_cached_blocks: int) -> str:
+        """As `Place`."""
+        del num_cached_blocks
+        return f"{self.tier.name}: {self.shared.address}, asked for each prompt that isn't cached here"
 
-    def settle(self) -> None:
-        """Nothing is promised to be durable."""
-
-    def erase(self, slots: list[int]) -> None:
-        """Nothing: slots are this engine's, bytes are deleted by salt."""
+    def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> None:  # noqa: ARG002  # as `Place`
+        """As `Place`. All that the salt has in the store is deleted, from whichever server it came."""
+        self.shared.forget(salt, timeout_s)
 
     def close(self) -> None:
-        """The store is closed by who opened it."""
-
-    @property
-    def disk_stats(self) -> DiskStats | None:
-        """None."""
-        return None
-
-    @property
-    def store_stats(self) -> StoreStats | None:
         """As `Place`."""
-        return self._store.stats
+        self.shared.close()

@@ -54,7 +54,7 @@ class Bookkeeping:
 
     def keep_books(self, config: Any, groups: list[Group], num_blocks: int, first_block_id: int) -> None:
         """Make the manager, with the settings of transformers' ContinuousBatchingConfig."""
-        is_plain = len(groups) == 1 and groups[0].window is None
+        is_plain = len(groups) == 1 and groups[0].sees_all
         self.manager = KVCacheManager(
             num_blocks,
             first_block_id=first_block_id,
@@ -65,7 +65,7 @@ class Bookkeeping:
         )
         self.records: Records = {}
         self.use_prefix_sharing = self.allow_block_sharing
-        has_window = any(group.window is not None for group in groups)
+        has_window = not all(group.sees_all for group in groups)
         is_early = self.commit == "early" and not has_window and not config.use_async_batching
         self.is_late = self.allow_block_sharing and not is_early
         margin = config.safety_margin
@@ -131,7 +131,7 @@ class Bookkeeping:
             return self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=is_delayed) is not None
         tokens = known_tokens(state, num_tokens, total)
         if len(tokens) < total - num_tokens:  # the step that samples the rest still runs; see `mark_complete_blocks`
-            return self.manager.reserve_slots(sequence, total - num_tokens) is not None
+            return self.manager.allocate_slots(sequence, 0, num_total_tokens=total) is not None
         return not tokens or self.manager.append_slots(sequence, tokens, self._is_delayed(len(tokens))) is not None
 
     def _num_computed(self, state: Any, num_new: int, request_len: int) -> int:
@@ -202,7 +202,7 @@ class Bookkeeping:
         record = self.records.pop(request_id, None)
         if record is None:
             return
-        if record.sequence.num_written_tokens > record.num_written:  # cached early, by a step that has not ended
+        if record.sequence.num_computed_tokens > record.num_written:  # by a step that has not ended
             self.manager.abort(record.sequence, record.num_written)
         else:
             self.manager.free(record.sequence)
@@ -227,10 +227,10 @@ class Bookkeeping:
             return forked, copies
         for request_id in request_ids:
             child = self.manager.fork(source.sequence, request_id)
-            if self.manager.reserve_slots(child, 1) is None:
+            if self.manager.allocate_slots(child, 0, num_total_tokens=child.num_tokens + 1) is None:
                 self.manager.free(child)
                 break
             self.records[request_id] = Record(child, None, source.num_written)
             forked.append(request_id)
-            copies += self.manager.take_group_copies()
+            copies += self.manager.take_copies()
         return forked, copies

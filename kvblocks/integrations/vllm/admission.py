@@ -9,7 +9,7 @@ from kvblocks import CacheHit, Group, KVCacheManager, Sequence
 WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-class Room(NamedTuple):
+class RoomNeeded(NamedTuple):
     """What a request asks for.
 
     num_slots: slots that it needs now, in all. num_full_tokens: tokens that must fit as a whole; 0: none.
@@ -35,7 +35,7 @@ class Admission:
         self._caps = caps
         self._watermark_blocks = watermark_blocks
 
-    def is_held_back(self, request: Any, sequence: Sequence, hit: CacheHit | None, room: Room) -> bool:
+    def is_held_back(self, request: Any, sequence: Sequence, hit: CacheHit | None, room: RoomNeeded) -> bool:
         """Whether a request must wait: for a watermark, for room for its whole prompt, or for others."""
         watermark = self._watermark_blocks if room.has_scheduled_reqs and request.status in WAITING else 0
         if not (watermark or room.num_full_tokens or room.num_reserved_blocks):

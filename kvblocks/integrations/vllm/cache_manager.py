@@ -3,22 +3,34 @@
 A `Sequence` has a request's tokens. A token is added when a step gives it a slot, or when it arrives as output. So a
 sequence never has more computed tokens than vLLM knows of. Blocks are cached when they are allocated, as in vLLM,
 except those that a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
+
+With vLLM's lookahead hashes a block belongs to the token behind it too. Then a sequence has the request's tokens from
+the second one on (`sequences.make_sequence`), while slots are counted as always.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import Any
 
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from kvblocks import BlockHold, FullAttention, Group, InvalidArgumentError, KVCacheBlock, KVCacheManager, Sequence
-from kvblocks.integrations.vllm.admission import Admission, Room
+from kvblocks import BlockHold, InvalidArgumentError, KVCacheBlock, Sequence
+from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
-from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
+from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
-from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, image_keys, make_sequence
+from kvblocks.integrations.vllm.sequences import (
+    LORA_VERSIONS,
+    image_keys,
+    look_ahead,
+    make_sequence,
+    num_cached_tokens,
+    num_common_blocks,
+    num_known,
+)
 from kvblocks.integrations.vllm.views import (
     GivenBlocks,
     HitBlocks,
@@ -60,13 +72,13 @@ class KVBlocksCacheManager:
         debug: bool = False,
         hash_algorithm: str = "sha256",
     ) -> None:
-        check_calls(type(self))
-        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size)
-        check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens)
+        check_calls(KVBlocksCacheManager)
+        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, enable_caching=enable_caching)
+        check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
-        self.use_eagle = use_eagle
+        self.use_eagle, self._num_ahead = use_eagle, num_hash_lookahead_tokens
         self.log_stats = log_stats
         self.metrics_collector = metrics_collector
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
@@ -77,12 +89,12 @@ class KVBlocksCacheManager:
         self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
         named = hash_algorithm if self.enable_kv_cache_events else None
-        self.manager = _make_manager(kv_cache_config, groups, enable_caching, named, debug)
+        self.manager = make_manager(kv_cache_config, groups, enable_caching, named, debug)
         self._append_slots = self.manager.append_slots  # looked up once, since it is called for each token
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
         self._block_size = self.manager.block_size
-        self._has_one_group = len(groups) == 1 and groups[0].window is None
+        self._has_one_group = len(groups) == 1 and groups[0].sees_all
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up
         self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
@@ -117,16 +129,17 @@ class KVBlocksCacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         sequence = self._sequence(request)
-        most = sequence.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         hit = self.manager.get_computed_blocks(sequence, most)
         if self.use_eagle and hit.blocks:
             hit = hit.cut(hit.num_tokens - self._block_size)
-        if not hit.num_tokens:
+        num_hit = hit.num_readonly_tokens  # perhaps all tokens of the sequence, if the request has one more
+        if not num_hit:
             return self.empty_kv_cache_blocks, 0, 0
         if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
             self._events.collect(self.manager.take_events(), None)
             self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
-        return HitBlocks(hit, self.num_kv_cache_groups), hit.num_tokens, 0
+        return HitBlocks(hit, self.num_kv_cache_groups), num_hit, 0
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
@@ -175,26 +188,26 @@ class KVBlocksCacheManager:
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and sequence.owner is not None:
             tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
-            num_known, end = len(tokens), request.num_computed_tokens + num_new_tokens
+            ahead, end = self._num_ahead, request.num_computed_tokens + num_new_tokens
+            known = num_known(request, ahead) if ahead else len(tokens)
             num_slots = end + num_lookahead_tokens
             is_running = request.status is RUNNING and not reserved_blocks
-            if is_running and end >= num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
-                token = [tokens[num_computed]]  # a decode: one known token without a slot; this is the hot path
-                if num_slots == num_known or num_slots <= len(sequence.blocks) * self._block_size:
+            if is_running and end >= known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
+                token = [tokens[num_computed + ahead]]  # a decode: one known token without a slot; this is the hot path
+                if num_slots == known or num_slots <= len(sequence.blocks) * self._block_size:
                     blocks = self._append_slots(sequence, token)
                 else:
                     blocks = self._append_and_reserve(sequence, token, min(num_slots, self.max_model_len))
-                if self.enable_kv_cache_events and (blocks or not num_known % self._block_size):
+                if self.enable_kv_cache_events and (blocks or not known % self._block_size):
                     self._tell(request)
                 return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
             num_slots = min(num_slots, self.max_model_len)
-            full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
-            room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
+            room = self._room(request, num_slots, full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)
             if not is_running and self._admission.is_held_back(request, sequence, None, room):
                 return None
-            return self._grow(request, sequence, min(end, num_known), num_slots)
+            return self._grow(request, sequence, min(end, known), num_slots)
         if num_encoder_tokens:
-            raise refuse("encoder tokens", "cross attention has no prefix to share")
+            raise refuse("encoder tokens", "there is no KV cache group of cross attention")
         if not (num_new_tokens or num_external_computed_tokens or num_new_computed_tokens):
             raise InvalidArgumentError(
                 "num_new_tokens must be greater than 0 when there are no computed tokens to adopt"
@@ -203,20 +216,22 @@ class KVBlocksCacheManager:
         sequence = self._sequence(request) if hit is None else hit.sequence  # the hit was found in this step
         start = min(num_new_computed_tokens + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
-        room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
+        room = self._room(request, num_slots, full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)
         if self._admission.is_held_back(request, sequence, hit, room):
             return None
         num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # otherwise loaded within the step
         new = self.manager.allocate_slots(
             sequence,
-            min(start + num_new_tokens, request.num_tokens) - num_new_computed_tokens - num_loaded,
+            min(start + num_new_tokens, sequence.num_tokens) - (0 if hit is None else hit.num_tokens) - num_loaded,
             hit=hit,
             num_external_computed_tokens=num_loaded,
             num_total_tokens=num_slots,
             delay_cache_blocks=delay_cache_blocks,
         )
         return None if new is None else self._given(request, sequence, new, skip_zeroing_group_ids)
+
+    def _room(self, request: Any, num_slots: int, must_fit: bool, num_reserved: int, has_others: bool) -> RoomNeeded:
+        return RoomNeeded(num_slots, min(request.num_tokens, self.max_model_len) * must_fit, num_reserved, has_others)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Cache what is written by now: tokens whose output arrived, or that a connector has loaded."""
@@ -229,10 +244,10 @@ class KVBlocksCacheManager:
     def _cache(self, request: Any, sequence: Sequence, num_computed_tokens: int) -> None:
         if sequence.owner is None:
             return
-        tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
-        end = min(num_computed_tokens, len(tokens))
+        num_computed = sequence.num_computed_tokens
+        end = min(num_computed_tokens, num_known(request, self._num_ahead))
         if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
-            self._append_slots(sequence, [tokens[num_computed]])
+            self._append_slots(sequence, self._tokens(request, num_computed, end))
             self._tell(request)
         elif end > num_computed:
             self._grow(request, sequence, end, end)
@@ -248,10 +263,10 @@ class KVBlocksCacheManager:
             self._failed_loads.cache_again(sequence, end)
         if not num_new and self._has_one_group and num_slots <= len(sequence.blocks) * self._block_size:
             return self.empty_kv_cache_blocks
-        if request.resumable:
+        if request.resumable and self.enable_caching:
             self._learn_images(request, sequence)
         if sequence.num_tokens < end:
-            sequence.append_tokens(request._all_token_ids[sequence.num_tokens : end])  # noqa: SLF001
+            sequence.append_tokens(self._tokens(request, sequence.num_tokens, end))
         num_in_flight = 0
         if not self._has_one_group:
             num_in_flight = self._settle(request, sequence)
@@ -274,8 +289,8 @@ class KVBlocksCacheManager:
         """Take note of images, and of all tokens, that came with a later turn of a session."""
         features = request.mm_features[sum(isinstance(key, str) for *_, key in sequence.extra_keys) :]
         if features:
-            tokens = request._all_token_ids[sequence.num_tokens :]  # noqa: SLF001
-            sequence.append_tokens(tokens, extra_keys=image_keys(features))
+            tokens = self._tokens(request, sequence.num_tokens, num_known(request, self._num_ahead))
+            sequence.append_tokens(tokens, extra_keys=image_keys(features, self._num_ahead))
 
     def _settle(self, request: Any, sequence: Sequence) -> int:
         """Count the tokens of ended steps as computed. Returns how many computed tokens belong to running steps.
@@ -292,7 +307,7 @@ class KVBlocksCacheManager:
 
     def _append_and_reserve(self, sequence: Sequence, token: list[int], num_slots: int) -> list[KVCacheBlock] | None:
         """Add a token, with `num_slots` slots in all. Returns None, changing nothing, if there is no room."""
-        blocks = self.manager.reserve_slots(sequence, num_slots - sequence.num_computed_tokens)
+        blocks = self.manager.allocate_slots(sequence, 0, num_total_tokens=num_slots)
         if blocks is not None:
             self._append_slots(sequence, token)
         return blocks
@@ -325,17 +340,29 @@ class KVBlocksCacheManager:
 
     def _sequence(self, request: Any) -> Sequence:
         """Return a request's sequence with all known tokens. Makes a new one if the request's tokens have changed."""
-        tokens = request._all_token_ids  # noqa: SLF001
+        known = num_known(request, self._num_ahead)
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and not sequence.is_allocated:
-            is_cut = sequence.num_tokens > len(tokens)
+            is_cut = sequence.num_tokens > known
             if is_cut or request.resumable or sequence.lora != LORA_VERSIONS.key(request.lora_request):
                 sequence = None
         if sequence is None:
-            sequence = self._sequences[request.request_id] = make_sequence(request, self._block_size)
-        elif sequence.num_tokens < len(tokens):
-            sequence.append_tokens(tokens[sequence.num_tokens :])
+            sequence = self._sequences[request.request_id] = make_sequence(
+                request, self._block_size, self._num_ahead, is_cached=self.enable_caching
+            )
+        elif sequence.num_tokens < known:
+            sequence.append_tokens(self._tokens(request, sequence.num_tokens, known))
         return sequence
+
+    def _tokens(self, request: Any, start: int, end: int) -> list[int]:
+        """Return what a request's sequence has from position `start` to `end`."""
+        ahead = self._num_ahead
+        tokens: list[int] = request._all_token_ids[start + ahead : end + ahead]  # noqa: SLF001
+        return tokens
+
+    def as_prefix(self, token_ids: Items[int]) -> tuple[Items[int], list[tuple[int, int, bytes]]]:
+        """Return the tokens and extra keys that calls of `manager` need to mean a prompt, such as `pins.pin`."""
+        return look_ahead(token_ids) if self._num_ahead else (token_ids, [])
 
     # Giving back.
 
@@ -416,16 +443,7 @@ class KVBlocksCacheManager:
     def estimate_cached_tokens(self, request: Any) -> int:
         """Return how many of a request's tokens are cached."""
         sequence = self._sequences.get(request.request_id)
-        if sequence is None or not sequence.is_allocated:
-            return 0
-        numbers = []
-        for group, kind in enumerate(self._groups):
-            if not kind.is_cached:
-                continue
-            blocks = sequence.group_blocks(group)
-            ends = [index + 1 for index, block in enumerate(blocks) if block is not None and block.is_cached]
-            numbers.append(max(ends, default=0) * kind.block_size)
-        return min(numbers, default=0)
+        return 0 if sequence is None else num_cached_tokens(sequence, self._groups)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return, by group, how many first blocks of this request all other requests with blocks share."""
@@ -433,17 +451,7 @@ class KVBlocksCacheManager:
         if sequence is None or not sequence.is_allocated:
             return [0] * self.num_kv_cache_groups
         others = [other for other in self._sequences.values() if other.is_allocated and other is not sequence]
-        counts = []
-        for group in range(self.num_kv_cache_groups):
-            ids = sequence.group_block_ids(group)
-            number = len(ids)
-            for other in others:
-                theirs = other.group_block_ids(group)
-                number = min(number, len(theirs))
-                while ids[:number] != theirs[:number]:
-                    number -= 1
-            counts.append(number)
-        return counts
+        return [num_common_blocks(sequence, others, group) for group in range(self.num_kv_cache_groups)]
 
     def create_kv_cache_blocks(self, blocks: Any) -> GivenBlocks:
         """Return blocks by group in vLLM's class."""
@@ -481,20 +489,3 @@ class KVBlocksCacheManager:
     def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:  # noqa: ARG002
         """Return no states of recurrent layers."""
         return []
-
-
-def _make_manager(
-    config: Any, groups: list[Group], enable_caching: bool, named: str | None, debug: bool
-) -> KVCacheManager:
-    """Return a manager of all blocks except vLLM's null block. named: the hash algorithm of events; None: no events."""
-    is_single = len(groups) == 1 and isinstance(groups[0], FullAttention)
-    return KVCacheManager(
-        config.num_blocks - 1,
-        groups[0].block_size if is_single else None,
-        first_block_id=1,
-        groups=None if is_single else groups,
-        hash_algorithm="xxh3_128" if named is None else f"vllm:{named}",
-        enable_caching=enable_caching,
-        enable_events=named is not None,
-        debug=debug,
-    )

@@ -1,26 +1,38 @@
-"""kvblocks' groups for vLLM's KV cache groups, and other properties of their specs."""
+"""kvblocks' groups and manager for vLLM's KV cache groups, and other properties of their specs."""
 
+import warnings
+from itertools import pairwise
 from typing import Any
 
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+)
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvblocks import FullAttention, Group, SlidingWindow
-from kvblocks.integrations.vllm.probe import refuse
+from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, SlidingWindow
+from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_ranks, refuse_states
 
 
-def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
-    """Return the groups of a KV cache configuration.
+def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = True) -> list[Group]:
+    """Return the groups of a KV cache configuration, for a manager that caches or doesn't.
 
     num_context_ranks: over how many ranks a block's tokens are spread (context parallelism). Blocks are so many times
     as large. Raises UnsupportedEngineError.
     """
-    groups: list[Group] = []
+    if not config.kv_cache_groups:
+        raise refuse("a model without KV cache groups", "there is nothing to cache")
+    groups: list[Group | None] = []
     for number, given in enumerate(config.kv_cache_groups):
         spec = _one_spec(given.kv_cache_spec)
         role = getattr(given, "role", None)
@@ -30,22 +42,86 @@ def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
                 f"the role {getattr(role, 'value', role)} of KV cache group {number}", "its blocks are elsewhere, too"
             )
         ranks = num_context_ranks if getattr(spec, "dcp_sharded", True) else 1
-        if kind is FullAttentionManager:
+        if kind is MambaManager:
+            _check_states(spec, enable_caching=enable_caching)
+            groups.append(None)
+        elif kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))
-        elif kind is SlidingWindowManager:
-            if ranks > 1:
-                raise refuse("context parallelism with sliding windows", "a window would span the ranks' blocks")
-            if getattr(spec, "extra_retained_tokens", 0):
-                raise refuse("windows that retain more than they see", "multi-module MTP computes tokens twice")
-            window, is_cached = spec.sliding_window, spec.prefix_cacheable
-            groups.append(SlidingWindow(spec.block_size, window, is_cached=is_cached, keeps_passed=True))
+        elif kind in (SlidingWindowManager, ChunkedLocalAttentionManager):
+            groups.append(_narrow_group(spec, ranks))
         else:
             raise refuse(
-                f"{type(spec).__name__} in KV cache group {number}", "full attention and sliding windows are served"
+                f"{type(spec).__name__} in KV cache group {number}",
+                "full attention, sliding windows and chunked local attention are served",
             )
-    if len(groups) > 1 and config.prefix_cache_retention_interval is not None:
-        raise refuse("prefix_cache_retention_interval", "windows keep what hits need by kvblocks' own rule")
-    return groups
+    found = [group for group in groups if group is not None]
+    sizes = sorted({group.block_size for group in found})
+    for small, large in pairwise(sizes):
+        if large % small:
+            raise refuse(f"KV cache groups with blocks of {small} and of {large} tokens", "one has to divide the other")
+    _warn_of_interval(config)
+    # A request's state takes one block, however many tokens it has.
+    most_tokens = max([spec.block_size for spec in _specs(config) if isinstance(spec, MambaSpec)], default=1)
+    largest = max(sizes, default=1)
+    whole = FullAttention(-(-most_tokens // largest) * largest)
+    return [group or whole for group in groups]
+
+
+def _narrow_group(spec: Any, ranks: int) -> Group:
+    """Return the group of layers that see a window or a chunk.
+
+    All that leaves it is reused by last use (`keeps_passed`). vLLM does the same if its prefix_cache_retention_interval
+    is None. With its default, 0, it caches few of these blocks, so that fewer prompts hit.
+    """
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        if ranks > 1:
+            raise refuse_ranks("chunked local attention", "chunk")
+        return ChunkedLocal(spec.block_size, spec.attention_chunk_size, keeps_passed=True)
+    if ranks > 1:
+        raise refuse_ranks("sliding windows", "window")
+    if getattr(spec, "extra_retained_tokens", 0):
+        raise refuse("windows that retain more than they see", "multi-module MTP computes tokens twice")
+    is_cached = spec.prefix_cacheable
+    return SlidingWindow(spec.block_size, spec.sliding_window, is_cached=is_cached, keeps_passed=True)
+
+
+def _check_states(spec: Any, *, enable_caching: bool) -> None:
+    """Raise UnsupportedEngineError unless a request's recurrent state stays in one block that is never cached."""
+    if enable_caching or spec.mamba_cache_mode != "none":
+        raise refuse_states()
+    if spec.num_speculative_blocks:
+        raise refuse("recurrent states (Mamba) with speculative decoding", "each draft has a state of its own")
+
+
+def _warn_of_interval(config: Any) -> None:
+    interval = config.prefix_cache_retention_interval
+    if interval and any(isinstance(spec, SlidingWindowSpec) for spec in _specs(config)):
+        warnings.warn(
+            f"{NAME}: prefix_cache_retention_interval={interval} has no effect: kvblocks caches all blocks of windows,"
+            " and reuses the least recently used ones first",
+            stacklevel=2,
+        )
+
+
+def make_manager(
+    config: Any, groups: list[Group], enable_caching: bool, named: str | None, debug: bool
+) -> KVCacheManager:
+    """Return a manager of all blocks except vLLM's null block. named: the hash algorithm of events; None: no events."""
+    is_single = len(groups) == 1 and groups[0].sees_all
+    return KVCacheManager(
+        config.num_blocks - 1,
+        groups[0].block_size if is_single else None,
+        first_block_id=1,
+        groups=None if is_single else groups,
+        hash_algorithm="xxh3_128" if named is None else f"vllm:{named}",
+        enable_caching=enable_caching,
+        enable_events=named is not None,
+        debug=debug,
+    )
+
+
+def _specs(config: Any) -> list[Any]:
+    return [_one_spec(given.kv_cache_spec) for given in config.kv_cache_groups]
 
 
 def _one_spec(spec: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks that this vLLM has what the integration needs, and that a configuration is supported.
+"""Checks that this vLLM has what the integration needs, and makes the errors that refuse a feature.
 
 Both are checked before anything runs. Whatever is missing or unsupported is named. vLLM's internals may change in any
 version, so the parts themselves are checked. The version only decides whether there is a warning.
@@ -12,15 +12,11 @@ from kvblocks import UnsupportedEngineError
 from kvblocks.integrations import probing
 
 NAME = "kvblocks.integrations.vllm"
-TESTED_VERSIONS = ("0.32.0",)
-SCHEDULER_TESTED_VERSIONS = ("0.33.0",)  # decisions and features were tested, but no whole engine
+TESTED_VERSIONS = ("0.32.0", "0.33.0")  # of 0.33.0 only what runs without an engine: docs/integrations/vllm.md
 
-# Connectors that use vLLM's block pool by its hashes, which kvblocks doesn't have.
-REFUSED_CONNECTORS = {
-    "SimpleCPUOffloadConnector": "it finds blocks in vLLM's pool by vLLM's hashes",
-    "MooncakeStoreConnector": "it takes references in vLLM's pool",
-    "HiSparseConnector": "it has pools and groups of its own behind vLLM's coordinator",
-}
+FALLBACK = "kvblocks_fallback"  # the name in --additional-config
+OTHERWISE = f"for vLLM's own manager leave out --scheduler-cls, or add --additional-config '{{\"{FALLBACK}\": true}}'"
+ONE_GROUP = "--disable-hybrid-kv-cache-manager makes all layers one group"
 
 
 def check_vllm() -> None:
@@ -33,23 +29,26 @@ def check_vllm() -> None:
         missing = _missing_parts()
     except ImportError as error:
         missing = [str(error)]
-    expected = f"a vLLM with the parts that it uses (tested: {', '.join(TESTED_VERSIONS)})"
+    expected = f"a vLLM with the parts that it uses (tested: {' and '.join(TESTED_VERSIONS)})"
     probing.check_parts(NAME, expected, f"{version}, which lacks", missing)
     if version.startswith(TESTED_VERSIONS):
         return
-    found = "all parts that it uses are there"
-    if version.startswith(SCHEDULER_TESTED_VERSIONS):
-        found = "only the scheduler was tested with that one, without an engine"
-    probing.warn_untested(NAME, TESTED_VERSIONS, version, found)
+    probing.warn_untested(NAME, TESTED_VERSIONS, version, "all parts that it uses are there")
 
 
 def _missing_parts() -> list[str]:
     """Return the names of parts of vLLM that are used and missing. Raises ImportError for a module or class."""
     from vllm.distributed import kv_events
+    from vllm.distributed.aux_output_connector import connector
     from vllm.v1 import kv_cache_interface
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched import async_scheduler, scheduler
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+    from vllm.v1.core.single_type_kv_cache_manager import (
+        ChunkedLocalAttentionManager,
+        FullAttentionManager,
+        MambaManager,
+        SlidingWindowManager,
+    )
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
     from vllm.v1.metrics.stats import PrefixCacheStats
     from vllm.v1.request import Request, RequestStatus
@@ -62,13 +61,16 @@ def _missing_parts() -> list[str]:
     )
     missing = [f"Request.{name}" for name in names if not re.search(rf"\bself\.{name}\b", request)]
     parts = {
+        connector: ("AuxOutputSchedulerConnector",),
         kv_events: ("AllBlocksCleared", "BlockRemoved", "BlockStored", "MEDIUM_GPU"),
         kv_cache_interface: ("UniformTypeKVCacheSpecs", "get_kv_cache_spec_kind", "get_kv_cache_spec_sliding_window"),
         kv_cache_utils: ("maybe_convert_block_hash",),
         scheduler: ("Scheduler", "KVCacheManager"),
         scheduler.Scheduler: ("_handle_invalid_blocks", "_update_request_as_session"),
         async_scheduler: ("AsyncScheduler",),
+        ChunkedLocalAttentionManager: ("find_longest_cache_hit",),
         FullAttentionManager: ("find_longest_cache_hit",),
+        MambaManager: ("find_longest_cache_hit",),
         SlidingWindowManager: ("find_longest_cache_hit",),
         KVCacheSpecRegistry: ("get_manager_class",),
         PrefixCacheStats: ("record",),
@@ -96,42 +98,42 @@ def check_calls(ours: type) -> None:
     probing.check_parts(NAME, "a vLLM whose KVCacheManager is known", "one with", missing)
 
 
-def refuse(feature: str, reason: str) -> UnsupportedEngineError:
-    """Return the error that says that a feature isn't supported."""
-    return probing.refuse(NAME, feature, reason)
+def refuse(feature: str, reason: str, advice: str = "") -> UnsupportedEngineError:
+    """Return the error that says that a feature isn't supported, and what helps. advice: an option that makes it so."""
+    return probing.refuse(NAME, feature, "; ".join(filter(None, (reason, advice, OTHERWISE))))
 
 
-def check_config(scheduler: Any) -> None:
-    """Raise UnsupportedEngineError if a scheduler's configuration is unsupported.
-
-    Called before its manager is replaced.
-    """
-    if scheduler.num_prefill_lookahead > 1:
-        raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
-    if scheduler.kv_cache_config.has_mamba_layers:
-        raise refuse("recurrent states (Mamba)", "their blocks are states, not tokens")
-    transfer = scheduler.vllm_config.kv_transfer_config
-    for connector in () if transfer is None else _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
-        if connector in REFUSED_CONNECTORS:
-            raise refuse(f"the connector {connector}", REFUSED_CONNECTORS[connector])
-        if connector == "OffloadingConnector" and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
-            raise refuse("the OffloadingConnector with several KV cache groups", "it asks vLLM's own coordinator")
+def refuse_states() -> UnsupportedEngineError:
+    """Return the error for recurrent states that are cached."""
+    return refuse(
+        "recurrent states (Mamba) with prefix caching",
+        "their blocks are states, not tokens",
+        "--no-enable-prefix-caching is served",
+    )
 
 
-def _connectors(name: str | None, extra: Any) -> list[str | None]:
-    """Return the name of a connector, and of those that it combines."""
-    found = [name]
-    for config in (extra or {}).get("connectors", ()):
-        found += _connectors(config.get("kv_connector"), config.get("kv_connector_extra_config"))
-    return found
+def refuse_ranks(layers: str, seen: str) -> UnsupportedEngineError:
+    """Return the error for context parallelism with `layers`, whose tokens see a `seen`: a window, a chunk."""
+    return refuse(f"context parallelism with {layers}", f"a {seen} would span the ranks' blocks", ONE_GROUP)
 
 
-def check_options(num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int) -> None:
+def falls_back(config: Any) -> bool:
+    """Whether vLLM's own manager may take the place of ours where something is unsupported. config: a VllmConfig."""
+    options = config.additional_config
+    return isinstance(options, dict) and bool(options.get(FALLBACK))
+
+
+def check_options(
+    num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int, has_events: bool
+) -> None:
     """Raise UnsupportedEngineError if a manager with so many groups gets unsupported options."""
     if num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if use_eagle and num_groups > 1:
-        raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
-    if num_hash_lookahead_tokens:
-        reason = "kvblocks drops EAGLE's last block instead, with disable_lookahead_block_hashes"
-        raise refuse("hashes of tokens behind their block", reason)
+        raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known", ONE_GROUP)
+    if num_hash_lookahead_tokens and has_events:
+        raise refuse(
+            "KV events with lookahead hashes",
+            "kvblocks doesn't compute such hashes",
+            '"disable_lookahead_block_hashes": true in --speculative-config is served',
+        )

@@ -16,7 +16,7 @@ class BlockLives:
     def __init__(self, manager: KVCacheManager, collector: Any, caches: bool) -> None:
         self._collector = collector
         self._caches = caches
-        self._callbacks = manager.watch_blocks(self._note_taken, self._note_touched)
+        self._callbacks = manager._watch_blocks(self._note_taken, self._note_touched)  # noqa: SLF001  # a hook for us
 
     def stop(self) -> None:
         """Stop reporting."""

@@ -8,6 +8,7 @@ replace two names in memory, which `uninstall` restores:
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
-from kvblocks.integrations.vllm.probe import check_config
+from kvblocks.integrations.vllm.early import check_scheduler
+from kvblocks.integrations.vllm.encoders import manager_class
+from kvblocks.integrations.vllm.probe import falls_back
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS
 
 _replaced: dict[tuple[Any, str], Any] = {}
@@ -28,27 +32,19 @@ class _KVBlocks:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         scheduler: Any = self
-        check_config(scheduler)
-        scheduler.kv_cache_manager = KVBlocksCacheManager(
-            kv_cache_config=scheduler.kv_cache_config,
-            max_model_len=scheduler.max_model_len,
-            scheduler_block_size=scheduler.block_size,
-            hash_block_size=scheduler.hash_block_size,
-            max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens,
-            enable_caching=scheduler.cache_config.enable_prefix_caching,
-            use_eagle=scheduler.use_eagle_block_drop,
-            num_prefill_lookahead=scheduler.num_prefill_lookahead,
-            log_stats=scheduler.log_stats,
-            enable_kv_cache_events=scheduler.enable_kv_cache_events,
-            dcp_world_size=scheduler.dcp_world_size,
-            metrics_collector=scheduler.kv_metrics_collector,
-            watermark=scheduler.scheduler_config.watermark,
-            num_hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),  # new in 0.33
-            hash_algorithm=scheduler.cache_config.prefix_caching_hash_algo,
-        )
+        if not scheduler.kv_cache_config.kv_cache_groups:
+            return  # a model without a KV cache: vLLM's manager has nothing to manage, and ours no blocks
+        try:
+            check_scheduler(scheduler)
+            scheduler.kv_cache_manager = _make_manager(scheduler)
+        except UnsupportedEngineError as error:
+            if not falls_back(scheduler.vllm_config):
+                raise
+            warnings.warn(f"vLLM's own KV cache manager is used instead of kvblocks: {error}", stacklevel=2)
+            return
         if scheduler.connector is not None:
             scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
-        elif scheduler.cache_config.enable_prefix_caching:
+        if scheduler.cache_config.enable_prefix_caching and not _needs_hashes(scheduler):
             _skip_hashing()
         if scheduler.vllm_config.lora_config is not None:
             _watch_loras()
@@ -71,7 +67,7 @@ class _KVBlocks:
         scheduler: Any = self
         parent: Any = super()
         affected = parent._handle_invalid_blocks(*args, **kwargs)  # noqa: SLF001
-        if scheduler.recompute_kv_load_failures:
+        if scheduler.recompute_kv_load_failures and isinstance(scheduler.kv_cache_manager, KVBlocksCacheManager):
             for request_id in affected:
                 scheduler.kv_cache_manager.note_failed_load(scheduler.requests[request_id])
         return affected
@@ -83,6 +79,39 @@ class KVBlocksScheduler(_KVBlocks, Scheduler):
 
 class KVBlocksAsyncScheduler(_KVBlocks, AsyncScheduler):
     """vLLM's AsyncScheduler on kvblocks."""
+
+
+def _make_manager(scheduler: Any) -> KVBlocksCacheManager:
+    """Return a manager with the options of a scheduler's own. Raises UnsupportedEngineError."""
+    return manager_class(scheduler.kv_cache_config)(
+        kv_cache_config=scheduler.kv_cache_config,
+        max_model_len=scheduler.max_model_len,
+        scheduler_block_size=scheduler.block_size,
+        hash_block_size=scheduler.hash_block_size,
+        max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens,
+        enable_caching=scheduler.cache_config.enable_prefix_caching,
+        use_eagle=scheduler.use_eagle_block_drop,
+        num_prefill_lookahead=scheduler.num_prefill_lookahead,
+        log_stats=scheduler.log_stats,
+        enable_kv_cache_events=scheduler.enable_kv_cache_events,
+        dcp_world_size=scheduler.dcp_world_size,
+        metrics_collector=scheduler.kv_metrics_collector,
+        watermark=scheduler.scheduler_config.watermark,
+        num_hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),  # new in 0.33
+        hash_algorithm=scheduler.cache_config.prefix_caching_hash_algo,
+    )
+
+
+def _needs_hashes(scheduler: Any) -> bool:
+    """Whether a scheduler's requests have to be hashed, for anyone but a manager of ours.
+
+    Connectors look for KV by hashes, and the connector of auxiliary outputs for the experts of cached tokens.
+    """
+    return (
+        not isinstance(getattr(scheduler, "kv_cache_manager", None), KVBlocksCacheManager)
+        or scheduler.connector is not None
+        or scheduler.aux_output_connector is not None
+    )
 
 
 def uninstall() -> None:
@@ -121,8 +150,8 @@ def _skip_hashing() -> None:
         def hasher_of_others(*args: Any, **kwargs: Any) -> Any:
             _put_back(core, "get_request_block_hasher")
             asking = sys._getframe(1).f_locals.get("self")  # noqa: SLF001  # the engine core: no argument has it
-            is_ours = isinstance(getattr(asking, "scheduler", None), _KVBlocks)
-            return None if is_ours else original(*args, **kwargs)
+            hashes = _needs_hashes(getattr(asking, "scheduler", None))
+            return original(*args, **kwargs) if hashes else None
 
         return hasher_of_others
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence as Items
 from hashlib import sha256
+from itertools import count
 from typing import Any
 
-from kvblocks import Sequence
+from kvblocks import Group, Sequence
 
 _SEPARATOR = "\0"
+_NUMBERS = count()
 
 
 class LoraVersions:
@@ -54,31 +56,75 @@ class LoraVersions:
 LORA_VERSIONS = LoraVersions()
 
 
-def make_sequence(request: Any, block_size: int) -> Sequence:
-    """Return a sequence with all known tokens of a request, and everything else that its KV depends on."""
-    keys = image_keys(request.mm_features)
-    if request.prompt_embeds is not None:
-        keys += embedding_keys(request, block_size)
+def make_sequence(request: Any, block_size: int, num_ahead: int, *, is_cached: bool) -> Sequence:
+    """Return a sequence with all known tokens of a request, and everything else that its KV depends on.
+
+    is_cached: otherwise images and embeddings are left out. In encoder-decoder models they are no part of the tokens.
+    num_ahead: 0, or 1 if a block belongs to the token behind it too, as the KV of EAGLE's draft model does. Then each
+    token of the sequence is the one behind the request's token at the same position. So a block that is found proves
+    the token behind it. The request's first token is an extra key.
+    """
+    tokens = request._all_token_ids  # noqa: SLF001  # the list itself: `all_token_ids` is a view that copies slowly
+    keys = image_keys(request.mm_features, num_ahead) if is_cached else []
+    if request.prompt_embeds is not None and is_cached:
+        keys += embedding_keys(request, block_size, num_ahead)
+    if num_ahead:
+        is_alone = _num_behind_first(request) < 1  # a sequence has a token, so this one gets a key that nobody has
+        keys.append((0, 1, b"alone %d" % next(_NUMBERS)) if is_alone else _first_key(request))
+        tokens = [0] if is_alone else tokens[1 : 1 + num_known(request, 1)]
     return Sequence(
         request.request_id,
-        request._all_token_ids,  # noqa: SLF001  # the list itself: `all_token_ids` is a view that copies slowly
+        tokens,
         salt=request.cache_salt or None,
         lora=LORA_VERSIONS.key(request.lora_request),
         extra_keys=keys,
     )
 
 
-def image_keys(features: Items[Any]) -> list[tuple[int, int, str | bytes]]:
-    """Return a key for each image, or other feature, over its placeholders."""
-    positions = [feature.mm_position for feature in features]
+def num_known(request: Any, num_ahead: int) -> int:
+    """Return how many tokens a request's sequence has when it has all that are known; see `make_sequence`.
+
+    An answer's last token is left out if a later turn may put another one in its place.
+    """
+    return max(1, _num_behind_first(request)) if num_ahead else len(request._all_token_ids)  # noqa: SLF001
+
+
+def _num_behind_first(request: Any) -> int:
+    is_open: bool = request.resumable and request.num_output_tokens > 0
+    return len(request._all_token_ids) - 1 - is_open  # noqa: SLF001
+
+
+def look_ahead(token_ids: Items[int]) -> tuple[Items[int], list[tuple[int, int, bytes]]]:
+    """Return the tokens and the extra keys of a sequence whose blocks belong to the token behind them, too.
+
+    token_ids: at least two tokens, without images.
+    """
+    return token_ids[1:], [(0, 1, _named(token_ids[0], []))]
+
+
+def _first_key(request: Any) -> tuple[int, int, bytes]:
+    """Return the key that a request's first token is, with the images that it stands for."""
+    images = [feature.identifier for feature in request.mm_features if feature.mm_position.offset == 0]
+    return 0, 1, _named(request._all_token_ids[0], images)  # noqa: SLF001
+
+
+def _named(token_id: int, identifiers: list[str]) -> bytes:
+    return _SEPARATOR.join(["first", str(token_id), *identifiers]).encode()
+
+
+def image_keys(features: Items[Any], num_ahead: int = 0) -> list[tuple[int, int, str | bytes]]:
+    """Return a key for each image, or other feature, over its placeholders; num_ahead: as in `make_sequence`."""
+    spans = [(f.mm_position.offset, f.mm_position.offset + f.mm_position.length) for f in features]
     return [
-        (position.offset, position.offset + position.length, feature.identifier)
-        for position, feature in zip(positions, features, strict=True)
+        (max(0, start - num_ahead), max(1, end - num_ahead), feature.identifier)
+        for (start, end), feature in zip(spans, features, strict=True)
     ]
 
 
-def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]]:
+def embedding_keys(request: Any, block_size: int, num_ahead: int) -> list[tuple[int, int, bytes]]:
     """Return a key for each block that has prompt embeddings: a digest of the embeddings, and their dtype.
+
+    num_ahead: as in `make_sequence`. If it is 1, the first embedding has a key of its own.
 
     The digest is vLLM's, and is in events (see `kvblocks.wire.extra_keys`). Equal bytes of different dtypes have equal
     digests, so the key has the dtype too.
@@ -87,9 +133,35 @@ def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]
 
     keys = []
     embeddings = request.prompt_embeds
-    for start in range(0, len(embeddings), block_size):
-        part = embeddings[start : start + block_size].detach().cpu().contiguous()
+    starts = [*range(num_ahead), *range(num_ahead, len(embeddings), block_size)]
+    for start, end in zip(starts, [*starts[1:], len(embeddings)], strict=True):
+        part = embeddings[start:end].detach().cpu().contiguous()
         name = f"{part.dtype} {tuple(part.shape)}".encode()
         digest = sha256(part.flatten().view(torch.uint8).numpy().tobytes()).digest()
-        keys.append((start, start + len(part), digest + name))
+        keys.append((max(0, start - num_ahead), max(1, end - num_ahead), digest + name))
     return keys
+
+
+def num_cached_tokens(sequence: Sequence, groups: Items[Group]) -> int:
+    """Return how many first tokens of a sequence all of its groups that are cached have cached."""
+    if not sequence.is_allocated:
+        return 0
+    numbers = []
+    for group, kind in enumerate(groups):
+        if kind.is_cached:
+            blocks = sequence.group_blocks(group)
+            ends = [index + 1 for index, block in enumerate(blocks) if block is not None and block.is_cached]
+            numbers.append(max(ends, default=0) * kind.block_size)
+    return min(numbers, default=0)
+
+
+def num_common_blocks(sequence: Sequence, others: Items[Sequence], group: int) -> int:
+    """Return how many first blocks of a group all of these sequences share."""
+    ids = sequence.group_block_ids(group)
+    number = len(ids)
+    for other in others:
+        theirs = other.group_block_ids(group)
+        number = min(number, len(theirs))
+        while ids[:number] != theirs[:number]:
+            number -= 1
+    return number

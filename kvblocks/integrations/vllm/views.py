@@ -99,7 +99,7 @@ class HitBlocks(GivenBlocks):
 def given_hit(blocks: GivenBlocks | None, num_tokens: int) -> CacheHit | None:
     """Return the hit if `blocks` are a lookup's, else None. num_tokens: of the hit. Raises InvalidArgumentError."""
     hit = blocks.hit if isinstance(blocks, HitBlocks) else None
-    num_hit = 0 if hit is None else hit.num_tokens
+    num_hit = 0 if hit is None else hit.num_readonly_tokens
     if num_hit != num_tokens:
         raise InvalidArgumentError(f"num_new_computed_tokens: expected the hit's {num_hit}, got {num_tokens}")
     return hit

@@ -10,7 +10,7 @@ from importlib.resources import files
 from kvblocks.replay.report import sections
 from kvblocks.replay.report.charts import patterns
 from kvblocks.replay.report.markup import Attributes, Element, count, element, label, percent, span, to_html
-from kvblocks.replay.result import Result
+from kvblocks.replay.result import Result, TraceFacts
 
 __all__ = ["render_report", "style_sheet"]
 
@@ -26,6 +26,14 @@ def render_report(result: Result) -> str:
         ("time", "Over time", sections.over_time(result)),
         ("prefixes", "Prefixes", sections.prefixes(result)),
     ]
+    return page(title, trace_facts(result.trace), parts, _conditions(result))
+
+
+def page(title: str, facts: list[tuple[str, str]], parts: list[tuple[str, str, Element]], conditions: str) -> str:
+    """Return a document of HTML. facts: names and values. parts: sections, each with its name in links and its title.
+
+    conditions: the page's last sentences.
+    """
     for name, _, section in parts:
         section.set("id", name)
     links = [element("li", {}, element("a", {"href": f"#{name}"}, words)) for name, words, _ in parts]
@@ -42,9 +50,9 @@ def render_report(result: Result) -> str:
         "body",
         {},
         patterns(),
-        element("header", {}, element("h1", {}, title), _facts(result), navigation),
+        element("header", {}, element("h1", {}, title), _fact_list(facts), navigation),
         element("main", {}, *[section for _, _, section in parts]),
-        element("footer", {}, element("p", {}, _conditions(result))),
+        element("footer", {}, element("p", {}, conditions)),
     )
     return to_html(element("html", {"lang": "en"}, head, body))
 
@@ -54,9 +62,9 @@ def style_sheet(name: str) -> str:
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _facts(result: Result) -> Element:
-    trace = result.trace
-    facts = [
+def trace_facts(trace: TraceFacts) -> list[tuple[str, str]]:
+    """Return the facts about a trace that a page begins with."""
+    return [
         ("requests", count(trace.num_requests)),
         ("sessions", count(trace.num_sessions)),
         ("block references", count(trace.num_references)),
@@ -65,6 +73,9 @@ def _facts(result: Result) -> Element:
         ("duration", span(trace.duration_s)),
         ("infinite cache hits", percent(trace.infinite_hit_rate)),
     ]
+
+
+def _fact_list(facts: list[tuple[str, str]]) -> Element:
     attributes: Attributes = {"class": "facts"}
     pairs = [element("div", {}, element("dt", {}, name), element("dd", {}, value)) for name, value in facts]
     return element("dl", attributes, *pairs)

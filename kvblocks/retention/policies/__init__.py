@@ -7,7 +7,7 @@ the same way and gets its name here.
 from kvblocks.retention.policies.lru import LRU
 from kvblocks.retention.policies.policy import PolicyFactory
 from kvblocks.retention.policies.s3fifo import S3FIFO
-from kvblocks.retention.policies.sessions import Sessions
+from kvblocks.retention.policies.sessions import SessionsPolicy
 from kvblocks.retention.policies.slru import SLRU
 
-NAMED: dict[str, PolicyFactory] = {"lru": LRU, "slru": SLRU, "s3fifo": S3FIFO, "sessions": Sessions}
+NAMED: dict[str, PolicyFactory] = {"lru": LRU, "slru": SLRU, "s3fifo": S3FIFO, "sessions": SessionsPolicy}

@@ -1,4 +1,4 @@
-"""`Sessions`: keeps the blocks of sessions that will come back soon, as it learns from their pauses.
+"""`SessionsPolicy`: keeps the blocks of sessions that will come back soon, as it learns from their pauses.
 
 Blocks that no session wants any more are evicted first: those that a session's next request did not contain, and those
 of ended sessions. Then the policy evicts the blocks of the paused request that is least likely to come back within the
@@ -37,7 +37,7 @@ _HORIZON: Final = 2.0  # how far to look ahead, in multiples of that time
 SessionKey = tuple[str | None, Hashable]
 
 
-class Kind:
+class PauseKind:
     """A kind of pause. returns: what was learned of it. paused: its threads by rhythm, each in order of pausing."""
 
     def __init__(self, recency_weight: float = RECENCY_WEIGHT) -> None:
@@ -52,7 +52,7 @@ class Session:
         self.key = key
         self.threads: dict[Thread, None] = {}
         self.waiting: dict[Thread, None] = {}  # those that pause, but are neither left nor set aside
-        self.rhythms: dict[Kind, Rhythm] = {}
+        self.rhythms: dict[PauseKind, Rhythm] = {}
         self.reason: str | None = None
         self.began: float | None = None  # when its last request began
         self.last: Thread | None = None
@@ -68,7 +68,7 @@ class Thread:
     def __init__(self, session: Session | None) -> None:
         self.session = session
         self.blocks: OrderedDict[int, int] = OrderedDict()
-        self.kind: Kind | None = None
+        self.kind: PauseKind | None = None
         self.is_open = False
         self.rhythm = 0.0
         self.since: float = 0.0
@@ -76,7 +76,7 @@ class Thread:
         self.number = 0
 
 
-class Sessions:
+class SessionsPolicy:
     """Evicts blocks that no session wants, then those least likely to be wanted soon."""
 
     def __init__(self, cache: CacheView) -> None:
@@ -86,8 +86,13 @@ class Sessions:
         self._threads: dict[int, Thread] = {}  # by block id: the one that has it, or had it last
         self._others: dict[int, tuple[Hashable, ...]] = {}
         self._tenants: dict[int, str | None] = {}  # of the blocks in `_others`
-        self._without, self._rest, self._aside, self._left = Kind(), Kind(), Kind(), Kind(recency_weight=0.0)
-        self._kinds: dict[str, Kind] = {}
+        self._without, self._rest, self._aside, self._left = (
+            PauseKind(),
+            PauseKind(),
+            PauseKind(),
+            PauseKind(recency_weight=0.0),
+        )
+        self._kinds: dict[str, PauseKind] = {}
         self._starting: Session | None = None
         self._used: dict[Thread, list[int]] = {}  # by thread: blocks that the starting request uses
         self._num_pauses = 0
@@ -208,13 +213,13 @@ class Sessions:
             self._kept += (max(0.0, float(now - found.since)) - self._kept) * share
         return found
 
-    def _worth(self, thread: Thread, kind: Kind, now: float) -> float:
+    def _worth(self, thread: Thread, kind: PauseKind, now: float) -> float:
         if self._kept <= 0.0:  # the clock stood still, or nothing was evicted yet
             return 0.0 if kind is self._left else 0.5
         lasted = max(float(now - thread.since), self._kept / _SHORTEST)
         return kind.returns.worth(lasted, _HORIZON * self._kept, self._rhythm_of(thread, kind))
 
-    def _rhythm_of(self, thread: Thread, kind: Kind) -> float:
+    def _rhythm_of(self, thread: Thread, kind: PauseKind) -> float:
         """Return the rhythm of a thread's pause; without sessions all threads have the same."""
         return kind.returns.rhythm(None, 0.0) if kind is self._without else thread.rhythm
 
@@ -388,17 +393,17 @@ class Sessions:
                 thread.session.threads.pop(thread, None)
         return thread
 
-    def _kind_of(self, session: Session | None) -> Kind:
+    def _kind_of(self, session: Session | None) -> PauseKind:
         if session is None:
             return self._without
         reason = session.reason or ""
         if reason not in self._kinds:
             if len(self._kinds) >= _MAX_REASONS:
                 return self._rest
-            self._kinds[reason] = Kind()
+            self._kinds[reason] = PauseKind()
         return self._kinds[reason]
 
-    def _pause(self, thread: Thread, kind: Kind, *, is_new: bool = True) -> None:
+    def _pause(self, thread: Thread, kind: PauseKind, *, is_new: bool = True) -> None:
         """Begin a thread's pause of this kind. is_new False: the pause has begun already, and changes its kind."""
         self._resume(thread)
         session = thread.session

@@ -1,11 +1,12 @@
 """`DiskStore`: keeps the bytes of a persistent tier in a folder, and which block each slot holds, across processes.
 
 It moves bytes when told, has no thread, and decides nothing. An engine carries out the transfers that its manager
-wants, passes the answer of `tiers.take_changes` to `remember`, and calls `sync` every second.
+wants, passes the answers of `tiers.take_changes` to `remember` and of `tiers.take_uses` to `note_used`, and calls
+`sync` every second.
 """
 
-from kvblocks.tiers.disk.errors import DiskError
+from kvblocks.tiers.disk.errors import DiskError, DiskFullError
 from kvblocks.tiers.disk.layout import DiskStats
 from kvblocks.tiers.disk.store import DiskStore
 
-__all__ = ["DiskError", "DiskStats", "DiskStore"]
+__all__ = ["DiskError", "DiskFullError", "DiskStats", "DiskStore"]

@@ -3,12 +3,15 @@
 A slot is written in place, so a crash can leave it half written. Its record shows that, and whose bytes the slot holds.
 """
 
+import errno
 import os
 
 from kvblocks.tiers.disk.folder import flush
 from kvblocks.tiers.disk.layout import Layout
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.sealing import Sealer
+
+_MOST_ZEROS = 2**20  # bytes that are written at once
 
 
 class Arena:
@@ -54,12 +57,35 @@ class Arena:
         return done == expected and self._sealer.opens(record, identity, out)
 
     def erase(self, slot: int) -> None:
-        """Overwrite a slot with zeros, its record last. A slot without a record holds nothing. O(its bytes)."""
+        """Overwrite a slot with zeros, its record last. A slot without a record holds nothing. O(its bytes).
+
+        Takes no room on the disk: only what was written is overwritten.
+        """
         offset, room = self._layout.offset(slot), self._layout.num_room_bytes
-        size = min(self._layout.stride, os.fstat(self.descriptor).st_size - offset)
-        if size > 0 and any(os.pread(self.descriptor, room, offset)):
-            self._write_all(memoryview(bytes(max(0, size - room))), offset + room)
-            self._write_all(memoryview(bytes(min(size, room))), offset)
+        if any(os.pread(self.descriptor, room, offset)):
+            overwrite(self.descriptor, offset + room, offset + self._layout.stride)
+            overwrite(self.descriptor, offset, offset + room)
+
+    @property
+    def num_bytes(self) -> int:
+        """How long the file is."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots are in the file as a whole."""
+        last_bytes = self._layout.num_room_bytes + self._layout.num_block_bytes
+        return max(0, self.num_bytes + self._layout.stride - last_bytes) // self._layout.stride
+
+    def cut(self, num_bytes: int) -> range:
+        """Give back at least so many bytes at the file's end, or all. Returns the slots that hold nothing now.
+
+        A read of such a slot finds nothing.
+        """
+        old = self.num_slots
+        left = max(0, self.num_bytes - num_bytes) // self._layout.stride
+        os.ftruncate(self.descriptor, self._layout.offset(left))
+        return range(left, old)
 
     def flush(self) -> None:
         """Wait until all that was written is on the disk."""
@@ -68,3 +94,20 @@ class Arena:
     def close(self) -> None:
         """Close the file."""
         os.close(self.descriptor)
+
+
+def overwrite(descriptor: int, start: int, end: int) -> None:
+    """Write zeros over all that a file has between two places. Its holes stay: zeros there would take room."""
+    zeros = memoryview(bytes(min(_MOST_ZEROS, end - start)))
+    while True:
+        try:
+            start = os.lseek(descriptor, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # which means that there is no more
+                raise
+            return
+        if start >= end:
+            return
+        stop = min(end, os.lseek(descriptor, start, os.SEEK_HOLE))
+        while start < stop:
+            start += os.pwrite(descriptor, zeros[: stop - start], start)

@@ -5,21 +5,29 @@ Invariants:
 - One process has the folder open at a time, from opening to `close`. The lock ends with the process and its forks.
 - The marker is written last. So a folder with a marker is complete, and a folder without one is emptied.
 - Files have mode 0600, in a folder of mode 0700, of the same user. No file is reached through a link.
+- What was made for something else is kept in folders of its own below (`Kept`).
 """
 
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvblocks.tiers.disk.errors import DiskError
 
 LOCK, MARKER, ARENA, INDEX = "kvblocks.lock", "kvblocks.json", "kvblocks.arena", "kvblocks.index"
-_PARTIAL = MARKER + ".partial"
+PARTIAL = MARKER + ".partial"
 _INDEX_FILES = tuple(INDEX + ending for ending in ("-wal", "-shm", "-journal", ""))
-_OURS = frozenset({LOCK, MARKER, _PARTIAL, ARENA, *_INDEX_FILES})
+KEPT = "kvblocks.kept"
+SET = frozenset({MARKER, PARTIAL, ARENA, *_INDEX_FILES})
+"""The files of one fingerprint."""
+
+_OURS = SET | {LOCK, KEPT}
+_OF_A_VOLUME = frozenset({"lost+found"})  # a file system makes it in its own root
 _MOST_MARKER_BYTES = 65536
+_BLOCK = 512  # bytes; the unit of st_blocks, on every system
 
 
 def flush(descriptor: int) -> None:
@@ -28,7 +36,10 @@ def flush(descriptor: int) -> None:
 
 
 class Folder:
-    """An open, locked folder. Creates it if it doesn't exist. Raises DiskError, and OSError."""
+    """An open, locked folder. Creates it if it doesn't exist. Raises DiskError, and OSError.
+
+    path: without links. descriptor: of the folder.
+    """
 
     def __init__(self, path: Path) -> None:
         if not _has_locks():
@@ -36,7 +47,7 @@ class Folder:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path.resolve()
         self._lock: int | None = None
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._check_ours()
             self._take_lock()
@@ -46,10 +57,10 @@ class Folder:
             raise
 
     def _check_ours(self) -> None:
-        owner = os.fstat(self._descriptor).st_uid
+        owner = os.fstat(self.descriptor).st_uid
         if owner != os.geteuid():
             raise DiskError(f"{self.path}: expected a folder of user {os.geteuid()}, got one of user {owner}")
-        foreign = sorted(self._names() - _OURS)
+        foreign = sorted(self._names() - _OURS - _OF_A_VOLUME)
         if foreign:
             shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
             raise DiskError(
@@ -57,15 +68,15 @@ class Folder:
             )
 
     def _names(self) -> set[str]:
-        with os.scandir(self._descriptor) as entries:
+        with os.scandir(self.descriptor) as entries:
             return {entry.name for entry in entries}
 
     def _narrow(self) -> None:
         """Take away the rights of other users."""
-        os.fchmod(self._descriptor, 0o700)
-        with os.scandir(self._descriptor) as entries:
+        os.fchmod(self.descriptor, 0o700)
+        with os.scandir(self.descriptor) as entries:
             for name in [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]:
-                os.chmod(name, 0o600, dir_fd=self._descriptor)  # Path can't use a folder's descriptor
+                os.chmod(name, 0o600, dir_fd=self.descriptor)  # Path can't use a folder's descriptor
 
     def _take_lock(self) -> None:
         import fcntl  # POSIX only; imported here, so that only a disk tier needs it
@@ -76,13 +87,13 @@ class Folder:
         except BlockingIOError:
             owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip() or "one that is opening it"
             raise DiskError(f"{self.path}: expected a folder that nobody uses, got one of process {owner}") from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # on a full volume nobody is told the process's number, but the lock holds
+            os.pwrite(self._lock, f"{os.getpid():<19}\n".encode(), 0)
 
     def open_file(self, name: str) -> int:
         """Return a descriptor of one of our files, to read and write. Creates a missing file. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+        descriptor = os.open(name, flags, 0o600, dir_fd=self.descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise DiskError(f"{self.path / name}: expected a file, got something else")
@@ -90,12 +101,12 @@ class Folder:
 
     def sync(self) -> None:
         """Wait until the files' names are on the disk. Raises OSError."""
-        os.fsync(self._descriptor)
+        os.fsync(self.descriptor)
 
     def read_marker(self) -> dict[str, Any] | None:
         """Return what the folder was made for; None if there is no readable marker."""
         try:
-            descriptor = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._descriptor)
+            descriptor = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
         except OSError:
             return None
         with os.fdopen(descriptor, "rb") as file:
@@ -107,21 +118,31 @@ class Folder:
 
     def write_marker(self, marker: dict[str, Any]) -> None:
         """Write what the folder is made for, completely or not at all. Raises OSError."""
-        with os.fdopen(self.open_file(_PARTIAL), "r+b") as file:
+        with os.fdopen(self.open_file(PARTIAL), "r+b") as file:
             file.truncate()
             file.write(json.dumps(marker, indent=2).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        os.rename(_PARTIAL, MARKER, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        os.rename(PARTIAL, MARKER, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         self.sync()
 
+    def num_taken_bytes(self) -> int:
+        """Return how much room its files take on their volume. Raises OSError."""
+        found = [Path(at, name) for at, _, names in os.walk(self.path) for name in names]
+        return sum([path.lstat().st_blocks for path in found]) * _BLOCK
+
+    def num_free_bytes(self) -> int:
+        """Return how much room its user has left on the volume. Raises OSError."""
+        found = os.fstatvfs(self.descriptor)
+        return found.f_bavail * found.f_frsize
+
     def is_used(self) -> bool:
-        """Whether there is anything in it but the lock. Raises OSError."""
-        return bool(self._names() - {LOCK})
+        """Whether there is anything in it but the lock, and what is kept. Raises OSError."""
+        return bool(self._names() & SET)
 
     def empty(self) -> None:
         """Delete our files except the lock, the marker first. Raises OSError."""
-        self._remove(MARKER, _PARTIAL)
+        self._remove(MARKER, PARTIAL)
         self.remove_index()
         self._remove(ARENA)
 
@@ -132,7 +153,7 @@ class Folder:
     def _remove(self, *names: str) -> None:
         for name in names:
             try:
-                os.unlink(name, dir_fd=self._descriptor)
+                os.unlink(name, dir_fd=self.descriptor)
             except FileNotFoundError:
                 continue
         self.sync()
@@ -140,8 +161,8 @@ class Folder:
     def check_there(self, arena: int) -> None:
         """Raise DiskError if the arena or the index was taken away, because all later writes would be lost. O(1)."""
         try:
-            found = os.stat(ARENA, dir_fd=self._descriptor, follow_symlinks=False)
-            os.stat(INDEX, dir_fd=self._descriptor, follow_symlinks=False)
+            found = os.stat(ARENA, dir_fd=self.descriptor, follow_symlinks=False)
+            os.stat(INDEX, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
             found = None
         if found is None or not os.path.samestat(found, os.fstat(arena)):
@@ -149,10 +170,10 @@ class Folder:
 
     def close(self) -> None:
         """Unlock the folder. A second call does nothing."""
-        for descriptor in (self._lock, self._descriptor):
+        for descriptor in (self._lock, self.descriptor):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-        self._lock, self._descriptor = None, -1
+        self._lock, self.descriptor = None, -1
 
 
 def _has_locks() -> bool:

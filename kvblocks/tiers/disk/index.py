@@ -6,7 +6,7 @@ The index is never trusted: a slot's own record decides. A file that SQLite can'
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from kvblocks.tiers.disk.layout import MOST_WAL_BYTES, PAGE, Layout
 from kvblocks.tiers.identity import BlockIdentity
 
 Row = tuple[object, object, object, object, object]
-"""slot, number (greater for what was stored later), parts of an identity. A damaged file may hold other types."""
+"""slot, number (greater for what was stored or used later), parts of an identity. A damaged file has other types."""
 
 Read = TypeVar("Read")
 
@@ -26,6 +26,7 @@ _TABLE = (
 )
 _MOST_NUMBER = 2**62  # of a row: more than any store reaches
 _INSERT = "INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?, ?)"
+_USE = "UPDATE slots SET number = ? WHERE slot = ?"
 
 
 # Errors that don't mean a damaged file: the disk or the memory failed, or somebody else has the file open.
@@ -61,11 +62,14 @@ class Index:
 
     The settings of SQLite: EXCLUSIVE, so that nobody else can open the file, and no shared memory is needed. WAL with
     FULL, so that a commit is one fsync, and is on the disk when it returns. secure_delete overwrites deleted rows.
+
+    num_slots: rows of other slots are deleted, since nothing can be read there.
     """
 
-    def __init__(self, folder: Folder, layout: Layout) -> None:
+    def __init__(self, folder: Folder, layout: Layout, num_slots: int) -> None:
         self._folder = folder
         self._layout = layout
+        self._num_slots = num_slots
         self._next_number = 0
         try:
             self._connection = self._connect()
@@ -106,9 +110,9 @@ class Index:
             connection.execute(_TABLE)
         elif found != [(_TABLE.encode(),)]:
             raise _StrangeError("it has other tables than ours")
-        beyond = "slot < 0 OR slot >= ?"  # it was made for more slots
-        if connection.execute(f"SELECT 1 FROM slots WHERE {beyond}", [self._layout.num_slots]).fetchone():  # noqa: S608
-            connection.execute(f"DELETE FROM slots WHERE {beyond}", [self._layout.num_slots])  # noqa: S608
+        beyond = "slot < 0 OR slot >= ?"
+        if connection.execute(f"SELECT 1 FROM slots WHERE {beyond}", [self._num_slots]).fetchone():  # noqa: S608
+            connection.execute(f"DELETE FROM slots WHERE {beyond}", [self._num_slots])  # noqa: S608
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         last = connection.execute("SELECT max(number) FROM slots").fetchone()[0]
         if last is not None and (not isinstance(last, int) or last > _MOST_NUMBER):
@@ -154,18 +158,21 @@ class Index:
             self._connection.close()
         self._connection = self._start_anew(error)
 
-    def write(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Commit all changes or none. They are on the disk when the call returns. O(changes log rows)."""
+    def write(self, changes: Mapping[int, BlockIdentity | None], used: Collection[int]) -> None:
+        """Commit all changes or none. They are on the disk when the call returns. O((changes + used) log rows).
+
+        used: slots that come last from now on, in their order, if there are rows for them.
+        """
         try:
-            self._commit(changes)
+            self._commit(changes, used)
         except _FAILURES as error:
             self._renew(error)
-            self._commit(changes)
+            self._commit(changes, used)
         wal = self._folder.path / (INDEX + "-wal")
         if wal.stat().st_size > MOST_WAL_BYTES:
             self.checkpoint()
 
-    def _commit(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+    def _commit(self, changes: Mapping[int, BlockIdentity | None], used: Collection[int]) -> None:
         stored = [
             (slot, number, *identity.parts())
             for number, (slot, identity) in enumerate(changes.items(), self._next_number)
@@ -176,12 +183,13 @@ class Index:
         try:
             self._connection.executemany("DELETE FROM slots WHERE slot = ?", forgotten)
             self._connection.executemany(_INSERT, stored)
+            self._connection.executemany(_USE, enumerate(used, self._next_number + len(changes)))
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-        self._next_number += len(changes)
+        self._next_number += len(changes) + len(used)
 
     def checkpoint(self) -> None:
         """Move the whole log into the index, and empty the log."""

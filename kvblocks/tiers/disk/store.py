@@ -3,16 +3,17 @@
 Invariants:
 - `read` accepts a block only if the slot's own record names this block and its checksum is right.
 - The index never names bytes that are not on the disk: `sync` flushes the arena, then commits the index.
-- All files together never exceed max_bytes.
+- All files together never exceed max_bytes, also those that are kept for other fingerprints (`Kept`).
 
-The folder is a cache. If it can't be used, it is emptied with a warning; it never gives wrong bytes.
+The folder is a cache. If it can't be used, it is emptied with a warning; it never gives wrong bytes. If its volume is
+full, what has to be written takes the place of the arena's last blocks: opening, and erasing.
 """
 
 import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,16 +24,21 @@ from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.disk.arena import Arena
 from kvblocks.tiers.disk.complaints import Complaints
-from kvblocks.tiers.disk.errors import DiskError
+from kvblocks.tiers.disk.errors import DiskError, DiskFullError, is_full
 from kvblocks.tiers.disk.folder import ARENA, Folder
 from kvblocks.tiers.disk.index import Index, Row
+from kvblocks.tiers.disk.kept import Kept
 from kvblocks.tiers.disk.layout import MOST_KEY_BYTES, DiskStats, Layout
+from kvblocks.tiers.disk.room import Room
 from kvblocks.tiers.identity import NUM_DIGEST_BYTES, BlockIdentity
 from kvblocks.tiers.sealing import FORMAT, Payload, Sealer
 
 _LOG = logging.getLogger("kvblocks.tiers.disk")
 _NOTHING = BlockIdentity(b"", b"", b"")
 _MARK = "a disk tier of kvblocks"
+_LEAST_GIVEN, _ATTEMPTS = 2**20, 8  # on a full volume: bytes given back at first, then twice as many, so many times
+_BYTES_LEFT = "expected a disk that can be written (bytes of blocks are left, in the arena)"
+_ROWS_LEFT = "expected room for the index (the blocks' bytes are gone, their tokens are left; free some bytes there)"
 
 
 class DiskStore:
@@ -42,13 +48,14 @@ class DiskStore:
     32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV. num_block_bytes: of
     a block. block_size: tokens of a block of the primary group. max_bytes: all files in the folder together never
     exceed this. secret: at least 16 bytes; a block that was written without it is then a miss. None: records only show
-    damage. A folder that was made with other values (except max_bytes), or by another format, is emptied with a
-    warning.
+    damage. What was stored with other values (except max_bytes), or in another format, is kept below the folder for
+    whoever comes back to them, as long as there is room.
 
     num_slots: how many blocks fit. stats: see `DiskStats`.
 
     `write` and `read` of different slots may run at the same time, also beside `remember` and `sync`. `close` must be
-    the last call. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it.
+    the last call. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it;
+    DiskFullError if its volume has no room even for an empty store.
     """
 
     def __init__(
@@ -75,11 +82,12 @@ class DiskStore:
         self._complaints = Complaints()
         self._lock = threading.Lock()  # guards the attributes below and the counters; not held during I/O
         self._changes: dict[int, BlockIdentity | None] = {}
+        self._used: dict[int, None] = {}
         self._is_unflushed = False
         self._is_closed = False
         self._syncing = threading.Lock()  # guards the index; taken before `_lock`
         with _as_disk_error(f"DiskStore: {path}: expected a folder to read and write"):
-            self._open(path)
+            self._open(path, most)
 
     @property
     def stats(self) -> DiskStats:
@@ -89,12 +97,18 @@ class DiskStore:
 
     @property
     def needs_sync(self) -> bool:
-        """Whether `sync` has anything to put on the disk."""
+        """Whether `sync` has bytes or changes to put on the disk. Uses alone can wait."""
         with self._lock:
             return self._is_unflushed or bool(self._changes)
 
+    @property
+    def has_uses(self) -> bool:
+        """Whether `sync` has a new order of use to put on the disk."""
+        with self._lock:
+            return bool(self._used)
+
     def remembered(self) -> list[tuple[int, BlockIdentity]]:
-        """Return which slots hold which blocks, as far as that is on the disk, the least recently stored first.
+        """Return which slots hold which blocks, as far as that is on the disk, the least recently stored or used first.
 
         The answer is what `manager.tiers.restore` takes. The bytes are not read. Raises DiskError. O(slots log slots).
         """
@@ -125,6 +139,7 @@ class DiskStore:
                     got = len(identity.extra_keys)
                     raise DiskError(f"DiskStore.write: expected at most {MOST_KEY_BYTES} bytes of keys, got {got}")
             self._folder.check_there(self._arena.descriptor)
+            self._room.cover(max([slot for slot, _ in pairs], default=0))
             try:
                 for number, (slot, identity) in enumerate(pairs):
                     self._arena.write(slot, identity, data[number * size : (number + 1) * size])
@@ -177,8 +192,22 @@ class DiskStore:
             self._check_open_locked("remember")
             for slot, identity in checked:
                 is_too_long = identity is not None and len(identity.extra_keys) > MOST_KEY_BYTES
+                self._used.pop(slot, None)
                 self._changes.pop(slot, None)  # so that it is entered last
                 self._changes[slot] = None if is_too_long else identity
+
+    def note_used(self, slots: Iterable[SupportsIndex]) -> None:
+        """Take note of slots that were used, the last used one last. They come last in `remembered` then.
+
+        Of a prefix that was used, its last slot is enough for `manager.tiers.restore`. It is on the disk after the next
+        `sync`; nothing but this order is lost with it. Raises InvalidArgumentError. O(slots).
+        """
+        checked = [self._check_slot("note_used", slot) for slot in listed("DiskStore.note_used", "slots", slots)]
+        with self._lock:
+            self._check_open_locked("note_used")
+            for slot in checked:
+                self._used.pop(slot, None)
+                self._used[slot] = None
 
     def sync(self) -> None:
         """Put all that was written and remembered before the call on the disk: first the bytes, then the index.
@@ -193,8 +222,10 @@ class DiskStore:
     def erase(self, slots: Iterable[SupportsIndex]) -> None:
         """Forget slots, overwrite their bytes, and delete their rows of the index. All is on the disk when it returns.
 
-        For data that must go. Copies that the file system or the device make on their own are not reached. Raises
-        InvalidArgumentError, and DiskError: then call it again. O(bytes).
+        For data that must go, so all that is kept for other fingerprints goes too. Copies that the file system or the
+        device make on their own are not reached. Overwriting takes no room. The index and its log need some; on a full
+        volume the arena's last blocks give it. Raises InvalidArgumentError, and DiskError, which says what is left:
+        then call it again. O(bytes).
         """
         checked = [self._check_slot("erase", slot) for slot in listed("DiskStore.erase", "slots", slots)]
         with self._syncing, self._counting_failures("num_failed_writes"):
@@ -202,11 +233,18 @@ class DiskStore:
             with self._lock:
                 self._changes.update(dict.fromkeys(checked))
                 self._is_unflushed = True
-            with _as_disk_error("DiskStore.erase: expected a disk that can be written"):
+            with _as_disk_error(f"DiskStore.erase: {_BYTES_LEFT}"):
                 for slot in checked:
                     self._arena.erase(slot)
-                self._sync()
-                self._index.checkpoint()
+                self._arena.flush()
+                self._room.erase_kept()
+            with _as_disk_error(f"DiskStore.erase: {_ROWS_LEFT}"):
+                self._with_room(self._sync_whole)
+
+    def _sync_whole(self) -> None:
+        """`_sync`, and leave nothing in the index's log."""
+        self._sync()
+        self._index.checkpoint()
 
     def close(self) -> None:
         """`sync`, then unlock the folder. A second call does nothing. Raises DiskError if the sync did."""
@@ -231,7 +269,7 @@ class DiskStore:
 
     # Opening and closing.
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, max_bytes: int) -> None:
         self._folder = Folder(path)
         try:
             marker = {
@@ -242,18 +280,53 @@ class DiskStore:
                 "fingerprint": self._sealer.fingerprint.hex(),
                 "secret": self._sealer.seal(_NOTHING, b"").hex(),  # tells secrets apart without showing them
             }
-            found = self._folder.read_marker()
-            if found != marker:
-                if self._folder.is_used():
-                    _LOG.warning("%s: emptied: %s", self._folder.path, _difference(marker, found))
-                self._folder.empty()
+            kept = Kept(self._folder)
+            self._choose_files(marker, kept)
             self._arena = Arena(self._folder.open_file(ARENA), self._layout, self._sealer)
-            self._index = Index(self._folder, self._layout)
-            if found != marker:
-                self._folder.write_marker(marker)
+            self._room = Room(self._folder, self._layout, self._arena, kept, max_bytes)
+            self._with_room(self._open_index)
+            if self._folder.read_marker() != marker:
+                self._with_room(lambda: self._folder.write_marker(marker))
+            self._room.warn_if_little()
         except BaseException:
             self._close_files()
             raise
+
+    def _choose_files(self, marker: dict[str, object], kept: Kept) -> None:
+        """Put away files that were made for something else, and take back those that were made for this."""
+        found = self._folder.read_marker()
+        if found == marker:
+            return
+        if found is None:
+            if self._folder.is_used():
+                _LOG.warning("%s: emptied: %s", self._folder.path, _difference(marker, found))
+        else:
+            try:
+                kept.put_away(found)
+                _LOG.warning("%s: kept for its return: %s", self._folder.path, _difference(marker, found))
+            except OSError as error:
+                _LOG.warning("%s: emptied: %s; and %s", self._folder.path, _difference(marker, found), error)
+        self._folder.empty()
+        if kept.take_back(marker):
+            _LOG.warning("%s: found again what was stored with these options before", self._folder.path)
+
+    def _open_index(self) -> None:
+        self._index = Index(self._folder, self._layout, min(self.num_slots, self._arena.num_slots))
+
+    def _with_room(self, write: Callable[[], object]) -> None:
+        """Call a function that writes. While the volume is full, give bytes back, and call it again."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                write()
+            except (OSError, sqlite3.Error, DiskFullError) as error:
+                lost = self._room.give_back(_LEAST_GIVEN << attempt) if is_full(error) else None
+                if lost is None:
+                    raise
+                with self._lock:
+                    self._changes.update(dict.fromkeys(lost))
+            else:
+                return
+        write()
 
     def _close_files(self) -> None:
         """Close the open files, the lock last, so that nobody can take the folder before all is closed."""
@@ -282,6 +355,7 @@ class DiskStore:
         """Flush the arena, then commit. The changes are taken before the flush, so that their bytes are flushed too."""
         with self._lock:
             changes, self._changes = self._changes, {}
+            used, self._used = self._used, {}
             is_unflushed, self._is_unflushed = self._is_unflushed, False
         try:
             with _as_disk_error("DiskStore.sync: expected a disk that can be written"):
@@ -289,11 +363,12 @@ class DiskStore:
                 if is_unflushed:
                     self._flush(changes)
                     is_unflushed = False
-                if changes:
-                    self._index.write(changes)
+                if changes or used:
+                    self._index.write(changes, used)
         except BaseException:
             with self._lock:
                 self._changes = {slot: changes[slot] for slot in changes if slot not in self._changes} | self._changes
+                self._used = {slot: None for slot in used if slot not in self._used} | self._used
                 self._is_unflushed = self._is_unflushed or is_unflushed
             raise
         self._count(num_syncs=1)
@@ -389,7 +464,8 @@ def _as_disk_error(expected: str) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
-        raise DiskError(f"{expected}, got {error}") from error
+        kind = DiskFullError if is_full(error) else DiskError
+        raise kind(f"{expected}, got {error}") from error
 
 
 def _difference(marker: Mapping[str, object], found: Mapping[str, object] | None) -> str:

@@ -4,7 +4,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.loading import LoadingHit, Mixed
-from kvblocks.tiers.grouped.places import Found, Place
+from kvblocks.tiers.grouped.holders import Found, PrefixHolder
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import TierHit
 
@@ -28,7 +28,7 @@ class GroupTierHit(TierHit):
         hit: CacheHit,
         end: int,
         pools: list[TierPool],
-        places: list[Place],
+        places: list[PrefixHolder],
         tables: list[tuple[int, Found]],
         before: "GroupTierHit | None",
     ) -> None:
@@ -42,7 +42,7 @@ class GroupTierHit(TierHit):
         super().__init__(hit.sequence, pools[-1], [], first, num_blocks)
         self.hit = hit
         self.layout = layout
-        self.places = [Place(place.index, place.blocks[:num_blocks]) for place in places]
+        self.places = [PrefixHolder(place.index, place.blocks[:num_blocks]) for place in places]
         self.versions = [place.index.version for place in places]
         self.tables = tables
         self.pieces: list[Piece] = []

@@ -1,6 +1,6 @@
 """Loads and stores of several groups: the jobs of `tiers.jobs`, with the blocks of a `GroupPrefix`."""
 
-from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
+from kvblocks.core.block import KVCacheBlock, Node, Run
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.tables import tables_of
@@ -34,12 +34,12 @@ class GroupLoadJob(LoadJob):
     """A `LoadJob` of several groups. The primary group's blocks come before the others.
 
     If one block is bad, all count as bad. The load also relies on blocks of the tables that were cached on the device;
-    if one of these is taken back, all count as bad. end_token: where the load ends. A sequence that is cut before
+    if one of these is lost, all count as bad. end_token: where the load ends. A sequence that is cut before
     end_token no longer waits.
     """
 
-    def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int, epoch: Epoch) -> None:
-        """prefix: as `moved_prefix` returns. start: how many tokens the sequence's hit has. epoch: the cache's."""
+    def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int) -> None:
+        """prefix: as `moved_prefix` returns. start: how many tokens the sequence's hit has."""
         pieces = load.pieces
         num_held = len(load.places[0].blocks)
         pools = [pool for _, _, pool, _ in pieces]
@@ -53,72 +53,49 @@ class GroupLoadJob(LoadJob):
         self.start = start
         self.end_token = load.first_token + load.num_tokens
         self._layout = load.layout
-        self._epoch = epoch
         sizes = [*[side_group.block_size for side_group in self._layout.side_groups], self._layout.block_size]
         self._piece_starts = [index * sizes[number] for number, index, _, _ in pieces]
         self._first_needed = [first for first, _ in load.tables]
-        fallback = tables_of(sequence).fallback
-        assert fallback is not None, f"{sequence}: has nothing to go back to"
-        hit = sequence.blocks[: start // self._layout.block_size]
-        for _, blocks in fallback.tables:
-            hit += blocks
         held = [*load.places[0].blocks]
         held += [block for _, found in load.tables for place, block in found if not place]
-        self._hit: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in hit]
-        self._has_hit = True
-        self._relied_on: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in held]
+        self._relied_on = set(held)
 
-    def note_forgotten(self) -> None:
-        """Take note of blocks that the tables rely on and that were taken back. A reset doesn't count. O(blocks)."""
-        for block, (run, index) in self._relied_on:
-            if _is_lost(block, run, index):
-                self.num_good = 0
-        for block, (run, index) in self._hit:
-            if _is_lost(block, run, index):
-                self._has_hit = False
+    def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
+        """As `LoadJob.note_lost`. The load is also bad if a block is lost that it doesn't bring, but relies on."""
+        brought = [number for number, block in enumerate(self.blocks) if block in blocks]
+        for number in brought:
+            self.pools[number].drop([self.slots[number]])
+        is_same = [prefix for prefix in prefixes if self.prefix.begins_with(prefix, self._block_size)]
+        if brought or is_same or not blocks.isdisjoint(self._relied_on):
+            self.num_good = 0
 
-    def note_lost(self, epoch: Epoch) -> None:
-        """If a sequence was renewed, the load counts as bad: what the sequence relied on is no longer cached."""
-        for sequence in self.sequences:
-            if sequence.epoch is epoch is not self._epoch:
-                self.num_good = 0
-
-    def start_for(self, sequence: Sequence, epoch: Epoch) -> int:  # noqa: ARG002  # all that wait have the same
-        """Return how many first tokens a sequence has without this load: 0 if a part of its hit was taken back.
+    def start_for(self, sequence: Sequence) -> int:
+        """Return how many first tokens a waiting sequence has without this load: 0 if a part of its hit was lost.
 
         With windows there is no shorter hit to go back to. O(1).
         """
-        return self.start if self._has_hit else 0
+        return self.start if super().start_for(sequence) == self.start else 0
 
-    def relies_on(self, block: KVCacheBlock) -> bool:
-        """Whether a cached block of the device stands in its tables. O(blocks)."""
-        return block in [other for other, _ in self._relied_on]
-
-    def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:  # noqa: ARG002  # all that wait have all
+    def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
         """Return up to which token all groups' blocks have arrived, so that a sequence may go on from there.
 
         If a window lacks a block that this token sees, the answer is the end of the hit before the load.
         """
         if self.num_good < len(self.blocks):
-            return self.start
+            return self.start_for(sequence)
         arrived, alignment = self.has_arrived(also), self._layout.alignment
         late = [start for start, has_arrived in zip(self._piece_starts, arrived, strict=True) if not has_arrived]
         if not late:
             return self.end_token
         end = min(late) // alignment * alignment
         for side_group, first in zip(self._layout.side_groups, self._first_needed, strict=True):
-            if side_group.first_needed(end) < first:
-                return self.start
+            if side_group.kind.first_needed(end) < first:
+                return self.start_for(sequence)
         return max(end, self.start)
 
     def waits_behind(self, sequence: Sequence, end: int) -> bool:  # noqa: ARG002  # all that wait have all
         """Whether a sequence has a block of this job behind token `end`. O(1)."""
         return end < self.end_token
-
-
-def _is_lost(block: KVCacheBlock, run: Run | None, index: int) -> bool:
-    """Whether a block is no longer cached at a node. After a reset this isn't known, and the answer is False."""
-    return run is not None and run.epoch.is_current and (block.run is not run or block.index != index)
 
 
 class GroupStoreJob(StoreJob):
@@ -141,7 +118,7 @@ class GroupStoreJob(StoreJob):
 
     def finish(self) -> int:
         """Cache in the tier what arrived and is good, give all slots back, and return how many blocks were stored."""
-        self.note_forgotten()
+        self._leave_uncached()
         prefix, parents, index = self._group_prefix, self.above[0], self.pool.index
         assert isinstance(index, GroupIndex), f"{self.pool.name}: not a tier of several groups"
         number = self.num_arrived()

@@ -3,14 +3,17 @@
 from typing import SupportsIndex
 
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.pool import GroupPool
+from kvblocks.groups.tables import tables_of
 from kvblocks.tiers.changes import SlotChanges
 from kvblocks.tiers.grouped.telling import note_attached
 from kvblocks.tiers.identity import identity_names
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.tier import Tier
+from kvblocks.tiers.wishes import Prefix, prefix_in
 
 
 class PersistentGroupSlots(GroupPool):
@@ -37,6 +40,18 @@ class GroupTierPool(TierPool):
         slots = GroupPool(number, index) if changes is None else PersistentGroupSlots(number, index, changes)
         super().__init__(tier, max_storing, slots, changes)
 
+    def drop_copies(self, sequence: Sequence, lost: set[KVCacheBlock]) -> list[Prefix]:
+        """As `TierPool`, for the blocks of all tables."""
+        prefixes, slots = super().drop_copies(sequence, lost), self.slots_of(sequence)
+        for side_group, number, block in tables_of(sequence).owned():
+            position, column = side_group.home(number)
+            if block in lost and block in self.copies and position < len(slots):
+                slot = self.group_index.attached(slots[position], column)
+                if slot is not None and self.copies[block] is slot:
+                    self.drop([slot])
+                    prefixes.append(prefix_in(sequence, position + 1, self.index.block_size))
+        return prefixes
+
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
         """As `TierPool`. Returns False if the layout has no such column, or the column is taken."""
         return column <= self.group_index.layout.row_size and self.group_index.attach(primary, column - 1, slot)
@@ -57,5 +72,5 @@ class GroupTierPool(TierPool):
             return True
         for side_group in self.group_index.layout.side_groups:
             if side_group.first_column < column <= side_group.first_column + side_group.num_columns:
-                return side_group.window is None
+                return side_group.kind.sees_all
         return False

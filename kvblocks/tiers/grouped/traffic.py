@@ -12,8 +12,8 @@ from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.slots import GroupSlots
 from kvblocks.tiers.grouped.hit import GroupTierHit
+from kvblocks.tiers.grouped.holders import Found, PrefixHolder, find_all_needed, find_longest
 from kvblocks.tiers.grouped.jobs import GroupLoadJob, GroupStoreJob, moved_prefix
-from kvblocks.tiers.grouped.places import Found, Place, find_all_needed, find_longest
 from kvblocks.tiers.grouped.pool import GroupTierPool
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
 from kvblocks.tiers.grouped.telling import note_restored_rows
@@ -41,12 +41,12 @@ class GroupTraffic(Traffic):
             return []
         index, keys = self._group_index(), sequence.encoded_keys(size)
         most = (sequence.num_tokens - 1) // size
-        places = [Place(index, find_blocks(index, sequence, most * size))]
+        places = [PrefixHolder(index, find_blocks(index, sequence, most * size))]
         end, _ = find_longest(index.layout, places, len(places[0].blocks), sequence.num_tokens)
         end = max(end, position * size)
         found: list[GroupTierHit] = []
         for number, pool in enumerate(self.pools, 1):
-            places.append(Place(_index_of(pool), pool.match(memoryview(sequence.tokens), keys, most)))
+            places.append(PrefixHolder(_index_of(pool), pool.match(memoryview(sequence.tokens), keys, most)))
             num_blocks = max([len(place.blocks) for place in places])
             longest, tables = find_longest(index.layout, places, num_blocks, sequence.num_tokens)
             if longest <= end:
@@ -71,38 +71,10 @@ class GroupTraffic(Traffic):
         """Take note that a sequence was cut. If inside its load, it keeps nothing of the load, and waits no more."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
-            start = job.start_for(sequence, self.index.epoch)
+            start = job.start_for(sequence)
             self.leave(sequence)
             if start < min(job.start, sequence.num_computed_tokens):
                 self._calls.rewind(sequence, start)
-
-    def note_bad(self, blocks: list[KVCacheBlock]) -> None:
-        """Forget in all tiers what these blocks of the device hold, because it turned out to be bad.
-
-        With a block of the primary group, all blocks behind it are forgotten; with another group's block, only that
-        one. Loads that rely on such a block, or bring it, have failed. O(their prefixes x loads). Of primary blocks
-        that are cached one after another only the first is looked at.
-        """
-        index = self._group_index()
-        columns = {block: _column_of(index, block) for block in blocks if block.is_cached}
-        given = {block.node for block, column in columns.items() if column is None}
-        for block in blocks:
-            prefix = None
-            run, column = block.run, columns.get(block)
-            if run is not None and block in columns and (run, block.index - 1) not in given:
-                prefix = prefix_of(run, block.index + 1)
-                for pool in self.pools:
-                    _drop_bad(pool, prefix, column)
-            for job in self._jobs:
-                if isinstance(job, GroupLoadJob):
-                    number = job.index_of(block, None)
-                    if number is None and (
-                        job.relies_on(block)
-                        or (prefix is not None and job.prefix.begins_with(prefix, self._block_size))
-                    ):
-                        job.num_good = 0
-                    elif number is not None:
-                        job.note_bad(number)
 
     def note_restored(self, pool: TierPool) -> None:
         """Take note that a tier's slots were taken back. O(slots)."""
@@ -121,7 +93,21 @@ class GroupTraffic(Traffic):
     def _make_load(self, sequence: Sequence, loads: list[TierHit]) -> LoadJob:
         load = _last_of(loads)
         prefix = moved_prefix(sequence, load)
-        return GroupLoadJob(sequence, prefix, load, loads[0].first_token, self.index.epoch)
+        return GroupLoadJob(sequence, prefix, load, loads[0].first_token)
+
+    def _drop_prefixes(self, blocks: list[KVCacheBlock]) -> list[Prefix]:
+        """As `Traffic._drop_prefixes`. Of an attached block's prefix, only what is attached there is forgotten."""
+        index = self._group_index()
+        columns = {block: _column_of(index, block) for block in blocks if block.is_cached}
+        nodes = {block.node for block, column in columns.items() if column is None}
+        prefixes: list[Prefix] = []
+        for block, column in columns.items():
+            if block.run is not None and (block.run, block.index - 1) not in nodes:
+                prefix = prefix_of(block.run, block.index + 1)
+                prefixes.append(prefix)
+                for pool in self.pools:
+                    _drop_bad(pool, prefix, column)
+        return prefixes
 
     def _note_started(self, sequence: Sequence) -> None:
         slots = self._slots
@@ -136,7 +122,7 @@ class GroupTraffic(Traffic):
         """
         prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
-        places = [Place(_index_of(pool), parents), Place(self._group_index(), prefix.blocks)]
+        places = [PrefixHolder(_index_of(pool), parents), PrefixHolder(self._group_index(), prefix.blocks)]
         needed: list[tuple[int, Found]] = find_longest(layout, places, len(prefix.blocks), None)[1]
         tables = [*enumerate(needed)]
         if pool.window_store_tokens is not None:

@@ -10,11 +10,13 @@ from kvblocks.errors import InvalidArgumentError
 
 DEFAULT_PORT = 6379
 
-_SCHEMES = {
+SCHEMES = {
     f"{name}{kind}": (is_tls, bool(kind))
     for name, is_tls in (("valkey", False), ("redis", False), ("valkeys", True), ("rediss", True))
     for kind in ("", "+cluster")
 }
+"""What URLs begin with: whether there is TLS, and a cluster."""
+
 _COUNTS = {
     "connections": (1, 64),
     "timeout_ms": (1, 3_600_000),
@@ -64,11 +66,11 @@ def parse_address(url: str) -> StoreAddress:
     if not isinstance(url, str) or not url:
         raise wrong("store", "a URL such as 'valkey://host:6379'", type(url))
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in _SCHEMES:
+    if not separator or scheme not in SCHEMES:
         raise InvalidArgumentError(
-            f"store: expected a URL that begins with one of {', '.join(_SCHEMES)}, and ://, got another"
+            f"store: expected a URL that begins with one of {', '.join(SCHEMES)}, and ://, got another"
         )
-    is_tls, is_cluster = _SCHEMES[scheme]
+    is_tls, is_cluster = SCHEMES[scheme]
     # Not by `urlsplit`: it refuses passwords with [ or some letters in them, and its error shows the password.
     front, sharp, _ = rest.partition("#")
     front, _, query = front.partition("?")

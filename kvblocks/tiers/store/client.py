@@ -1,7 +1,7 @@
 """`ValkeyClient`: commands to a Valkey or Redis, a single server or a cluster, with a time limit for each batch.
 
-The only module that imports `valkey`. Each command has one key, so any node of a cluster may have it. A batch is split
-by node, and over several connections. Each part is one pipeline on a thread of a pool, and the caller waits for all
+The only module that imports `valkey`. Each command has one key, or keys in one slot of a cluster. A batch is split by
+node, and over several connections. Each part is one pipeline on a thread of a pool, and the caller waits for all
 parts until a deadline. Unanswered parts count as lost, and their connections are closed. So a server that hangs or
 sends slowly keeps no thread, and no late answer is taken for that of another command.
 
@@ -11,10 +11,11 @@ and it waits for one node after another.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 from kvblocks.errors import InvalidArgumentError
@@ -22,7 +23,7 @@ from kvblocks.tiers.store.address import StoreAddress
 from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
 
 Command = tuple[Any, ...]
-"""A command's name, its key, and what follows."""
+"""A command's name, its key, and what follows. Or EVAL, a script, the number of its keys, these, and what follows."""
 
 CONNECT_S = 0.5
 LEAST_PART = 8
@@ -32,11 +33,13 @@ LAYOUT_PAUSE_S = 1.0
 """The cluster is asked for its layout at most once in so many seconds."""
 
 _NUM_SCANNED = 1000
-_ONCE = frozenset({"ZPOPMIN"})  # not repeated, because the second one would take further entries
 
 
 class Client(Protocol):
-    """What `SharedStore` needs of a client. No call takes much longer than `timeout_s`."""
+    """What `SharedStore` needs of a client. No call takes much longer than `timeout_s`.
+
+    A command may be carried out twice, if the connection was lost before its answer came.
+    """
 
     def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         """Return the answers in order. If an answer didn't come or is a refusal, a StoreError stands in its place.
@@ -47,8 +50,14 @@ class Client(Protocol):
     def ping(self, timeout_s: float) -> None:
         """Return when the store answers. Raises StoreError."""
 
-    def delete_matching(self, pattern: str, timeout_s: float) -> int:
-        """Delete all matching keys on all nodes, and return how many. Raises StoreError if some remain."""
+    def keys_matching(self, pattern: str, timeout_s: float) -> list[bytes]:
+        """Return all matching keys on the nodes that answer. Raises StoreError if none does."""
+
+    def delete_matching(self, patterns: Sequence[str], timeout_s: float) -> int:
+        """Delete all keys that match on all nodes, pattern by pattern on each node, and return how many.
+
+        Raises StoreError if some remain. The message says where, and how many were deleted.
+        """
 
     def drop_connections(self) -> None:
         """Close all connections, since their answers can't be trusted, and begin with new ones."""
@@ -130,26 +139,34 @@ class ValkeyClient:
                 return
         raise failure or StoreError(f"{self._address}: expected a node, got none")
 
-    def delete_matching(self, pattern: str, timeout_s: float) -> int:
+    def keys_matching(self, pattern: str, timeout_s: float) -> list[bytes]:
         """As `Client`. O(all keys of the store)."""
-        end_s = time.monotonic() + timeout_s
-        number = 0
-        for node in self._wait(self._submit(self._nodes), end_s):
-            cursor = b"0"
-            while True:
-                scan = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
-                (answer,) = self._wait(self._submit(self._run_part, node, scan, end_s), end_s)
-                try:
-                    cursor, keys = _checked(answer)
-                    is_last = int(cursor) == 0
-                except (TypeError, ValueError):
-                    raise StoreError(f"{self._address}: expected a cursor and keys, got a damaged answer") from None
-                unlink = [("UNLINK", key) for key in keys]
-                if unlink:
-                    deleted = self._wait(self._submit(self._run_part, node, unlink, end_s), end_s)
-                    number += sum([_checked(one) for one in deleted])
-                if is_last:
-                    break
+        end_s, found = time.monotonic() + timeout_s, list[bytes]()
+        num_done, failures = self._on_each_node(
+            end_s, lambda node: found.extend(chain(*self._scan(node, pattern, end_s)))
+        )
+        if failures and not num_done:
+            raise failures[-1][1]
+        return found
+
+    def delete_matching(self, patterns: Sequence[str], timeout_s: float) -> int:
+        """As `Client`. O(all keys of the store) for each pattern."""
+        end_s, number = time.monotonic() + timeout_s, 0
+
+        def delete(node: Any) -> None:
+            nonlocal number
+            for keys in chain.from_iterable(self._scan(node, pattern, end_s) for pattern in patterns):
+                if keys:
+                    unlink: list[Command] = [("UNLINK", key) for key in keys]
+                    number += sum([_checked(one) == 1 for one in self._run_soon(node, unlink, end_s)])
+
+        _, failures = self._on_each_node(end_s, delete)
+        if failures:
+            where = ", ".join(name for name, _ in failures)
+            kind = StoreError if any(type(error) is StoreError for _, error in failures) else StoreRefusedError
+            raise kind(
+                f"expected all keys to be deleted, got {number} deleted, and some left on {where}: {failures[0][1]}"
+            )
         return number
 
     def drop_connections(self) -> None:
@@ -166,6 +183,47 @@ class ValkeyClient:
         """As `Client`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.drop_connections()
+
+    # Nodes, one after another.
+
+    def _on_each_node(self, end_s: float, function: Callable[[Any], None]) -> tuple[int, list[tuple[str, StoreError]]]:
+        """Call a function for each node that may have keys. Return on how many it succeeded, and each failure's node.
+
+        Raises StoreError if the nodes aren't known.
+        """
+        nodes = self._wait(self._submit(self._nodes), self._soon(end_s))
+        failures: list[tuple[str, StoreError]] = []
+        for node in nodes:
+            try:
+                function(node)
+            except StoreError as error:
+                self._is_stale = True
+                failures.append((str(self._address) if node is None else node.name, error))
+        return len(nodes) - len(failures), failures
+
+    def _scan(self, node: Any, pattern: str, end_s: float) -> Iterator[list[bytes]]:
+        """Yield the keys of a node that match, in parts. A key that is there all the time is in one at least."""
+        cursor = b"0"
+        while True:
+            scan: list[Command] = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
+            (answer,) = self._run_soon(node, scan, end_s)
+            try:
+                cursor, keys = _checked(answer)
+                is_last = int(cursor) == 0
+            except (TypeError, ValueError):
+                raise StoreError(f"{self._address}: expected a cursor and keys, got a damaged answer") from None
+            yield keys
+            if is_last:
+                return
+
+    def _run_soon(self, node: Any, commands: Sequence[Command], end_s: float) -> list[Any]:
+        """Run commands on one node, which takes `timeout_s` of the address at most: a store that hangs is noticed."""
+        soon_s = self._soon(end_s)
+        found: list[Any] = self._wait(self._submit(self._run_part, node, commands, soon_s), soon_s)
+        return found
+
+    def _soon(self, end_s: float) -> float:
+        return min(end_s, time.monotonic() + self._address.timeout_s)
 
     # Connections.
 
@@ -215,7 +273,7 @@ class ValkeyClient:
             cluster = self._wait(self._submit(self._open_cluster), end_s)
             for number, command in enumerate(commands):
                 try:
-                    node = cluster.get_node_from_key(command[1])
+                    node = cluster.get_node_from_key(command[3 if command[0] == "EVAL" else 1])
                 except self._package.ValkeyError:  # no node has the key's slot
                     node = None
                 by_node.setdefault("" if node is None else node.name, (node, []))[1].append(number)
@@ -229,17 +287,16 @@ class ValkeyClient:
         """Run commands as one pipeline, on a thread of the pool. Raises StoreError.
 
         If the connection is lost before `end_s`, they are run once more at once: the server may have closed an idle
-        connection. Commands that must not be done twice are not run again.
+        connection.
         """
         package = self._package
         if node is None and self._single is None:
             raise StoreError(f"{self._address}: expected a node for each slot, got slots without")
-        may_repeat = not any(command[0] in _ONCE for command in commands)
         try:
             try:
                 answers = self._run_once(node, commands)
             except package.ConnectionError:
-                if not may_repeat or time.monotonic() >= end_s:
+                if time.monotonic() >= end_s:
                     raise
                 answers = self._run_once(node, commands)
         except Exception as error:  # a damaged answer or a closed connection may raise any exception in the parser

@@ -12,9 +12,12 @@ The store is a cache: others write to it, and it may evict or lose everything. T
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha1
+from itertools import chain
+from secrets import token_hex
 from typing import Any
 
 from kvblocks.tiers.disk.complaints import Complaints
@@ -25,6 +28,8 @@ from kvblocks.tiers.store.breaker import Breaker
 from kvblocks.tiers.store.client import Client, Command
 from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
 from kvblocks.tiers.store.names import StoreNames
+from kvblocks.tiers.store.quotas import StoreQuotas
+from kvblocks.tiers.store.scripts import DELETE_VALUE, WRITE
 from kvblocks.tiers.store.stats import StoreStats
 
 LEAST_BYTES_PER_SECOND = 50e6
@@ -36,7 +41,14 @@ MOST_LOOKUPS = 1024
 CLAIM_MS = 10_000
 """How long a claim to write a block keeps others from writing it."""
 
-_SCORE = 2**18  # in a tenant's order by age, blocks of one moment are ordered by position, up to this position
+TOMBSTONE_MS = 24 * 3600 * 1000
+"""How long a deletion is remembered: longer than any write that it meets may take."""
+
+TRIES = 3
+"""How often a block is claimed whose claim is gone before it is written: the store may evict any key."""
+
+SHUN_S = 60.0
+"""How long a bad value that couldn't be deleted is not looked up."""
 
 _LOG = logging.getLogger("kvblocks.tiers.store")
 
@@ -71,6 +83,8 @@ class SharedStore:
         self._stats = StoreStats()
         # By tenant, None for all: how often its deletion was asked for, so that none is forgotten.
         self._undeleted: dict[str | None, int] = {}
+        self._shunned: dict[str, float] = {}  # bad values that couldn't be deleted, and until when they aren't touched
+        self._quotas = StoreQuotas(address, self._names, self._stores)
 
     @property
     def stats(self) -> StoreStats:
@@ -94,11 +108,11 @@ class SharedStore:
         """
         tenants = [self._names.tenant(salt) for salt, _ in asked]
         nothing = [[False] * len(digests) for _, digests in asked]
-        keys = [
-            self._names.block(tenant, digest)
+        names = [
+            [self._names.block(tenant, digest) for digest in digests]
             for tenant, (_, digests) in zip(tenants, asked, strict=True)
-            for digest in digests
         ]
+        keys = self._worth_asking(names)
         if not keys:
             return nothing
         self._count(num_lookups=1)
@@ -111,16 +125,17 @@ class SharedStore:
         except StoreError:
             return nothing
         self._note_refused(answers)
-        there = iter([answer == 1 for answer in answers] + [False] * (len(keys) - len(answers)))
+        there = {key for key, answer in zip(keys, answers, strict=False) if answer == 1}
         return [
-            [next(there) and not self._is_forbidden(tenant) for _ in digests]
-            for tenant, (_, digests) in zip(tenants, asked, strict=True)
+            [key in there and not self._is_forbidden(tenant) for key in of_salt]
+            for tenant, of_salt in zip(tenants, names, strict=True)
         ]
 
     def read(self, salt: str | None, identities: Sequence[BlockIdentity], num_bytes: int) -> list[memoryview | None]:
         """Return blocks' bytes; None for one that isn't there, or isn't what it should be. num_bytes: of all.
 
-        Raises StoreError if the store doesn't answer in time. O(bytes).
+        A value that isn't its block is deleted from the store. Raises StoreError if the store doesn't answer in time.
+        O(bytes).
         """
         tenant = self._names.tenant(salt)
         if self._is_forbidden(tenant):
@@ -130,18 +145,18 @@ class SharedStore:
             values = self._loads.run(commands, self._seconds_for(num_bytes))
         found = [self._open(value, one) for value, one in zip(values, identities, strict=True)]
         good = [payload for payload in found if payload is not None]
-        num_missing = sum([value is None or isinstance(value, StoreError) for value in values])
-        num_damaged = len(values) - len(good) - num_missing
+        bad = [number for number, payload in enumerate(found) if payload is None and _is_bad(values[number])]
         self._count(
             num_read_blocks=len(good),
             num_read_bytes=sum(map(len, good)),
-            num_missing_blocks=num_missing,
-            num_damaged_blocks=num_damaged,
+            num_missing_blocks=len(values) - len(good) - len(bad),
+            num_damaged_blocks=len(bad),
         )
-        if num_damaged:
+        if bad:
             self._loads.drop_connections()  # their answers may belong to other commands
-            number = f"{num_damaged} blocks were not what they should be"
-            self._complaints.warn("damage", f"{self.address}: {number}: not used")
+            number = f"{len(bad)} blocks were not what they should be"
+            self._complaints.warn("damage", f"{self.address}: {number}: not used, and deleted")
+            self._delete_bad(tenant, [identities[number] for number in bad], [values[number] for number in bad])
         return found
 
     def write(
@@ -155,45 +170,71 @@ class SharedStore:
         """Store the blocks that the store lacks and nobody else is storing. Returns whether all are there, or will be.
 
         first: the position of the first of them in its prefix. before: the digests of the blocks before it; under a
-        quota, these count as used now. Raises StoreError if the store doesn't answer in time. O(bytes).
+        quota, these count as used now, and blocks beyond it are left out, whatever is returned. If the tenant is
+        deleted meanwhile, by any server, nothing is written after that. Raises StoreError if the store doesn't answer
+        in time. O(bytes); for a quota whose index was lost, also O(keys of the store).
         """
         tenant = self._names.tenant(owner.salt)
         if self._is_forbidden(tenant):
             return False
-        if owner.max_blocks == 0:  # the quota may have been greater before
-            with self._calling():
-                self._trim(tenant, 0, (), first, ())
-            return False
         digests = [identity.digest() for identity in identities]
         keys = [self._names.block(tenant, digest) for digest in digests]
+        token, is_limited = token_hex(8), owner.max_blocks is not None
         with self._calling():
-            lacking, num_unclaimed = self._claim(keys)
-            values = {number: self._seal(identities[number], payloads[number]) for number in lacking}
-        num_bytes = sum(map(len, values.values()))
-        expiry = () if self.address.ttl_s is None else ("EX", self.address.ttl_s)
-        with self._calling(moves=True):
-            commands: list[Command] = []
-            for number, value in values.items():
-                commands += [("SET", keys[number], value, *expiry), ("DEL", self._names.claim(keys[number]))]
-            answers = self._stores.run(commands, self._seconds_for(num_bytes)) if commands else []
-            num_refused = self._note_refused(answers[::2])
-            self._count(
-                num_written_blocks=len(values) - num_refused,
-                num_written_bytes=num_bytes,
-                num_present_blocks=len(keys) - len(values) - num_unclaimed,
-                num_refused_blocks=num_refused + num_unclaimed,
-            )
-            if owner.max_blocks is not None:
-                self._trim(tenant, owner.max_blocks, digests, first, before)
-        return not num_refused + num_unclaimed
+            seen = self._tombstones(tenant)
+            left_out = self._keep_quota(tenant, owner, digests, first, before) if is_limited else frozenset()
+            if left_out is None:
+                return False
+        left = [number for number, digest in enumerate(digests) if digest not in left_out]
+        num_refused = 0
+        for _ in range(TRIES):
+            with self._calling():
+                lacking, num_unclaimed = self._claim(keys, left, token)
+                if self._was_deleted(tenant, seen):  # asked behind the claims: an earlier deletion takes these away
+                    self._give_up([keys[number] for number in lacking], token)
+                    if is_limited:
+                        self._quotas.take_back(tenant, digests)
+                    return False
+                values = {number: self._seal(identities[number], payloads[number]) for number in lacking}
+            with self._calling(moves=True):
+                answers = self._put({keys[number]: value for number, value in values.items()}, token)
+            self._count(num_present_blocks=len(left) - len(lacking) - num_unclaimed)
+            num_refused += self._note_written(values, answers) + num_unclaimed
+            left = [number for number, answer in zip(lacking, answers, strict=True) if answer == 0]
+            if not left:
+                break
+        self._count(num_refused_blocks=num_refused)
+        return not num_refused + len(left)
+
+    def touch(self, owner: Owner, digests: Sequence[bytes]) -> list[bool]:
+        """Count blocks as used. Returns which are there. For what needn't be known soon: it is a call of the stores.
+
+        Under a quota the blocks also count as used for it. Raises StoreError. O(digests).
+        """
+        tenant = self._names.tenant(owner.salt)
+        if self._is_forbidden(tenant):
+            return [False] * len(digests)
+        answers: list[Any] = []
+        with self._calling():
+            for start in range(0, len(digests), MOST_LOOKUPS):
+                part = digests[start : start + MOST_LOOKUPS]
+                touches: list[Command] = [("TOUCH", self._names.block(tenant, digest)) for digest in part]
+                answers += self._stores.run(touches, self.address.timeout_s)
+            found = [answer == 1 for answer in answers]
+            there = [digest for digest, is_there in zip(digests, found, strict=True) if is_there]
+            if owner.max_blocks is not None and there:
+                self._quotas.note_used(tenant, there)
+        self._note_refused(answers)
+        return found
 
     # Deleting.
 
     def forget(self, salt: str | None, timeout_s: float) -> int:
-        """Delete all keys of a salt, whoever stored them, and return how many.
+        """Delete all blocks of a salt, whoever stored them, and return how many keys these were.
 
-        Raises StoreError if that failed; then this client uses nothing of the salt until a deletion has succeeded.
-        O(keys).
+        Leaves a tombstone, so that no server writes afterwards what it was writing. Takes `timeout_s` at most, and less
+        if the store hangs. Raises StoreError if that failed; then this client uses nothing of the salt until a deletion
+        has succeeded. The message says what is left. O(keys of the store).
         """
         return self._delete(self._names.tenant(salt), timeout_s)
 
@@ -212,11 +253,39 @@ class SharedStore:
 
     def _delete(self, tenant: str | None, timeout_s: float) -> int:
         asked = self._forbid(tenant)
-        number = self._stores.delete_matching(self._names.pattern(tenant), timeout_s)
+        end_s, number = time.monotonic() + timeout_s, 0
+        failure, is_marked = self._mark(tenant, end_s)  # if its node is gone, the others are deleted nevertheless
+        try:
+            number = self._delete_keys(tenant, end_s)
+            if failure is None and not is_marked:  # it was full, and has room now
+                failure, is_marked = self._mark(tenant, end_s)
+                number += self._delete_keys(tenant, end_s) if is_marked else 0
+        except StoreError as error:
+            failure = error
+        if failure is not None:
+            if not isinstance(failure, StoreRefusedError):
+                self._note_failure(failure)
+            whose = "this model" if tenant is None else "the salt"
+            raise StoreError(
+                f"{self.address}: expected all that {whose} has in the store to be deleted, got less: {failure}; this"
+                " server uses none of it, but others may: delete it again when the store answers"
+            ) from failure
         with self._lock:
             if self._undeleted.get(tenant) == asked:  # otherwise it was asked for again meanwhile
                 self._undeleted.pop(tenant, None)
         return number
+
+    def _mark(self, tenant: str | None, end_s: float) -> tuple[StoreError | None, bool]:
+        """Leave a tombstone. Return the failure, and whether it is there: a store that is full refuses it."""
+        mark: Command = ("SET", self._names.tombstone(tenant), token_hex(8), "PX", TOMBSTONE_MS)
+        try:
+            (answer,) = self._stores.run([mark], min(self.address.timeout_s, max(0.0, end_s - time.monotonic())))
+        except StoreError as error:
+            return error, False
+        return None, not isinstance(answer, StoreError)
+
+    def _delete_keys(self, tenant: str | None, end_s: float) -> int:
+        return self._stores.delete_matching(self._names.patterns(tenant), max(0.0, end_s - time.monotonic()))
 
     def _is_forbidden(self, tenant: str) -> bool:
         with self._lock:
@@ -250,18 +319,56 @@ class SharedStore:
 
     # Helpers.
 
-    def _claim(self, keys: Sequence[str]) -> tuple[list[int], int]:
+    def _worth_asking(self, names: Sequence[Sequence[str]]) -> list[str]:
+        """Return the keys of blocks, each once, without those whose bad values couldn't be deleted a while ago."""
+        with self._lock:
+            if self._shunned:
+                now_s = time.monotonic()
+                self._shunned = {key: until_s for key, until_s in self._shunned.items() if until_s > now_s}
+            return [key for key in dict.fromkeys(chain(*names)) if key not in self._shunned]
+
+    def _tombstones(self, tenant: str) -> list[bytes | None]:
+        """Return when a tenant, and everything, was deleted: each a token, None for never. b"": it isn't known."""
+        commands: list[Command] = [("GET", self._names.tombstone(one)) for one in (tenant, None)]
+        answers = self._stores.run(commands, self.address.timeout_s)
+        return [answer if answer is None or isinstance(answer, bytes) else b"" for answer in answers]
+
+    def _was_deleted(self, tenant: str, seen: list[bytes | None]) -> bool:
+        """Whether a tenant was deleted since `_tombstones` returned `seen`. A tombstone that ended is no deletion.
+
+        If the tombstone's node was gone before, and is still, then nobody can have deleted the tenant without an error.
+        """
+        found = self._tombstones(tenant)
+        return any(now is not None and now != then for now, then in zip(found, seen, strict=True))
+
+    def _keep_quota(
+        self, tenant: str, owner: Owner, digests: Sequence[bytes], first: int, before: Sequence[bytes]
+    ) -> frozenset[bytes] | None:
+        """Make room for blocks under a quota. Return those beyond it; None if nothing is to be written."""
+        given = digests if owner.max_blocks else ()
+        try:
+            gone = self._quotas.admit(tenant, owner.max_blocks or 0, given, first, before)
+        except StoreRefusedError as error:
+            self._note_refused([error])
+            self._count(num_refused_blocks=len(digests))
+            return None
+        self._count(num_trimmed_blocks=len(set(gone or ()).difference(given)))
+        return frozenset(gone) if gone is not None and owner.max_blocks else None
+
+    def _claim(self, keys: Sequence[str], wanted: list[int], token: str) -> tuple[list[int], int]:
         """Claim blocks that the store lacks. Return the numbers of those to write, and how many the store refused.
 
         A block is looked up again after it was claimed: another client may have written it just before.
         """
-        touched = self._stores.run([("TOUCH", key) for key in keys], self.address.timeout_s)
-        absent = [number for number, answer in enumerate(touched) if answer == 0]
+        if not wanted:
+            return [], 0
+        touched = self._stores.run([("TOUCH", keys[number]) for number in wanted], self.address.timeout_s)
+        absent = [number for number, answer in zip(wanted, touched, strict=True) if answer == 0]
         num_refused = self._note_refused(touched)
         commands: list[Command] = []
         for number in absent:
             commands += [
-                ("SET", self._names.claim(keys[number]), b"1", "NX", "PX", CLAIM_MS),
+                ("SET", self._names.claim(keys[number]), token, "NX", "PX", CLAIM_MS),
                 ("TOUCH", keys[number]),
             ]
         answers = self._stores.run(commands, self.address.timeout_s) if commands else []
@@ -273,26 +380,48 @@ class SharedStore:
         ]
         return lacking, num_refused
 
-    def _trim(
-        self, tenant: str, max_blocks: int, digests: Sequence[bytes], first: int, before: Sequence[bytes]
-    ) -> None:
-        """Keep a tenant's quota in the whole store: the least recently used goes first, and of a prefix its end."""
-        index = self._names.index(tenant)
-        now = int(time.time() * 10) * _SCORE
-        scored = [(now + _SCORE - 1 - min(place, _SCORE - 1), digest) for place, digest in enumerate(digests, first)]
-        above = [(now + _SCORE - 1 - min(place, _SCORE - 1), digest) for place, digest in enumerate(before)]
-        commands: list[Command] = [("ZADD", index, "XX", *_flat(above))] if above else []
-        commands += [("ZADD", index, *_flat(scored))] if scored else []
-        commands.append(("ZCARD", index))
-        answers = self._stores.run(commands, self.address.timeout_s)
-        number = answers[-1]
-        if isinstance(number, int) and number > max_blocks:
-            (popped,) = self._stores.run([("ZPOPMIN", index, number - max_blocks)], self.address.timeout_s)
-            gone = [] if isinstance(popped, StoreError) else popped[::2]
-            unlink: list[Command] = [("UNLINK", self._names.block(tenant, digest)) for digest in gone]
-            if unlink:
-                self._stores.run(unlink, self.address.timeout_s)
-            self._count(num_trimmed_blocks=len(gone))
+    def _give_up(self, keys: Sequence[str], token: str) -> None:
+        """Give back claims, so that others needn't wait for their end."""
+        commands: list[Command] = [
+            ("EVAL", DELETE_VALUE, 1, self._names.claim(key), _sha1(token.encode())) for key in keys
+        ]
+        if commands:
+            self._stores.run(commands, self.address.timeout_s)
+
+    def _put(self, values: Mapping[str, bytes], token: str) -> list[Any]:
+        """Write claimed blocks. Return 1 for each that was written, 0 for one whose claim is gone, or a StoreError."""
+        life = "" if self.address.ttl_s is None else self.address.ttl_s
+        commands: list[Command] = [
+            ("EVAL", WRITE, 2, self._names.claim(key), key, token, life, value) for key, value in values.items()
+        ]
+        return self._stores.run(commands, self._seconds_for(sum(map(len, values.values())))) if commands else []
+
+    def _note_written(self, values: Mapping[int, bytes], answers: Sequence[Any]) -> int:
+        """Count what was written, and return how many blocks the store refused."""
+        written = [value for value, answer in zip(values.values(), answers, strict=True) if answer == 1]
+        self._count(num_written_blocks=len(written), num_written_bytes=sum(map(len, written)))
+        return self._note_refused(answers)
+
+    def _delete_bad(self, tenant: str, identities: Sequence[BlockIdentity], values: Sequence[Any]) -> None:
+        """Delete blocks whose values are bad, so that somebody writes them again. Other values under their names stay.
+
+        What can't be deleted is not looked up for a while, since a lookup would renew its age.
+        """
+        keys = [self._names.block(tenant, identity.digest()) for identity in identities]
+        commands: list[Command] = [
+            ("EVAL", DELETE_VALUE, 1, key, _sha1(value)) for key, value in zip(keys, values, strict=True)
+        ]
+        answers: list[Any] = [None] * len(keys)
+        with suppress(StoreError), self._calling():
+            answers = self._loads.run(commands, self.address.timeout_s)
+        self._note_refused(answers)
+        until_s = time.monotonic() + SHUN_S
+        with self._lock:
+            for key, answer in zip(keys, answers, strict=True):
+                if not isinstance(answer, int):
+                    self._shunned[key] = until_s
+            while len(self._shunned) > MOST_LOOKUPS:
+                del self._shunned[next(iter(self._shunned))]
 
     def _seal(self, identity: BlockIdentity, payload: Payload) -> bytes:
         return b"".join((self._sealer.seal(identity, payload), payload))
@@ -320,6 +449,8 @@ class SharedStore:
             raise StoreError(f"{self.address}: expected a store that answers, got one that failed a moment ago")
         try:
             yield
+        except StoreRefusedError:
+            raise  # it answers
         except StoreError as error:
             self._note_failure(error)
             raise
@@ -349,5 +480,10 @@ class SharedStore:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + more[name] for name in more})
 
 
-def _flat(scored: Sequence[tuple[int, bytes]]) -> list[Any]:
-    return [part for pair in scored for part in pair]
+def _is_bad(value: Any) -> bool:
+    """Whether an answer that isn't the block is a bad value, rather than none: also a list or another type."""
+    return isinstance(value, bytes) or (isinstance(value, StoreRefusedError) and "WRONGTYPE" in str(value))
+
+
+def _sha1(value: Any) -> str:
+    return sha1(value, usedforsecurity=False).hexdigest() if isinstance(value, bytes) else ""

@@ -255,13 +255,13 @@ class HintExecutor:
         """Pin as many first blocks of a prefix as budgets allow; None if they allow none."""
         manager = self._manager
         own_room = self._budgets.get(book.tenant, self._max_pinned_blocks) - book.num_pinned_blocks
-        room = min(own_room, manager.max_pinned_blocks - sum([pin.num_wanted_blocks for pin in manager.pins]))
+        room = min(own_room, manager.pins.max_blocks - sum([pin.num_wanted_blocks for pin in manager.pins]))
         number, less = min(prefix.num_blocks, room), 1
         while number > 0:
             tokens, keys = prefix.packed(number)
             ranges = [(0, number * manager.block_size, level)]
             try:
-                pin = manager.pin(tokens, salt=prefix.salt, lora=prefix.lora, extra_keys=keys, priority=ranges)
+                pin = manager.pins.pin(tokens, salt=prefix.salt, lora=prefix.lora, extra_keys=keys, priority=ranges)
             except PinBudgetError:  # a window's blocks count too
                 number -= less
                 less *= 2
@@ -269,7 +269,7 @@ class HintExecutor:
             excess = pin.num_wanted_blocks - room
             if excess <= 0:
                 return pin
-            manager.unpin(pin)
+            manager.pins.unpin(pin)
             number -= excess
         return None
 
@@ -359,7 +359,7 @@ class HintExecutor:
         if isinstance(standing, StandingPin):
             del book.pins[standing]
             if not standing.pin.has_ended:
-                self._manager.unpin(standing.pin)
+                self._manager.pins.unpin(standing.pin)
             said: Said = ("missing", "it ended before all of it was cached", {"pin_id": standing.pin_id})
         else:
             assert isinstance(standing, StandingPrefetch), f"{standing}: neither a pin nor a prefetch"

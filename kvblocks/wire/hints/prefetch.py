@@ -91,7 +91,7 @@ class Prefetches:
             end = _end(loads, start)
         num_held = self._num_free(hit) + self._num_new_blocks(start, end)
         self.num_changes += 1
-        if self._manager.allocate_slots(hit.sequence, 0, hit=hit, loads=loads) is None:
+        if self._manager.tiers.allocate(hit.sequence, hit, loads) is None:
             return None
         load = Load(hit.sequence, num_held, start, end)
         self.loads[load] = None
@@ -130,7 +130,7 @@ class Prefetches:
             hit
         )
         if not self._may_evict and most > 0:
-            most = min(most, manager.count_empty_blocks(num_wanted))
+            most = min(most, manager.inspect.count_empty_blocks(num_wanted))
         if num_wanted <= most:
             return found
         ends = range(start, found, manager.alignment)
@@ -141,13 +141,14 @@ class Prefetches:
     def _num_new_blocks(self, start: int, end: int) -> int:
         """Return how many blocks it takes at most to load tokens start to end - 1. It never decreases with `end`.
 
-        A window takes the blocks that the next token sees. Those may begin before `start` if the device lacks them.
+        Layers that don't see everything take the blocks that the next token sees. Those may begin before `start` if the
+        device lacks them.
         """
+        if end == start:
+            return 0
         number = 0
         for group in self._manager.groups:
-            size, window = group.block_size, group.window
-            more = -(-end // size) - start // size
-            number += more if window is None or end == start else min(-(-end // size), -(-window // size) + 1)
+            number += group.num_blocks(end) - (start // group.block_size if group.sees_all else 0)
         return number
 
     def _num_free(self, hit: CacheHit) -> int:

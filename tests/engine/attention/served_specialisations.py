@@ -44,8 +44,8 @@ def make_engine(config, *, deterministic):
     engine.limits = StepLimits(max_num_batched_tokens=200, max_num_seqs=40)
     cascade = None
     if not deterministic:
-        full = [group.window for group in engine.manager.groups].index(None)
-        found = engine.manager.shared_prefixes
+        full = [group.sees_all for group in engine.manager.groups].index(True)
+        found = engine.manager.inspect.shared_prefixes
         cascade = CascadePlanner(found, 16, torch.device("cpu"), CascadeThreshold(1, 0.0), full)
     model = engine.runner.model
     engine.runner = DeviceRunner(

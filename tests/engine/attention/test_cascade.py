@@ -1,4 +1,4 @@
-"""Which shared runs a decode step gets: those groups of the manager's that save enough. They are uploaded once."""
+"""Which shared runs a decode step gets: those cohorts of the manager's that save enough. They are uploaded once."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from kvblocks.engine.attention.cascade import CascadePlanner, RunBucket
 from kvblocks.kernels.table import CASCADE, CascadeThreshold, read_bytes_per_microsecond
 
 BLOCK_SIZE = 4
-ANY_GROUP = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
+ANY_COHORT = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
 
 
 class Batch:
@@ -28,18 +28,18 @@ class Batch:
         self.sequences.append(sequence)
         return sequence
 
-    def planner(self, threshold=ANY_GROUP):
-        return CascadePlanner(self.manager.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold)
+    def planner(self, threshold=ANY_COHORT):
+        return CascadePlanner(self.manager.inspect.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold)
 
 
 def stretches(runs):
-    """(members, first block, block after the last, level) of each group."""
-    bounds = runs.group_start.tolist()
+    """(members, first block, block after the last, level) of each cohort."""
+    bounds = runs.cohort_start.tolist()
     members = [runs.members.tolist()[start:stop] for start, stop in pairwise(bounds)]
     return list(zip(members, runs.run_start.tolist(), runs.run_stop.tolist(), runs.level.tolist(), strict=True))
 
 
-def test_groups_become_runs():
+def test_cohorts_become_runs():
     batch = Batch()
     runs = batch.planner().plan(batch.sequences)
     assert stretches(runs) == [([0, 1, 2, 3], 0, 4, 0), ([0, 1], 4, 6, 1)]
@@ -59,7 +59,7 @@ def test_what_is_not_worth_it_is_left_alone():
     assert batch.planner(CascadeThreshold(1, too_much)).plan(batch.sequences) is None
     # Runs of at least 9 tokens, which is 3 blocks: only the outer one.
     assert stretches(batch.planner(CascadeThreshold(9, 0.0)).plan(batch.sequences)) == [([0, 1, 2, 3], 0, 4, 0)]
-    # Runs of at least 17 tokens: only the two that share 24, from block 0 on, since the outer group is dropped.
+    # Runs of at least 17 tokens: only the two that share 24, from block 0 on, since the outer cohort is dropped.
     assert stretches(batch.planner(CascadeThreshold(17, 0.0)).plan(batch.sequences)) == [([0, 1], 0, 6, 0)]
     assert batch.planner(CascadeThreshold(25, 0.0)).plan(batch.sequences) is None
     assert batch.planner(CASCADE).plan(batch.sequences) is None
@@ -73,10 +73,10 @@ def test_what_is_saved_must_be_worth_what_launches_cost():
 
     def plan(captured_tokens, eager_tokens, bucket):
         threshold = CascadeThreshold(1, 0.0, 10.0 * captured_tokens, 10.0 * eager_tokens)
-        planner = CascadePlanner(batch.manager.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold)
+        planner = CascadePlanner(batch.manager.inspect.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold)
         assert planner.plan(batch.sequences, bucket) is not None, "without a token's bytes costs don't count"
         planner = CascadePlanner(
-            batch.manager.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold, token_bytes=token_bytes
+            batch.manager.inspect.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold, token_bytes=token_bytes
         )
         return planner.plan(batch.sequences, bucket), planner.packed
 
@@ -88,7 +88,7 @@ def test_what_is_saved_must_be_worth_what_launches_cost():
     assert stretches(runs) == [([0, 1, 2, 3], 0, 4, 0), ([0, 1], 4, 6, 1)] and packed is None
     assert plan(0, num_saved + 1, too_small) == (None, None)
     runs, packed = plan(0, 0, room)
-    assert packed is not None and runs.num_groups == 4 and runs.num_shared.tolist() == [6, 6, 4, 4]
+    assert packed is not None and runs.num_cohorts == 4 and runs.num_shared.tolist() == [6, 6, 4, 4]
 
 
 def test_runs_stay_while_the_batch_does():

@@ -15,16 +15,21 @@ KINDS = pytest.mark.parametrize("attention", [paged_attention, tiled_paged_atten
 # float32 sums of at most some hundred terms of order 1, compared with float64: rounding stays below 1e-5.
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
+# What a row sees: the parameter that says it, and its value.
+ALL = ("all", 1)
+SEES = [ALL, *(("window", size) for size in (1, 7, 16, 40)), *(("chunk_size", size) for size in (1, 7, 16, 40))]
+
 
 class Case:
     """A ragged batch whose context lies in scattered blocks of caches that hold NaN everywhere else.
 
-    Slots before a window are NaN too, and table entries wholly before it name a block of NaN.
+    Slots that no row sees are NaN too, and table entries wholly before what rows see name a block of NaN. sees: one of
+    SEES.
     """
 
-    def __init__(self, lengths, *, heads=(4, 2), head_dim=8, block_size=4, seed=0, window=None, softcap=None):
+    def __init__(self, lengths, *, heads=(4, 2), head_dim=8, block_size=4, seed=0, sees=ALL, softcap=None):
         """lengths: (rows of this step, tokens in context) of each sequence."""
-        self.window, self.softcap = window, softcap
+        self.sees, self.softcap = sees, softcap
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
         num_blocks = [-(-context // block_size) for _, context in lengths]
@@ -43,7 +48,7 @@ class Case:
             store(key, value, self.key_cache, self.value_cache, slots)
             self.keys.append(key)
             self.values.append(value)
-            first_seen = max(0, context - lengths[index][0] - window + 1) if window else 0
+            first_seen = self.first_seen(context - lengths[index][0])
             for cache in (self.key_cache, self.value_cache):
                 cache.flatten(0, 1)[slots[:first_seen]] = torch.nan
             self.block_tables[index, : first_seen // block_size] = poisoned
@@ -53,10 +58,18 @@ class Case:
         self.query = torch.randn(sum(self.num_rows), num_heads, head_dim, generator=generator)
         self.scale = head_dim**-0.5
 
+    def first_seen(self, position):
+        how, size = self.sees
+        return {"all": 0, "window": max(0, position - size + 1), "chunk_size": position - position % size}[how]
+
+    @property
+    def options(self):
+        how, size = self.sees
+        return {"scale": self.scale, "softcap": self.softcap} | ({} if how == "all" else {how: size})
+
     def run(self, attention):
         tables = (self.block_tables, self.query_start, self.seq_lens)
-        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        return attention(self.query, self.key_cache, self.value_cache, *tables, **options)
+        return attention(self.query, self.key_cache, self.value_cache, *tables, **self.options)
 
     def expected(self):
         """Dense attention in float64, one query and one head at a time."""
@@ -66,7 +79,7 @@ class Case:
             group = self.query.shape[1] // key.shape[1]
             for i in range(self.num_rows[index]):
                 end = len(key) - self.num_rows[index] + i + 1
-                visible = slice(max(0, end - self.window) if self.window else 0, end)
+                visible = slice(self.first_seen(end - 1), end)
                 heads = []
                 for head, query in enumerate(self.query[first + i].double()):
                     scores = key[visible, head // group].double() @ query * self.scale
@@ -77,11 +90,8 @@ class Case:
         return torch.stack(rows).float() if rows else torch.empty(self.query.shape)
 
 
-WINDOWS = pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
-
-
 @KINDS
-@WINDOWS
+@pytest.mark.parametrize("sees", SEES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(
     "lengths",
@@ -96,8 +106,8 @@ WINDOWS = pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
         pytest.param([(0, 4), (0, 0)], id="no rows at all"),
     ],
 )
-def test_equals_dense_attention(attention, lengths, softcap, window):
-    case = Case(lengths, window=window, softcap=softcap)
+def test_equals_dense_attention(attention, lengths, softcap, sees):
+    case = Case(lengths, sees=sees, softcap=softcap)
     torch.testing.assert_close(case.run(attention), case.expected(), **CLOSE)
 
 
@@ -121,11 +131,11 @@ def ragged_lengths(draw):
     lengths=ragged_lengths(),
     block_size=st.integers(1, 20),
     seed=st.integers(0, 99),
-    window=st.none() | st.integers(1, 50),
+    sees=st.just(ALL) | st.tuples(st.sampled_from(["window", "chunk_size"]), st.integers(1, 50)),
     softcap=st.sampled_from([None, 0.8]),
 )
-def test_equals_dense_attention_in_random_cases(attention, lengths, block_size, seed, window, softcap):
-    options = {"window": window, "softcap": softcap}
+def test_equals_dense_attention_in_random_cases(attention, lengths, block_size, seed, sees, softcap):
+    options = {"sees": sees, "softcap": softcap}
     case = Case(lengths, heads=(6, 3), head_dim=4, block_size=block_size, seed=seed, **options)
     torch.testing.assert_close(case.run(attention), case.expected(), **CLOSE)
 
@@ -134,12 +144,11 @@ def test_equals_dense_attention_in_random_cases(attention, lengths, block_size, 
 @given(
     lengths=ragged_lengths(),
     seed=st.integers(0, 99),
-    window=st.none() | st.integers(1, 50),
+    sees=st.just(ALL) | st.tuples(st.sampled_from(["window", "chunk_size"]), st.integers(1, 50)),
     softcap=st.sampled_from([None, 0.8]),
 )
-def test_a_tiled_row_has_the_same_bits_alone_and_in_any_chunk(lengths, seed, window, softcap):
-    options = {"window": window, "softcap": softcap}
-    case = Case(lengths, heads=(6, 2), head_dim=10, seed=seed, **options)
+def test_a_tiled_row_has_the_same_bits_alone_and_in_any_chunk(lengths, seed, sees, softcap):
+    case = Case(lengths, heads=(6, 2), head_dim=10, seed=seed, sees=sees, softcap=softcap)
     together = case.run(tiled_paged_attention)
     for index, (num_rows, context) in enumerate(lengths):
         for row in range(num_rows):
@@ -153,8 +162,7 @@ def test_a_tiled_row_has_the_same_bits_alone_and_in_any_chunk(lengths, seed, win
                 case.block_tables[index : index + 1],
                 torch.tensor([0, 1], dtype=torch.int32),
                 torch.tensor([seq_len], dtype=torch.int32),
-                scale=case.scale,
-                **options,
+                **case.options,
             )
             assert torch.equal(alone[0], together[at])
 

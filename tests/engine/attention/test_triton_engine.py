@@ -35,7 +35,7 @@ pytestmark = [
 
 # Untied: a random model with tied embeddings mostly repeats its last token.
 TINY = replace(
-    EVEN, hidden_size=64, intermediate_size=96, num_heads=2, vocab_size=96, tie_word_embeddings=False, num_layers=2
+    EVEN, hidden_size=64, intermediate_size=96, num_heads=2, vocab_size=96, tie_word_embeddings=False, num_layers=1
 )
 ANY_GROUP = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
 CPU = torch.device("cpu")
@@ -60,8 +60,8 @@ def make_engine(
     if limits is not None:
         engine.limits = limits
     if attention == "triton" and (capture or threshold):
-        full = [group.window for group in engine.manager.groups].index(None)
-        cascade = threshold and CascadePlanner(engine.manager.shared_prefixes, block_size, CPU, threshold, full)
+        full = [group.sees_all for group in engine.manager.groups].index(True)
+        cascade = threshold and CascadePlanner(engine.manager.inspect.shared_prefixes, block_size, CPU, threshold, full)
         scales = engine.runner.kv_cache.scales
         ways = {"scales": scales, "capture": capture, "cascade": cascade}
         engine.runner = DeviceRunner(engine.runner.model, num_blocks, block_size, **ways)
@@ -88,16 +88,17 @@ def count_preemptions(scheduler):
 
 
 SCENARIOS = {  # what the engine is made with, and what it is asked
-    "at once": ({}, {}),
     "in chunks": ({"limits": StepLimits(max_num_batched_tokens=20, max_num_seqs=4)}, {}),
+    "at once": ({}, {}),
     "cached": ({}, {"rounds": 2, "max_tokens": 3}),
     "without caching": ({"enable_prefix_caching": False}, {"max_tokens": 3}),
     "two samples of each": ({}, {"n": 2}),
-    "preempted": ({"num_blocks": 5}, {"max_tokens": 13}),
     "blocks of 32": ({"block_size": 32}, {"max_tokens": 3}),
+    "preempted": ({"num_blocks": 5}, {"max_tokens": 13}),
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_tokens_as_through_torch(model, prompts, scenario):
     making, asking = SCENARIOS[scenario]
@@ -127,14 +128,14 @@ def test_keys_and_values_in_8_bits(model, prompts, way):
 
 def test_warming_up_changes_nothing_and_says_what_comes(model, prompts):
     triton = make_engine(model, "triton", capture=run_in_place, threshold=ANY_GROUP)
-    triton.limits = StepLimits(max_num_batched_tokens=64, max_num_seqs=4)
+    triton.limits = StepLimits(max_num_batched_tokens=32, max_num_seqs=2)
     cache = [tensor.clone() for tensor in triton.runner.kv_cache.memory]
     told = []
     assert triton.warm_up(lambda *step: told.append(step)) == {}, "the interpreter compiles nothing"
-    names = ["prompts", "short prompts", "decodes and prompts", *(f"decodes of {n}" for n in (1, 2, 4))]
-    names += ["cascades", *(f"cascades of {n}" for n in (2, 4)), "copies"]
+    names = ["prompts", "short prompts", "decodes and prompts", "decodes of 1", "decodes of 2"]
+    names += ["cascades", "cascades of 2", "copies"]
     assert told == [(name, done, len(names)) for done, name in enumerate(names)]
-    assert triton.runner.num_replays == 3 + 2 and triton.runner.num_cascades == 0
+    assert triton.runner.num_replays == 2 + 1 and triton.runner.num_cascades == 0
     for tensor, before in zip(triton.runner.kv_cache.memory, cache, strict=True):
         assert torch.equal(tensor, before)
     assert answers(triton, prompts) == answers(make_engine(model, "torch"), prompts)
@@ -161,12 +162,13 @@ def test_nothing_is_captured_again_for_as_many_sequences_as_were_warmed_up(model
     for name, run in engine.runner.warm_up_steps(70):  # more than a resident table has rows at first
         if name.startswith("decodes of"):
             run()
-    assert captured == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert captured == [1, 2, 4, 8, 16, 32, 64, 80]
     engine.limits = StepLimits(max_num_batched_tokens=100, max_num_seqs=70)
     engine.generate([[n] for n in range(70)], max_tokens=3, ignore_eos=True)
     assert len(captured) == 8 and engine.runner.num_replays == 8 + 3
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("way", ["in buckets", "in buckets, preempted", "cascade", "cascade, in buckets"])
 def test_the_same_tokens_however_decode_steps_are_run(model, prompts, way):
     num_blocks = 6 if "preempted" in way else 64
@@ -188,7 +190,8 @@ def test_the_same_tokens_however_decode_steps_are_run(model, prompts, way):
 WINDOWED = replace(TINY, architecture=QWEN3_ARCHITECTURE, num_layers=3, windows=(20, None, 20), attention_softcap=4.0)
 
 
-@pytest.mark.parametrize("way", ["as it comes", "in buckets, preempted", "cascade, in buckets", "in chunks"])
+@pytest.mark.every(4)
+@pytest.mark.parametrize("way", ["cascade, in buckets", "as it comes", "in buckets, preempted", "in chunks"])
 def test_the_same_tokens_with_windows(prompts, way):
     model = LoadedModel(WINDOWED, random_weights(WINDOWED))
     options = {"num_blocks": 16 if "preempted" in way else 64}
@@ -200,7 +203,7 @@ def test_the_same_tokens_with_windows(prompts, way):
     }
     triton, plain = make_engine(model, "triton", **options, **ways), make_engine(model, "torch", **options)
     assert len(triton.manager.groups) == triton.runner.model.num_groups == 3
-    asked = {"rounds": 2, "max_tokens": 6}
+    asked = {"rounds": 2, "max_tokens": 6 if "preempted" in way else 3}
     got = answers(triton, prompts, **asked)
     assert got == answers(plain, prompts, **asked)
     assert (triton.runner.num_cascades > 0) == ("cascade" in way)
@@ -290,6 +293,7 @@ def logits_of(attention, rows, begin=None):
     return model.compute(batch, (begin or attention.begin)(batch, cache))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rows", [MIXED, MIXED[:2], MIXED[2:]], ids=["mixed", "decodes", "no decode in front"])
 def test_each_layer_attends_in_its_own_way(rows):
     expected = logits_of(Oracle(), rows)
@@ -326,6 +330,7 @@ def products_by_rows(monkeypatch):
 
 
 @pytest.mark.usefixtures("products_by_rows")
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_logits_have_the_same_bits_however_they_are_computed(model, dtype):
     engine = make_engine(replace(model, weights=converted(model.weights, dtype)), "triton", deterministic=True)
@@ -344,9 +349,9 @@ def test_deterministic_cached_and_uncached_give_the_same_tokens(model, prompts):
     engines = [
         make_engine(model, "triton", deterministic=True, enable_prefix_caching=caching) for caching in (False, True)
     ]
-    cold, warm = (answers(engine, prompts[:2], max_tokens=3, rounds=2)[1] for engine in engines)
+    cold, warm = (answers(engine, prompts[:1], max_tokens=3, rounds=2)[1] for engine in engines)
     assert [tokens for tokens, *_ in cold] == [tokens for tokens, *_ in warm]
-    assert [num_cached for _, num_cached, _ in warm] == [32, 32]
+    assert [num_cached for _, num_cached, _ in warm] == [32]
 
 
 def test_blocks_are_copied_by_the_kernel():
@@ -370,7 +375,7 @@ def test_blocks_are_copied_by_the_kernel():
     [
         (ODD, {}, r"expected a head_dim among 64, 128, 256, got 10; attention='torch' takes any"),
         (TINY, {"block_size": 8}, "expected a block_size among 16, 32, 64, 128, got 8"),
-        (TINY, {"attention": "fast"}, "attention: expected auto, triton, torch, flash-attn, got 'fast'"),
+        (TINY, {"attention": "fast"}, "attention: expected one of auto, triton, torch, flash-attn, got 'fast'"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_at_once(config, options, message):

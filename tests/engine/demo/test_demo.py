@@ -111,9 +111,9 @@ def test_generate_prints_the_answer(roomy_folder, capsys):
 
 @pytest.mark.parametrize("command", [["demo"], ["generate", "hello"]])
 def test_a_model_that_is_not_there_is_one_line(command, capsys):
-    code, output, _ = run([*command, "--model", "/no/such/folder"], capsys)
-    assert code == "kvblocks: expected a known model (smollm2) or a Hugging Face folder, got '/no/such/folder'"
-    assert output == ""
+    code, output, error = run([*command, "--model", "/no/such/folder"], capsys)
+    assert error == "kvblocks: expected a known model (smollm2) or a Hugging Face folder, got '/no/such/folder'\n"
+    assert (code, output) == (2, "")
 
 
 def uncached_tokens(completion):

@@ -106,6 +106,21 @@ def test_texts_patterns_and_any_object(model, compiler):
     assert all(isinstance(json.loads(completion.text), dict) for completion in whole)
 
 
+def test_a_choice_may_have_a_thousand_texts_and_some_may_begin_others(model, compiler):
+    texts = [f"{number:03} {'yes' if number % 2 else 'no'}" for number in range(1000)]
+    found = answers(model, temperature=8.0, grammar=compiler.choice(texts))
+    assert len({completion.text for completion in found}) > 6
+    assert {completion.text for completion in found} <= set(texts)
+    assert all(completion.finish_reason == "stop" for completion in found)
+    drawn = random.Random(1)
+    long = ["".join(drawn.choice("abcdefgh ") for _ in range(60)) for _ in range(1000)]
+    found = answers(model, temperature=8.0, grammar=compiler.choice(long))
+    assert {completion.text for completion in found} <= set(long)
+    nested = ["a", "ab", "abc", "b"]
+    found = answers(model, temperature=8.0, grammar=compiler.choice(nested))
+    assert {completion.text for completion in found} == set(nested)
+
+
 def test_samples_of_a_prompt_have_their_own_places_in_it(model, person):
     together = Engine(model, num_blocks=512).generate(
         [PROMPT], n=4, seed=3, max_tokens=150, temperature=2, grammar=person

@@ -19,10 +19,11 @@ from kvblocks.engine.model import loader
 from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
 from kvblocks.engine.model.architectures import GEMMA3_WITH_IMAGES, LLAMA, QWEN3
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
+from kvblocks.engine.model.llama4 import Experts
 from kvblocks.engine.model.loader import expected_shapes, load_weights
 from kvblocks.engine.model.products import pack
-from kvblocks.engine.model.rope_config import RopeConfig
+from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -169,6 +170,36 @@ class TestConfig:
         assert config.tie_word_embeddings and config.eos_token_ids == (1, 106)
         assert config.attention[5] == LayerAttention(1 / 16, None)
         assert config.attention[6] == LayerAttention(1 / 16, 1024)
+
+    def test_defaults_of_llama4(self):
+        config = ModelConfig.from_fields({"model_type": "llama4_text", "num_hidden_layers": 8, "moe_layers": None})
+        assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (40, 8, 128, 202_048)
+        assert config.chunk_sizes == (8192, 8192, 8192, None) * 2
+        assert config.ropes == ((RopeConfig(theta=5e5),) * 3 + (NO_ROTATION,)) * 2
+        assert [how.temperature for how in config.attention] == ([None] * 3 + [Temperature(8192, 0.1)]) * 2
+        assert config.experts == Experts(frozenset(range(8)), num_experts=16, num_chosen=1, width=8192)
+        assert (config.intermediate_size, config.norms_rotated, config.eos_token_ids) == (16_384, True, (2,))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"layer_types": ["sliding_attention"] * 48}, "each chunked_attention or full_attention, got .*sliding"),
+            ({"layer_types": ["full_attention"]}, "layer_types to be a list of 48, .* got .'full_attention'"),
+            ({"no_rope_layers": [1] * 47}, "no_rope_layers to be a list of 0 .* for each of 48 layers, got"),
+            ({"no_rope_layers": [2] * 48}, "no_rope_layers to be a list of 0 .* got .2, 2"),
+            ({"no_rope_layer_interval": 0}, "no_rope_layer_interval to be a positive integer, got 0"),
+            ({"attention_chunk_size": 0}, "attention_chunk_size to be a positive integer, got 0"),
+            ({"attn_scale": -1}, "attn_scale to be a positive number, got -1"),
+            ({"moe_layers": [48]}, "moe_layers to be a list of layers from 0 to 47, got .48"),
+            ({"moe_layers": "all"}, "moe_layers to be a list of layers .* got 'all'"),
+            ({"num_experts_per_tok": 17}, r"num_experts_per_tok of at most num_local_experts \(16\), got 17"),
+            ({"hidden_act": "gelu"}, "hidden_act 'silu', got 'gelu'"),
+            ({"architectures": ["Llama4ForConditionalGeneration"]}, "supported .* got Llama4ForConditionalGeneration"),
+        ],
+    )
+    def test_what_is_not_supported_or_not_sensible_in_llama4(self, changes, message):
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.from_fields({"model_type": "llama4_text"} | changes)
 
     @pytest.mark.parametrize(
         ("changes", "windows"),

@@ -15,6 +15,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -44,6 +46,8 @@ BASE = {
 # Contexts in the tests are several times the window, and the window is a multiple of no block or tile size.
 QWEN3 = {"head_dim": 24}
 GEMMA3 = {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 27}
+LLAMA4 = {"num_hidden_layers": 5, "head_dim": 24, "intermediate_size_mlp": 75, "attention_chunk_size": 27}
+LLAMA4 |= {"num_local_experts": 3, "interleave_moe_layer_step": 2, "floor_scale": 20, "attn_scale": 0.5}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
@@ -79,10 +83,18 @@ KINDS = {
     "gemma3, biases, odd sizes, own head": GEMMA3
     | {"hidden_size": 52, "intermediate_size": 75, "vocab_size": 131, "attention_bias": True}
     | {"tie_word_embeddings": False},
+    "llama4": LLAMA4,
+    "llama4, experts everywhere, two of them": LLAMA4
+    | {"interleave_moe_layer_step": 1, "num_experts_per_tok": 2, "use_qk_norm": False, "tie_word_embeddings": True},
+    "llama4, no experts, biases, own layers": LLAMA4
+    | {"moe_layers": [], "attention_bias": True, "attn_temperature_tuning": False, "attention_chunk_size": 48}
+    | {"no_rope_layers": [0, 1, 1, 0, 1, 1], "rope_parameters": LLAMA3}
+    | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"] + ["full_attention"] * 2},
 }
 ARCHITECTURES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
+    "llama4": (Llama4ForCausalLM, Llama4TextConfig),
 }
 
 

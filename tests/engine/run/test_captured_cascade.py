@@ -50,8 +50,8 @@ class Case:
         self.lengths = list(LENGTHS)
 
     @torch.inference_mode()
-    def check(self, sequences, groups):
-        """Decode a token of some sequences, which share `groups` of runs; None: without a cascade."""
+    def check(self, sequences, cohorts):
+        """Decode a token of some sequences, which share `cohorts` of runs; None: without a cascade."""
         tokens = random_tokens(TINY, len(sequences), seed=sum(self.lengths))
         rows = [
             SequenceRows([token], self.lengths[number], TABLES[number])
@@ -59,8 +59,8 @@ class Case:
         ]
         bucket = bucket_of(len(rows))
         packed = None
-        if groups is not None:
-            runs, room = SharedRuns.build(groups, len(rows)), RunBucket.of(bucket)
+        if cohorts is not None:
+            runs, room = SharedRuns.build(cohorts, len(rows)), RunBucket.of(bucket)
             assert room.holds(runs)
             packed = room.pack(runs)
         columns = self.uploader.upload(rows, num_padded=bucket).decode_columns
@@ -103,5 +103,5 @@ def test_what_a_bucket_holds():
     chain = [([0, 1], start, start + 1) for start in range(MAX_LEVELS + 1)]
     assert room.holds(SharedRuns.build(chain[:-1], 4)) and not room.holds(SharedRuns.build(chain, 4))
     runs = room.split(room.pack(SharedRuns.build(NESTED, 4)))
-    assert runs.group_start.tolist() == [0, 3, 5, 5, 5] and runs.num_shared.tolist() == [2, 2, 1, 0]
+    assert runs.cohort_start.tolist() == [0, 3, 5, 5, 5] and runs.num_shared.tolist() == [2, 2, 1, 0]
     assert runs.num_levels == MAX_LEVELS and runs.members[5:].eq(0).all()

@@ -14,10 +14,18 @@ from engine.small_models import BLOCK_SIZE, EVEN, converted, prefill, random_tok
 from kvblocks.engine.attention.attention import TorchAttention
 from kvblocks.engine.attention.batch import SequenceRows
 from kvblocks.engine.attention.triton_attention import TritonAttention
-from kvblocks.engine.run.decode_step import MAX_BUCKET, DecodeBuckets, DecodeStep, GraphCapture, bucket_of, run_in_place
+from kvblocks.engine.run.decode_step import (
+    MAX_BUCKET,
+    DecodeBuckets,
+    DecodeBuffers,
+    DecodeStep,
+    GraphCapture,
+    bucket_of,
+    run_in_place,
+)
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.resident_table import ResidentTable
-from kvblocks.engine.run.step_upload import StepUploader
+from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning:triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +100,7 @@ def test_a_token_in_a_shared_block_is_not_stored():
 def test_padding_changes_nothing():
     case = Case()
     before = [tensor.clone() for tensor in (*case.cache.keys, *case.cache.values)]
-    padded = DecodeStep(case.model, case.cache, case.uploader.tables, 4)
+    padded = DecodeStep(case.model, case.cache, DecodeBuffers(case.uploader.tables, 4, TINY.vocab_size), 4)
     with torch.inference_mode():
         assert padded.compute().isfinite().all()
     for old, new in zip(before, (*case.cache.keys, *case.cache.values), strict=True):
@@ -118,7 +126,7 @@ def test_steps_stay_when_the_tables_move():
 def test_a_step_reads_no_tensor_on_the_host(monkeypatch):
     """A captured step must not read a tensor's values. Every such read calls one of these functions."""
     case = Case()
-    ready = DecodeStep(case.model, case.cache, case.uploader.tables, 2)
+    ready = DecodeStep(case.model, case.cache, DecodeBuffers(case.uploader.tables, 2, TINY.vocab_size), 2)
     reading = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
     with monkeypatch.context() as patch, torch.inference_mode():
         # The kernels themselves, which the interpreter runs on the host.
@@ -147,8 +155,31 @@ def refuse(name):
 
 
 def test_buckets():
-    assert [bucket_of(number) for number in (1, 2, 3, 4, 5, 64, 65, MAX_BUCKET)] == [1, 2, 4, 4, 8, 64, 128, MAX_BUCKET]
+    asked = (1, 2, 3, 4, 5, 64, 65, 80, 81, 257, MAX_BUCKET)
+    assert [bucket_of(number) for number in asked] == [1, 2, 4, 4, 8, 64, 80, 80, 96, 272, MAX_BUCKET]
     assert bucket_of(MAX_BUCKET + 1) is None
+    padded = [bucket_of(number) / number for number in range(65, MAX_BUCKET + 1)]
+    assert max(padded) < 1.24
+
+
+def test_buckets_between_two_powers_of_two_share_memory():
+    case, made = Case(), {}
+    buckets = DecodeBuckets(case.model, case.cache, case.uploader.tables, fake_capture(made))
+    for bucket in (80, 96, 128, 144):
+        columns = torch.zeros(DECODE_COLUMNS + 1, bucket, dtype=torch.int32, device=DEVICE)
+        assert buckets.run(columns, bucket - 3).shape == (bucket - 3, TINY.vocab_size)
+    assert [made[bucket].logits.data_ptr() == made[128].logits.data_ptr() for bucket in made] == [True] * 3 + [False]
+    assert made[144].logits.untyped_storage().nbytes() == 256 * TINY.vocab_size * 4
+
+
+def fake_capture(made):
+    """A capture that notes steps by their size, and computes nothing."""
+
+    def capture(step):
+        made[step.columns.shape[1]] = step
+        return lambda: step.logits
+
+    return capture
 
 
 @pytest.mark.skipif(

@@ -73,6 +73,7 @@ def test_full_hit(model, cache, prompt):
     assert torch.equal(context(cache, A, 128), before)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("cuts", [(100,), (1, 2, 3), (17, 33, 150 - 1), tuple(range(7, 150, 7))])
 def test_chunked_prefill(model, cache, prompt, cuts):
     full = prefill(model, cache, prompt, A)
@@ -99,6 +100,7 @@ def test_alone_equals_in_a_batch(model, cache, prompt):
     assert torch.equal(step(model, cache, *reversed(ways)), alone.flip(0))
 
 
+@pytest.mark.every(3)
 def test_many_decodes_and_a_long_prompt_in_one_step(model):
     # More rows than the largest chunk, more logits than the largest chunk of the head.
     cache = model.new_kv_cache(num_blocks=400, block_size=BLOCK_SIZE)
@@ -126,6 +128,7 @@ def test_requests_of_one_step_share_blocks(model, cache, prompt):
     assert torch.equal(both, torch.stack([full_other, full]))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_on_two_threads(config, strategy_name):
     torch.set_num_threads(2)  # conftest takes it back

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.small_models import EVEN, converted, random_tokens, random_weights
 
 from kvblocks import Sequence
-from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
+from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits, TierOptions
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.device_runner import DeviceRunner
@@ -108,7 +108,7 @@ def test_nothing_is_compiled_after_a_warm_up(prompts):
 def test_a_cascade_gives_the_same_tokens(model, prompts):
     engine, plain = (Engine(model, num_blocks=400, attention=attention) for attention in ("auto", "torch"))
     threshold = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
-    cascade = CascadePlanner(engine.manager.shared_prefixes, 16, engine.model.device, threshold)
+    cascade = CascadePlanner(engine.manager.inspect.shared_prefixes, 16, engine.model.device, threshold)
     engine.runner = DeviceRunner(engine.runner.model, 400, 16, cascade=cascade)
     plain.generate(prompts[:1], max_tokens=1)
     engine.generate(prompts[:1], max_tokens=1)
@@ -236,8 +236,8 @@ def test_blocks_go_to_rows_and_back_on_a_stream_of_their_own(dtype):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(model, tmp_path, tier):
     prompt = random_tokens(CONFIG, 400, seed=5)
-    below = {"host": {"host_cache": "64MiB"}, "disk": {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}}[tier]
-    with Engine(model, num_blocks=60, deterministic=True, **below) as engine:
+    below = {"host": "host:64MiB", "disk": TierOptions(f"disk:{tmp_path / 'kv'}", "64MiB")}[tier]
+    with Engine(model, num_blocks=60, deterministic=True, tiers=[below]) as engine:
         first = engine.generate([prompt], max_tokens=12, ignore_eos=True)[0]
         for seed in range(3):
             engine.generate([random_tokens(CONFIG, 600, seed=10 + seed)], max_tokens=1)

@@ -103,7 +103,8 @@ def test_steps_read_no_tensor(monkeypatch, kind):
     if not is_flash:
         runner, planner = engine.runner, None
         if kind == "cascade":
-            find, threshold = engine.manager.shared_prefixes, CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
+            find = engine.manager.inspect.shared_prefixes
+            threshold = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
             planner = cascade_module.CascadePlanner(find, size, torch.device("cpu"), threshold)
         ways = {"scales": runner.kv_cache.scales, "capture": run_in_place, "cascade": planner}
         engine.runner = DeviceRunner(runner.model, 40, size, **ways)

@@ -5,6 +5,7 @@ import torch
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add_samples, make, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model.sight import first_seen
 
 from kvblocks import FullAttention, KVCacheManager, SequenceStateError, SlidingWindow
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
@@ -16,6 +17,7 @@ from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
 
 CPU = torch.device("cpu")
+ONE_GROUP = (FullAttention(BLOCK_SIZE),)
 TENSORS = ("token_ids", "positions", "query_start", "seq_lens", "logits_rows")
 
 
@@ -24,16 +26,16 @@ def uploader_of(num_blocks=64, *, max_blocks=None, num_rows=2, block_size=BLOCK_
     return StepUploader([ResidentTable(*sizes) for _ in range(num_groups)], block_size)
 
 
-def seen_entries(table, batch, window):
+def seen_entries(table, batch, group):
     """The table entries that each sequence's rows see. Entries before or behind them don't matter."""
     lengths = batch.seq_lens.tolist()
     starts = (batch.seq_lens - batch.query_start.diff()).tolist()
-    firsts = [0 if window is None else max(0, start - window + 1) // BLOCK_SIZE for start in starts]
+    firsts = [first_seen(group, start) // BLOCK_SIZE for start in starts]
     ends = [-(-length // BLOCK_SIZE) for length in lengths]
     return [row[first:end] for row, first, end in zip(table.tolist(), firsts, ends, strict=True)]
 
 
-def check_equal(batch, fresh, windows=(None,)):
+def check_equal(batch, fresh, groups=ONE_GROUP):
     for name in TENSORS:
         got, expected = getattr(batch, name), getattr(fresh, name)
         assert got.dtype == expected.dtype, name
@@ -41,15 +43,15 @@ def check_equal(batch, fresh, windows=(None,)):
     for got, expected in zip(batch.slot_mappings, fresh.slot_mappings, strict=True):
         assert got.dtype == expected.dtype
         assert got.tolist() == expected.tolist()
-    for got, expected, window in zip(batch.block_tables, fresh.block_tables, windows, strict=True):
+    for got, expected, group in zip(batch.block_tables, fresh.block_tables, groups, strict=True):
         assert got.dtype == expected.dtype
-        assert seen_entries(got, fresh, window) == seen_entries(expected, fresh, window)
+        assert seen_entries(got, fresh, group) == seen_entries(expected, fresh, group)
     assert batch.shape == fresh.shape
 
 
-def check_step(uploader, rows, windows=(None,)):
+def check_step(uploader, rows, groups=ONE_GROUP):
     batch = uploader.batch(uploader.upload(rows))
-    check_equal(batch, StepBatch.build(rows, BLOCK_SIZE), windows)
+    check_equal(batch, StepBatch.build(rows, BLOCK_SIZE), groups)
     assert batch.block_tables[0].shape[1] == max(-(-sequence.seq_len // BLOCK_SIZE) for sequence in rows)
 
 
@@ -120,7 +122,7 @@ def run_history(events, scheduler, num_rows):
         elif kind in {"step", "die"} and scheduler.has_work:
             chunks = scheduler.schedule()
             rows = [ModelRunner.rows_of(chunk, len(groups)) for chunk in chunks]
-            check_step(uploader, rows, [group.window for group in groups])
+            check_step(uploader, rows, groups)
             if kind == "die":
                 scheduler.abort(chunks)
             else:

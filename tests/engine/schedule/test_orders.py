@@ -6,12 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvblocks import Sequence
-from kvblocks.engine.schedule import grouped_order
-from kvblocks.engine.schedule.grouped_order import GroupedOrder, num_common_blocks
-from kvblocks.engine.schedule.longest_prefix_order import LongestPrefixOrder
+from kvblocks.engine import schedules
 from kvblocks.engine.schedule.order import FirstCome
 from kvblocks.engine.schedule.request import Request
-from kvblocks.engine.schedule.schedules import SCHEDULES, make_order
+from kvblocks.engine.schedules import (
+    SCHEDULES,
+    GroupedOrder,
+    LongestPrefixOrder,
+    make_order,
+    num_common_blocks,
+)
 from kvblocks.errors import InvalidArgumentError
 
 AGING = [LongestPrefixOrder, GroupedOrder]
@@ -187,7 +191,7 @@ def test_a_step_looks_up_a_fixed_number_however_many_wait(schedule, most, num_wa
     for name in range(num_waiting):
         add(scheduler, name, [name % 7] * 9, max_tokens=2)
     calls = count_calls(monkeypatch, scheduler.manager, "get_computed_blocks")
-    compared = count_calls(monkeypatch, grouped_order, "num_common_blocks")
+    compared = count_calls(monkeypatch, schedules, "num_common_blocks")
     for _ in range(40):
         del calls[:], compared[:]
         run_any_step(scheduler, cache)
@@ -233,14 +237,15 @@ def test_a_cold_request_is_overtaken_as_often_as_allowed_and_no_more(order, max_
     assert cold.finish_reason == "length"
 
 
-def test_an_overdue_request_does_not_wait_for_a_prefix():
-    scheduler = make(80, max_num_chunk_tokens=4, max_num_batched_tokens=20, order=LongestPrefixOrder(max_overtakes=1))
-    cache = FakeCache(BLOCK_SIZE)
+def test_an_overdue_request_does_not_wait_for_a_prefix_or_a_place():
+    limits = {"max_num_chunk_tokens": 4, "max_num_batched_tokens": 20, "max_num_partial_prefills": 1}
+    scheduler, cache = make(80, order=LongestPrefixOrder(max_overtakes=1), **limits), FakeCache(BLOCK_SIZE)
     add(scheduler, "a", [0] * 40)
     assert step(scheduler, cache) == [("a", 0, 4)]
-    add_all(scheduler, {"b": [0] * 40, "c": [1] * 5, "d": [2] * 5})
-    # b waits for what a computes, and c passes; then b has been overtaken once, and computes what a computes too.
-    assert step(scheduler, cache) == [("a", 4, 4), ("c", 0, 4), ("b", 8, 4), ("d", 0, 4)]
+    add_all(scheduler, {"b": [0] * 40, "c": [1] * 4, "d": [2] * 5, "e": [3] * 4})
+    # b waits for what a computes, and c passes; then b has been overtaken once, and computes what a computes too. d has
+    # no place beside them, and e passes; then d has been overtaken once.
+    assert step(scheduler, cache) == [("c", 0, 4), ("b", 4, 4), ("e", 0, 4), ("d", 0, 4)]
 
 
 @pytest.mark.parametrize("order", [*AGING, FirstCome])
@@ -291,7 +296,7 @@ def test_nobody_is_overtaken_more_often_than_allowed(
     assert len(admitted) == len(requests)
     if order is not FirstCome:
         assert max(overtaken.values(), default=0) <= max_overtakes
-    elif not waits:
+    elif not waits and chunk is None:  # else long prompts wait for a place
         assert not overtaken
     for request in requests:
         prompt = request.sequence.token_ids(0, request.sequence.num_prompt_tokens)

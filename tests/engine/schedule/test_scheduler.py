@@ -85,8 +85,10 @@ def test_a_long_prompt_leaves_room_for_others_if_its_chunks_are_limited():
     add(scheduler, "a", [0] * 12)
     add(scheduler, "b", [1] * 14)
     assert step(scheduler, cache) == [("a", 0, 5), ("b", 0, 5)]
-    assert step(scheduler, cache) == [("a", 5, 5), ("b", 5, 5)]
-    assert step(scheduler, cache) == [("a", 10, 2), ("b", 10, 4)]
+    assert step(scheduler, cache) == [("a", 5, 5)]  # then they take turns
+    assert step(scheduler, cache) == [("b", 5, 5)]
+    assert step(scheduler, cache) == [("a", 10, 2)]
+    assert step(scheduler, cache) == [("a", 12, 1), ("b", 10, 4)]
 
 
 def test_a_stop_token_ends_a_request():

@@ -1,7 +1,9 @@
 """Any history, in every order: arrivals, cancels, deadlines, pins, resets, steps that die and requests that fail.
 
 After every step: the budget and the number of sequences are kept, there was progress, no request is lost, and the
-manager's invariants hold. Whatever ended early has a beginning of its answer, and everything else all of it.
+manager's invariants hold. No running long prompt waits longer than for its turn, and no other running request longer
+than slices may take. The queue keeps each salt's order of arrival. Whatever ended early has a beginning of its answer,
+and everything else all of it.
 """
 
 import pytest
@@ -14,8 +16,8 @@ from kvblocks.engine.schedule.capacity import StalledError
 from kvblocks.engine.schedule.remembered import RememberedPrompts, prompt_key
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
-from kvblocks.engine.schedule.schedules import SCHEDULES, make_order
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.schedules import SCHEDULES, make_order
 from kvblocks.errors import PoolExhaustedError
 
 # --- deadlines and failures, one by one ------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_a_stalled_request_is_told_and_the_others_go_on_without_it():
     while scheduler.has_work:
         step(scheduler, cache)
     stuck, small = add(scheduler, "stuck", [1] * 14), add(scheduler, "small", [2] * 3)
-    scheduler.manager.pin([0] * 20, priority=100)
+    scheduler.manager.pins.pin([0] * 20, priority=100)
     with pytest.raises(StalledError, match=r"expected 4 more blocks for Sequence\('stuck'") as caught:
         scheduler.schedule()
     assert caught.value.request is stuck
@@ -108,8 +110,8 @@ def test_who_is_stalled_is_who_was_refused(schedule):
             step(scheduler, cache)
     add(scheduler, "cold", [2] * 14, max_tokens=9)
     add(scheduler, "hot", [*[1] * 16, *[2] * 10], max_tokens=6)
-    scheduler.manager.pin([0] * 12, priority=100)
-    scheduler.manager.pin([1] * 8, priority=100)
+    scheduler.manager.pins.pin([0] * 12, priority=100)
+    scheduler.manager.pins.pin([1] * 8, priority=100)
     with pytest.raises(StalledError) as caught:
         scheduler.schedule()
     assert caught.value.request.sequence.sequence_id == ("cold" if schedule == "fcfs" else "hot")
@@ -132,7 +134,7 @@ ARRIVALS = st.lists(
             "max_tokens": st.integers(0, 10),
             "num_samples": st.sampled_from([1, 1, 1, 2, 4]),
             "lives": st.sampled_from([None, None, 0, 1, 3, 8]),
-            "salt": st.sampled_from([None, None, "other"]),
+            "salt": st.sampled_from([None, None, "other", "third"]),
         }
     ),
     min_size=1,
@@ -156,6 +158,9 @@ class History:
         self.cache = FakeCache(BLOCK_SIZE)
         self.requests = []
         self.now = 0
+        self.num_idle_steps = {}  # of each running request, since its last chunk or slice
+        self.num_sliced_tokens = {}  # of each running request: what the slices since its last chunk were worth
+        self.had_slice = False  # in the last step
 
     def arrive(self, prompt, max_tokens, num_samples, lives, salt, **_):
         name = len(self.requests)
@@ -184,9 +189,9 @@ class History:
             num_left = manager.num_blocks - 6 - sum(pin.num_blocks for pin in manager.pins)
             if num_left > 0:
                 priority = 50 if event == "soft pin" else 100
-                manager.pin([which % 3] * (BLOCK_SIZE * min(1 + which % 5, num_left)), priority=priority)
+                manager.pins.pin([which % 3] * (BLOCK_SIZE * min(1 + which % 5, num_left)), priority=priority)
         elif event == "unpin" and manager.pins:
-            manager.unpin(manager.pins[which % len(manager.pins)])
+            manager.pins.unpin(list(manager.pins)[which % len(manager.pins)])
         elif event == "reset":
             manager.reset_prefix_cache()
         manager.check()
@@ -203,17 +208,55 @@ class History:
         self.answer()
         if not scheduler.has_work:
             return
-        running = list(scheduler.running)
+        running, part = list(scheduler.running), scheduler.long_prompts.open
+        self.check_queue()
         fails = {
             r for r, _, _ in self.requests if r.finish_reason is None and sum(r.sequence.sequence_id) % 3 == which % 3
         }
         try:
-            run_any_step(scheduler, self.cache, dies=event == "dies", fails=fails if event == "fails" else ())
+            chunks = run_any_step(scheduler, self.cache, dies=event == "dies", fails=fails if event == "fails" else ())
+            assert part is None or chunks[0].part is part or self.had_slice  # others get every other step at most
+            self.had_slice = chunks[0].part is not None
+            self.check_turns({chunk.request: chunk for chunk in chunks}, running)
         except StalledError as error:
             assert any(100 in pin.priorities and pin.num_held_blocks for pin in scheduler.manager.pins)
             assert scheduler.running == running
             scheduler.cancel(error.request, "error")
             scheduler.manager.check()
+
+    def check_queue(self):
+        """Requests of one salt that were never admitted are in order of arrival, and in rounds."""
+        fresh = [request for request in self.scheduler.waiting if not request.was_admitted]
+        assert [request.round for request in fresh] == sorted(request.round for request in fresh)
+        for salt in {request.sequence.salt for request in fresh}:
+            of_salt = [request for request in fresh if request.sequence.salt == salt]
+            assert [request.sequence.sequence_id[0] for request in of_salt] == sorted(
+                request.sequence.sequence_id[0] for request in of_salt
+            )
+            assert len({request.round for request in of_salt}) == len(of_salt)
+
+    def check_turns(self, chunks, before):
+        """No long prompt that runs is left out for more than two turns of all that run; the others never are."""
+        scheduler = self.scheduler
+        most = scheduler.limits.max_num_batched_tokens
+        is_full = sum(chunk.num_tokens for chunk in chunks.values()) == most
+        stayed = [request for request in before if request in scheduler.running]
+        parts = [request for request in stayed if request.is_long and request.num_left_tokens > 1]
+        for request in stayed:
+            is_left_out = request not in chunks and not is_full
+            self.num_idle_steps[request] = self.num_idle_steps.get(request, 0) + 1 if is_left_out else 0
+            num_layers = scheduler.long_prompts.num_layers
+            most_idle = (
+                2 * num_layers * (1 + len(parts)) if request in parts else 2 * (num_layers + 1) * (num_layers > 1)
+            )
+            assert self.num_idle_steps[request] <= most_idle
+            worth = sum(chunk.part.num_worth_tokens for chunk in chunks.values() if chunk.part is not None)
+            so_far = self.num_sliced_tokens.get(request, 0) if is_left_out else 0
+            self.num_sliced_tokens[request] = so_far + worth
+            assert request in parts or so_far <= 2 * scheduler.limits.num_step_tokens
+        for counts in (self.num_idle_steps, self.num_sliced_tokens):
+            for request in [request for request in counts if request not in stayed]:
+                del counts[request]
 
     def answer(self):
         """Give out remembered tokens. No other request begins to run, and no request gets or loses a block."""
@@ -233,7 +276,7 @@ class History:
             scheduler.remembered.check()
             scheduler.remembered.clear()
         for pin in scheduler.manager.pins:
-            scheduler.manager.unpin(pin)
+            scheduler.manager.pins.unpin(pin)
         assert scheduler.manager.num_free_blocks == scheduler.manager.num_blocks
         for request, prompt, number in self.requests:
             expected = answer_alone((request.sequence.salt, number), prompt, request.max_tokens)
@@ -250,7 +293,7 @@ class History:
 @given(
     arrivals=ARRIVALS,
     events=EVENTS,
-    num_blocks=st.integers(9, 24),  # 34 tokens need 9 blocks
+    num_blocks=st.integers(9, 24) | st.integers(25, 60),  # 34 tokens need 9 blocks; with many, long prompts take turns
     limits=st.builds(
         StepLimits,
         st.integers(6, 24),
@@ -258,18 +301,20 @@ class History:
         st.sampled_from([None, None, 1, 3, 5]),
         st.booleans(),
         st.sampled_from([0.0, 0.1, 0.3, 0.9]),
+        st.integers(1, 4),
     ),
     bounds=st.none() | st.tuples(st.integers(1, 6), st.integers(0, 3)),
     enable_caching=st.sampled_from([True, True, True, False]),
     remembered=st.none() | st.tuples(st.integers(1, 24), st.integers(1, 6)),
+    num_layers=st.sampled_from([1, 2, 5, 9]),
 )
-def test_any_history(schedule, arrivals, events, num_blocks, limits, bounds, enable_caching, remembered):
+def test_any_history(schedule, arrivals, events, num_blocks, limits, bounds, enable_caching, remembered, num_layers):
     manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching, pin_budget=1.0)
     order = make_order(schedule)
     if bounds is not None and schedule != "fcfs":
         order.num_candidates, order.max_overtakes = bounds
     kept = None if remembered is None else RememberedPrompts(manager, *remembered)
-    history = History(Scheduler(manager, 1000, limits, order=order, remembered=kept))
+    history = History(Scheduler(manager, 1000, limits, order=order, remembered=kept, num_layers=num_layers))
     pending = sorted(arrivals, key=lambda arrival: arrival["at"])
     while pending or history.scheduler.has_work:
         while pending and (pending[0]["at"] <= history.now or not history.scheduler.has_work):

@@ -34,7 +34,7 @@ def compute(scheduler, cache, prompt):
 def test_a_request_that_pins_leave_no_room_for_is_refused():
     scheduler, cache = make_pinning(8), FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [0] * 12)
-    pin = scheduler.manager.pin([0] * 12, priority=100)
+    pin = scheduler.manager.pins.pin([0] * 12, priority=100)
     add(scheduler, "fits", [1] * 18, max_tokens=3)  # 20 slots: the 5 blocks that are left
     with pytest.raises(
         PoolExhaustedError, match=r"at most 21 tokens while pins keep 3 of the pool's 8 blocks, got 22 \(a prompt of 18"
@@ -46,7 +46,7 @@ def test_a_request_that_pins_leave_no_room_for_is_refused():
         add(scheduler, "shares less", [*[0] * 8, *[1] * 22], max_tokens=3)
     with pytest.raises(InvalidArgumentError, match="at most 33 tokens"):  # it never will
         add(scheduler, "too long", [*[0] * 12, *[1] * 18], max_tokens=4)
-    scheduler.manager.unpin(pin)
+    scheduler.manager.pins.unpin(pin)
     add(scheduler, "shares less", [*[0] * 8, *[1] * 22], max_tokens=3)
     while scheduler.has_work:
         run_any_step(scheduler, cache)
@@ -56,7 +56,7 @@ def test_a_request_that_pins_leave_no_room_for_is_refused():
 def test_soft_pins_are_no_reason_to_refuse(priority):
     scheduler, cache = make_pinning(8), FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [0] * 16)
-    pin = scheduler.manager.pin([0] * 16, priority=priority)
+    pin = scheduler.manager.pins.pin([0] * 16, priority=priority)
     request = add(scheduler, "a", [1] * 30, max_tokens=3)
     while scheduler.has_work:
         run_any_step(scheduler, cache)
@@ -68,7 +68,7 @@ def test_a_step_raises_while_pins_keep_the_pool_from_the_waiting():
     scheduler, cache = make_pinning(8), FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [0] * 20)
     request = add(scheduler, "a", [1] * 14, max_tokens=4)
-    pin = scheduler.manager.pin([0] * 20, priority=100)
+    pin = scheduler.manager.pins.pin([0] * 20, priority=100)
     before = state(scheduler)
     for _ in range(2):
         with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_step_raises_while_pins_keep_the_pool_from_the_waiting():
         assert state(scheduler) == before
     refusal = scheduler.manager.last_refusal
     assert (refusal.num_blocks, refusal.num_kept_blocks, refusal.is_due_to_pins) == (4, 5, True)
-    scheduler.manager.unpin(pin)
+    scheduler.manager.pins.unpin(pin)
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert request.output_token_ids == answer_alone((None, 0), [1] * 14, 4)
@@ -89,7 +89,7 @@ def test_a_step_raises_while_pins_keep_the_pool_from_the_oldest():
     compute(scheduler, cache, [0] * 12)
     old, young = add(scheduler, "old", [1] * 12, max_tokens=12), add(scheduler, "young", [2] * 3, max_tokens=9)
     step(scheduler, cache)
-    pin = scheduler.manager.pin([0] * 12, priority=100)
+    pin = scheduler.manager.pins.pin([0] * 12, priority=100)
     while old.sequence.num_computed_tokens < 20:
         run_any_step(scheduler, cache)
     assert (young.num_preemptions, list(scheduler.waiting)) == (1, [young])
@@ -99,7 +99,7 @@ def test_a_step_raises_while_pins_keep_the_pool_from_the_oldest():
     ):
         scheduler.schedule()
     assert state(scheduler) == before
-    scheduler.manager.unpin(pin)
+    scheduler.manager.pins.unpin(pin)
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert old.num_preemptions == 0
@@ -115,19 +115,21 @@ def test_nobody_is_preempted_for_one_who_cannot_go_on_anyway(pins_first):
     old, young = add(scheduler, "old", [1] * 24, max_tokens=1), Request(Sequence("young", [2] * 4), 2)
     for _ in range(4):
         step(scheduler, cache)
+    add(scheduler, "short", [3], max_tokens=1)
+    step(scheduler, cache)  # old has given way, and doesn't in the next step
     scheduler.add(young)
     if pins_first:
-        pins = [scheduler.manager.pin(prefix, priority=100) for prefix in ([0] * 8, [2] * 4)]
+        pins = [scheduler.manager.pins.pin(prefix, priority=100) for prefix in ([0] * 8, [2] * 4)]
     step(scheduler, cache)
     if not pins_first:
-        pins = [scheduler.manager.pin(prefix, priority=100) for prefix in ([0] * 8, [2] * 4)]
+        pins = [scheduler.manager.pins.pin(prefix, priority=100) for prefix in ([0] * 8, [2] * 4)]
     assert scheduler.manager.num_free_blocks == 0  # 5 blocks of old's, and the pinned ones; one of them is young's
     before = state(scheduler)
     with pytest.raises(PoolExhaustedError, match="keep 3 of the pool's 8"):
         scheduler.schedule()
     assert state(scheduler) == before
     assert scheduler.running == [old, young]
-    scheduler.manager.unpin(pins[1])
+    scheduler.manager.pins.unpin(pins[1])
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert young.num_preemptions == 1
@@ -138,13 +140,13 @@ def test_a_young_one_that_pins_leave_no_room_for_waits_as_long_as_the_oldest_goe
     compute(scheduler, cache, [0] * 16)
     old, young = add(scheduler, "old", [1] * 3, max_tokens=6), add(scheduler, "young", [2] * 24, max_tokens=1)
     assert step(scheduler, cache) == [("old", 0, 3), ("young", 0, 12)]
-    pin = scheduler.manager.pin([0] * 16, priority=100)
+    pin = scheduler.manager.pins.pin([0] * 16, priority=100)
     while not old.finish_reason:
         run_any_step(scheduler, cache)
     assert young.num_preemptions
     with pytest.raises(PoolExhaustedError):
         scheduler.schedule()
-    scheduler.manager.unpin(pin)
+    scheduler.manager.pins.unpin(pin)
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert old.output_token_ids == answer_alone((None, 0), [1] * 3, 6)
@@ -159,12 +161,12 @@ def test_room_for_the_next_chunk_is_enough_to_go_on():
     old, ahead = add(scheduler, "old", [0] * 20, max_tokens=1), add(scheduler, "ahead", [0] * 20, max_tokens=1)
     assert step(scheduler, cache) == [("old", 0, 12), ("ahead", 12, 4)]
     scheduler.limits = StepLimits(16, 8, 4)
-    pin = scheduler.manager.pin([1] * 8, priority=100)
+    pin = scheduler.manager.pins.pin([1] * 8, priority=100)
     assert step(scheduler, cache) == [("old", 12, 4)]
     assert ahead.num_preemptions == 1
     with pytest.raises(PoolExhaustedError):
         scheduler.schedule()
-    scheduler.manager.unpin(pin)
+    scheduler.manager.pins.unpin(pin)
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert old.num_preemptions == 0
@@ -177,7 +179,7 @@ def test_the_oldest_does_not_start_anew_only_to_stand_there_again():
     scheduler.manager.reset_prefix_cache()  # nothing of old's is cached, so it would begin with its first token
     add(scheduler, "other", [1] * 12, max_tokens=1)
     step(scheduler, cache)
-    scheduler.manager.pin([1] * 12, priority=100)
+    scheduler.manager.pins.pin([1] * 12, priority=100)
     while old.sequence.num_computed_tokens < 16:
         step(scheduler, cache)
     before = state(scheduler)
@@ -195,7 +197,7 @@ def test_starting_anew_needs_room_for_its_first_chunk():
     manager.free(other)
     manager.allocate_slots(Sequence("ahead", [0] * 12))
     for prefix in ([1] * 4, [0] * 4):
-        manager.pin(prefix, priority=100)
+        manager.pins.pin(prefix, priority=100)
     assert manager.allocate_slots(old.sequence, 12) is None
     # Anew it has 12 tokens, and pins keep one block from it. Its next chunk is as long as the step allows.
     check_oldest(manager, old, 16, 4)
@@ -212,7 +214,7 @@ def test_the_oldest_starts_anew_where_that_lets_it_share_what_a_pin_keeps():
     twin = add(scheduler, "twin", prompt, max_tokens=1)
     assert step(scheduler, cache) == [("old", 12, 1), ("twin", 0, 12)]
     assert twin.finish_reason == "length"
-    scheduler.manager.pin(prompt, priority=100)  # twin's 3 blocks, beside old's 4
+    scheduler.manager.pins.pin(prompt, priority=100)  # twin's 3 blocks, beside old's 4
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert old.num_preemptions == 1
@@ -248,7 +250,7 @@ def test_every_step_makes_progress_or_says_that_pins_forbid_it(actions, num_bloc
             except PoolExhaustedError:
                 assert manager.pins
         elif kind == "pin" and manager.num_blocks * 0.8 >= sum(p.num_blocks for p in manager.pins) + size // 4:
-            manager.pin(prompt, priority=number)
+            manager.pins.pin(prompt, priority=number)
         elif kind == "step":
             for _ in range(size if scheduler.has_work else 0):
                 if not step_or_unpin(scheduler, cache):
@@ -277,7 +279,7 @@ def step_or_unpin(scheduler, cache):
         assert hard
         assert state(scheduler) == before
         scheduler.manager.check()
-        scheduler.manager.unpin(hard[-1])
+        scheduler.manager.pins.unpin(hard[-1])
         return False
     return True
 
@@ -294,7 +296,7 @@ def test_what_a_pin_keeps_counts_though_a_window_lets_nobody_hit_it():
     manager = KVCacheManager(40, groups=[FullAttention(16), SlidingWindow(16, 40)], debug=True)
     computed(manager, range(320))
     computed(manager, range(9000, 9064))  # takes what left the window
-    pin = manager.pin(range(160), priority=100)
+    pin = manager.pins.pin(range(160), priority=100)
     assert (len(pin.blocks), pin.attached_blocks, manager.get_computed_blocks(pin.sequence).num_tokens) == (10, [], 0)
     scheduler = Scheduler(manager, 10_000, StepLimits(64, 8))
     assert scheduler.max_request_tokens == 353  # 22 blocks, and 8 of the window
@@ -305,7 +307,7 @@ def test_what_a_pin_keeps_counts_though_a_window_lets_nobody_hit_it():
 def test_a_pin_keeps_no_more_than_its_windows_where_there_are_only_windows():
     manager = KVCacheManager(20, groups=[SlidingWindow(16, 40)], debug=True)
     computed(manager, range(320))
-    manager.pin(range(320), priority=100)
+    manager.pins.pin(range(320), priority=100)
     scheduler = Scheduler(manager, 10_000, StepLimits(64, 8))
     assert scheduler.max_request_tokens == 10_000
     scheduler.add(Request(Sequence("r", range(7000, 7010)), 5))

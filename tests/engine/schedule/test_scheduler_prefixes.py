@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
-from kvblocks.engine.schedule.schedules import SCHEDULES, make_order
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.schedules import SCHEDULES, make_order
 
 
 def run_all(scheduler, cache):
@@ -35,7 +35,8 @@ def test_eight_equal_prompts_compute_their_prefix_once(max_num_batched_tokens, c
 
 
 def test_without_waiting_every_one_computes_what_the_others_compute_too():
-    scheduler = make(200, max_num_batched_tokens=64, max_num_chunk_tokens=8, wait_for_prefixes=False)
+    limits = {"max_num_batched_tokens": 64, "max_num_chunk_tokens": 8, "max_num_partial_prefills": 9}
+    scheduler = make(200, wait_for_prefixes=False, **limits)
     cache = FakeCache(BLOCK_SIZE)
     requests = [add(scheduler, name, [0] * 50, max_tokens=3) for name in "abcdefgh"]
     run_all(scheduler, cache)
@@ -51,8 +52,8 @@ def test_others_pass_and_the_order_is_kept_otherwise():
         add(scheduler, name, prompt)
     assert step(scheduler, cache) == [("a", 0, 8), ("c", 0, 3), ("e", 0, 3)]
     assert [request.sequence.sequence_id for request in scheduler.waiting] == ["b", "d"]
-    assert step(scheduler, cache) == [("a", 8, 8), ("c", 3, 1), ("e", 3, 2)]
-    assert step(scheduler, cache) == [("a", 16, 8), ("c", 4, 1), ("e", 5, 1), ("b", 24, 1), ("d", 24, 1)]
+    assert step(scheduler, cache) == [("c", 3, 1), ("e", 3, 2), ("a", 8, 8)]
+    assert step(scheduler, cache) == [("c", 4, 1), ("e", 5, 1), ("a", 16, 8), ("b", 24, 1), ("d", 24, 1)]
     assert step(scheduler, cache)[0] == ("a", 24, 1)
 
 
@@ -62,11 +63,12 @@ def test_who_waited_comes_before_those_who_could_have_passed():
     add(scheduler, "a", [0] * 20, max_tokens=1)
     add(scheduler, "b", [*[0] * 20, 1, 1, 1, 1])
     assert step(scheduler, cache) == [("a", 0, 8)]
-    add(scheduler, "c", [1] * 12, max_tokens=1)
-    assert step(scheduler, cache) == [("a", 8, 8), ("c", 0, 6)]
+    add(scheduler, "c", [1] * 8, max_tokens=3)
+    assert step(scheduler, cache) == [("c", 0, 8)]  # a gives way
+    assert step(scheduler, cache) == [("a", 8, 8), ("c", 8, 1)]
     add(scheduler, "d", [2])
     # Now a's end is computed, and b has its prefix; but the pool has no block for it, and so nobody passes it.
-    assert step(scheduler, cache) == [("a", 16, 4), ("c", 6, 6)]
+    assert step(scheduler, cache) == [("a", 16, 4), ("c", 9, 1)]
     assert [request.sequence.sequence_id for request in scheduler.waiting] == ["b", "d"]
 
 
@@ -107,7 +109,8 @@ def test_no_more_are_passed_over_than_could_run():
     add(scheduler, "e", [1])
     assert step(scheduler, cache) == [("a", 0, 8)]
     scheduler.limits = StepLimits(16, 4, 8)
-    assert step(scheduler, cache) == [("a", 8, 8), ("b", 16, 1), ("c", 16, 1), ("d", 16, 1)]
+    assert step(scheduler, cache) == [("e", 0, 1)]  # a gives way
+    assert step(scheduler, cache) == [("a", 8, 8), ("e", 1, 1), ("b", 16, 1), ("c", 16, 1)]
 
 
 # --- any group of prompts --------------------------------------------------------------------------------------------
@@ -215,9 +218,9 @@ def test_what_was_generated_since_a_lookup_is_hit():
     step(scheduler, cache)
     step(scheduler, cache)
     assert scheduler.lookups.find(second).num_tokens == 4
-    num_taken = scheduler.manager.num_taken_blocks
+    num_taken = scheduler.manager.stats.num_taken_blocks
     assert step(scheduler, cache) == [("first", 7, 1)]
-    assert scheduler.manager.num_taken_blocks == num_taken
+    assert scheduler.manager.stats.num_taken_blocks == num_taken
     run_all(scheduler, cache)
     assert second.num_cached_tokens == 8
 

@@ -76,6 +76,7 @@ def test_nobody_who_came_later_takes_the_place_of_a_sample():
     for name in "bc":
         add(scheduler, name, [1])
     step(scheduler, cache)
+    assert [name for name, _, _ in step(scheduler, cache)] == ["b"]  # a gives way
     assert [name for name, _, _ in step(scheduler, cache)] == [("a", 0), "b"]
     assert [name for name, _, _ in step(scheduler, cache)] == [("a", 0), ("a", 1), ("a", 2), "b"]
 
@@ -156,7 +157,8 @@ def test_the_next_sample_takes_the_place_of_a_cancelled_one():
         scheduler.cancel(samples[0])
     assert scheduler.running == [first[1], second[0]]
     assert list(scheduler.waiting) == [waiting[0][1], waiting[1]]
-    assert step(scheduler, cache) == [(("a", 1), 8, 8), (("b", 0), 8, 8)]
+    assert step(scheduler, cache) == [(("c", 1), 0, 2), ("d", 0, 2)]  # a and b give way
+    assert step(scheduler, cache) == [(("a", 1), 8, 8), (("c", 1), 2, 1), ("d", 2, 1)]
 
 
 def test_all_samples_of_a_prompt_are_cancelled_one_after_another():

@@ -9,8 +9,8 @@ from engine.fake_tiers import FakeTiers
 from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
-from kvblocks.engine.schedule.schedules import SCHEDULES, make_order
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.schedules import SCHEDULES, make_order
 
 PROMPT = [0, 1, 2, 0] * 3 + [1]
 
@@ -254,6 +254,7 @@ def add_samples_of(scheduler, sequence, num_samples, max_tokens):
     return samples
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", TIERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(12))

@@ -169,7 +169,7 @@ def test_soft_pins_are_left_alone_while_others_run_and_given_up_for_the_only_one
     scheduler, cache = make(20, watermark=0.1, max_num_batched_tokens=64), FakeCache(BLOCK_SIZE)
     add(scheduler, "setup", [0] * 40, max_tokens=1)
     run_all(scheduler, cache)
-    pin = scheduler.manager.pin([0] * 40, priority=10)
+    pin = scheduler.manager.pins.pin([0] * 40, priority=10)
     add(scheduler, "a", [1] * 16, max_tokens=6)
     add(scheduler, "b", [2] * 24, max_tokens=3)
     step(scheduler, cache)

@@ -1,6 +1,9 @@
 """Blocks as bytes: one piece on a CPU, gathered on other devices. The bytes and their order are the same."""
 
+import gc
+import mmap
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from engine.small_models import EVEN, GEMMA3, ODD
 
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.model.layer_attention import LayerLocation
-from kvblocks.engine.tiers.block_bytes import BlockBytes
+from kvblocks.engine.tiers.block_bytes import BlockBytes, new_rows
 
 LOCATIONS = [LayerLocation(0, 0), LayerLocation(0, 1), LayerLocation(1, 0), LayerLocation(1, 1)]
 CACHES = {
@@ -106,3 +109,37 @@ def test_memory_for_rows_is_there_before_anybody_needs_it():
     rows = BlockBytes(cache).new_rows(3)
     assert rows.any() == False  # noqa: E712  # numpy's
     assert rows.flags.c_contiguous and rows.flags.writeable
+
+
+def test_pinned_memory_is_as_large_as_its_rows_and_pinned_as_long_as_one_is_used(monkeypatch):
+    """With a stand-in for CUDA. torch would pin a power of 2."""
+    pinned = {}
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.update({address: (size, flags)}),
+        cudaHostUnregister=pinned.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    rows = new_rows(3, 5000, is_pinned=True)
+    assert rows.shape == (3, 5000) and not rows.any()
+    assert list(pinned.values()) == [(15_000, 0)]
+    assert all(address % mmap.PAGESIZE == 0 for address in pinned)
+    last = torch.from_numpy(rows[2])
+    last.fill_(7)
+    assert rows[2].min() == 7 and not rows[:2].any()
+    del rows
+    gc.collect()
+    assert len(pinned) == 1, "a row of it is used"
+    del last
+    gc.collect()
+    assert pinned == {}
+
+
+def test_memory_that_can_not_be_pinned_is_an_error(monkeypatch):
+    def refuse(result):
+        raise RuntimeError(f"CUDA error {result}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        new_rows(1, 5000, is_pinned=True)

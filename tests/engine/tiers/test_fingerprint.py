@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine.small_models import EVEN, GEMMA3, converted, packed, random_tokens, random_weights
 
-from kvblocks.engine import Engine, LoadedModel
+from kvblocks.engine import Engine, LoadedModel, TierOptions
 from kvblocks.engine.model.products import pack, packed_rows
-from kvblocks.engine.tiers import building
+from kvblocks.engine.tiers import fingerprint as fingerprint_module
 from kvblocks.engine.tiers.fingerprint import fingerprint
 
 MODEL = LoadedModel(EVEN, random_weights(EVEN))
@@ -74,10 +74,10 @@ def in_bfloat16(weights):
 )
 def test_who_uses_what_an_engine_left_on_a_disk(tmp_path, monkeypatch, change, arithmetic, is_deterministic, is_used):
     torch.set_num_threads(1)
-    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "deterministic": is_deterministic}
+    options = {"tiers": [TierOptions(f"disk:{tmp_path / 'kv'}", "64MiB")], "deterministic": is_deterministic}
     prompt, num_hit = random_tokens(EVEN, 300), []
     for weights, added in ((MODEL.weights, 0), (change(MODEL.weights), arithmetic)):
-        monkeypatch.setattr(building, "ARITHMETIC", building.ARITHMETIC + added)
+        monkeypatch.setattr(fingerprint_module, "ARITHMETIC", fingerprint_module.ARITHMETIC + added)
         with Engine(LoadedModel(EVEN, weights), num_blocks=24, **options) as engine:
             (completion,) = engine.generate([prompt], max_tokens=1)
             num_hit.append(completion.num_cached_tokens)

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from kvblocks.engine.tiers.carrier import Move
+from kvblocks import Tier
+from kvblocks.engine.tiers.block_bytes import Staging
+from kvblocks.engine.tiers.place import Move
 from kvblocks.engine.tiers.places import DiskPlace
 from kvblocks.tiers.disk import DiskStore
 from kvblocks.tiers.identity import BlockIdentity
@@ -41,10 +43,11 @@ def test_what_a_group_does_not_use_of_a_block_is_zeros_on_the_disk(tmp_path, is_
     blocks = Blocks(is_on_host=is_on_host)
     options = {"fingerprint": bytes(32), "num_block_bytes": NUM_BYTES, "block_size": 4, "max_bytes": 2**23}
     with DiskStore(tmp_path, **options) as store:
-        place = DiskPlace(blocks, store, 2, (NUM_BYTES, 3072))
-        assert place.store(Move([0, 1], [2, 3], [FULL, WINDOW]))
+        place = DiskPlace(Tier("disk", 2, NUM_BYTES, is_persistent=True), store, "kv", (NUM_BYTES, 3072))
+        staging = Staging(blocks)
+        assert place.store(Move([0, 1], [2, 3], [FULL, WINDOW], blocks, staging))
         blocks.blocks[:] = 1
-        assert place.load(Move([1, 0], [0, 1], [WINDOW, FULL]))
-        assert not place.load(Move([1], [2], [FULL])), "another block is there"
+        assert place.load(Move([1, 0], [0, 1], [WINDOW, FULL], blocks, staging))
+        assert not place.load(Move([1], [2], [FULL], blocks, staging)), "another block is there"
     assert (blocks.blocks[1] == 7).all()
     assert (blocks.blocks[0, :3072] == 7).all() and not blocks.blocks[0, 3072:].any()

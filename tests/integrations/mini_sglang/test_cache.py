@@ -190,7 +190,7 @@ def test_an_insertion_counts_for_no_rate(make):
     cache = make()
     cache.insert_prefix(ids(1, 2, 3, 4), pages(0, 4))
     cache.match_prefix(ids(1, 2, 3, 4))
-    assert cache.cache.get_hit_rate() == 1.0
+    assert cache.cache.stats.request_hit_rate == 1.0
 
 
 def test_the_tokens_that_were_given_may_change(make):

@@ -1,12 +1,13 @@
 """nano-vllm's own block manager, changed in the two things that kvblocks decides otherwise."""
 
 
-def mend(block_manager, *, first=True, empties=True):
+def mend(block_manager, *, first=True, empties=True, copies=True):
     """A subclass of nano-vllm's BlockManager. The stand-in's manager needs no change.
 
     first: of equal blocks the first one is found, and when it goes, the next. nano-vllm's own finds the last one, and
     when that goes, none. empties: blocks that hold nothing are taken first. nano-vllm's own takes blocks in the order
-    in which they were freed.
+    in which they were freed. copies: of equal blocks no other one than the first stays cached when nobody owns it, and
+    the first is as new as it was. nano-vllm's own keeps all.
     """
 
     class Mended(block_manager):
@@ -41,5 +42,25 @@ def mend(block_manager, *, first=True, empties=True):
                     if self.blocks[block_id].hash == -1 and not self.blocks[block_id].ref_count:
                         self.free_block_ids.remove(block_id)
                         self.free_block_ids.appendleft(block_id)
+            if first and copies:
+                self._drop_copies(table)
+
+        def _drop_copies(self, table):
+            dropped = []
+            for block_id in table:
+                block = self.blocks[block_id]
+                equal = self.equal.get(block.hash, [block_id])
+                if block.ref_count or equal[0] == block_id or block_id not in equal:
+                    continue
+                if not self.blocks[equal[0]].ref_count:
+                    self.free_block_ids.remove(equal[0])
+                    self.free_block_ids.insert(self.free_block_ids.index(block_id), equal[0])
+                equal.remove(block_id)
+                block.reset()
+                block.ref_count = 0
+                dropped.append(block_id)
+            for block_id in sorted(dropped, reverse=True):
+                self.free_block_ids.remove(block_id)
+                self.free_block_ids.appendleft(block_id)
 
     return Mended

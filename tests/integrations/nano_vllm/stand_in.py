@@ -1,7 +1,8 @@
 """A small stand-in for nano-vllm, for machines without its sources: the calls that its parts make of each other.
 
 Written from what those calls mean, with tuples of tokens in place of hashes. Its block manager finds the first of
-equal blocks and takes blocks that hold nothing before others, as kvblocks does, so decisions must be equal. As in
+equal blocks, keeps no other one that is free, and takes blocks that hold nothing before others, as kvblocks does, so
+decisions must be equal. As in
 nano-vllm prompts go before decoding, only the first prompt of a step is cut, and the last to run is preempted first.
 """
 
@@ -66,8 +67,25 @@ class BlockManager:
             if not self.num_owners[block]:
                 (self.free if block in self.prefixes else empty).append(block)
         self.free.extendleft(reversed(empty))
+        self._drop_copies(seq.block_table)
         seq.num_cached_tokens = 0
         seq.block_table.clear()
+
+    def _drop_copies(self, table):
+        """A free block is the first that holds its prefix: others hold nothing, and it is as new as they were."""
+        dropped = []
+        for block in table:
+            first = self.holders[self.prefixes[block]][0] if block in self.prefixes else block
+            if self.num_owners[block] or first == block:
+                continue
+            if not self.num_owners[first]:
+                self.free.remove(first)
+                self.free.insert(self.free.index(block), first)
+            self.holders[self.prefixes.pop(block)].remove(block)
+            dropped.append(block)
+        for block in sorted(dropped, reverse=True):
+            self.free.remove(block)
+            self.free.appendleft(block)
 
     def can_append(self, seq):
         return seq.num_tokens % self.block_size != 1 or bool(self.free)

@@ -98,7 +98,7 @@ def test_pins_give_way_when_nobody_else_can(make):
     start(manager, first)
     finish_step(manager, first)
     manager.deallocate(first)
-    manager.manager.pin([*range(12)], priority=50)
+    manager.manager.pins.pin([*range(12)], priority=50)
     assert manager.manager.num_free_blocks == 3
     large = make(range(50, 66))
     assert manager.can_allocate(large) == 0
@@ -119,7 +119,7 @@ def test_pins_that_never_give_way_are_named(make):
     start(manager, first)
     finish_step(manager, first)
     manager.deallocate(first)
-    manager.manager.pin([*range(12)], priority=100)
+    manager.manager.pins.pin([*range(12)], priority=100)
     large = make(range(50, 70))
     with pytest.raises(PoolExhaustedError):
         start(manager, large)
@@ -131,7 +131,7 @@ def test_what_kvblocks_has_is_one_call_away(make):
     first = make(range(10))
     start(manager, first)
     finish_step(manager, first)
-    assert manager.manager.explain(Sequence("why", range(10))).num_cached_blocks == 2
+    assert manager.manager.inspect.explain(Sequence("why", range(10))).num_cached_blocks == 2
 
 
 @pytest.mark.parametrize(("early", "kind"), [(False, BOTH[0]), (True, BOTH[1])])

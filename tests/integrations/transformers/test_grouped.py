@@ -133,6 +133,7 @@ def test_each_reads_its_own_tokens(engine, windows, num_blocks, commit):
     assert processor.cache.manager.stats.num_hit_tokens > 0
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("windows", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_random_history(engine, windows, seed):

@@ -40,6 +40,7 @@ def is_sound(model):
     return not transformers.__version__.startswith("5.15.") or not getattr(model.config, "use_sliding_window", False)
 
 
+@pytest.mark.every(2)
 def test_tokens_are_those_of_transformers_own_cache(model, monkeypatch):
     prompts = make_prompts(1, 8)
     expected = {f"req_{number}": plain_answer(model, prompt, 12) for number, prompt in enumerate(prompts)}
@@ -59,6 +60,7 @@ def test_tokens_are_those_of_transformers_own_cache(model, monkeypatch):
             check_all_given_back(driver.cache)
 
 
+@pytest.mark.every(3)
 def test_tokens_are_the_same_with_asynchronous_batching(model, monkeypatch):
     prompts = make_prompts(2, 8)
     with async_on_cpu(monkeypatch):

@@ -1,8 +1,8 @@
 """The eighteen configurations that decisions are compared in, those with windows, and one in which vLLM has a fault."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from bench.vllm.schedulers import Settings
+from bench.vllm.schedulers import LOOKS_AHEAD, Settings
 from integrations.vllm.workload import Mix
 
 SMALL = 81  # 80 blocks, and vLLM's null block
@@ -48,9 +48,17 @@ CONFIGURATIONS = [
 EAGLE = [
     Configuration("eagle", Settings(num_drafts=3, is_eagle=True)),
     Configuration("eagle, async", Settings(num_drafts=3, is_eagle=True, is_async=True)),
+]
+# In these copies of prefixes are evicted, which vLLM keeps longer than kvblocks.
+EAGLE_SMALL = [
     small("eagle", Settings(num_blocks=SMALL, num_drafts=3, is_eagle=True)),
     small("eagle, async", Settings(num_blocks=SMALL, num_drafts=3, is_eagle=True, is_async=True)),
 ]
+if LOOKS_AHEAD:  # what an older vLLM always does
+    EAGLE, EAGLE_SMALL = (
+        [*given, *(replace(c, name=f"{c.name}, drop", settings=replace(c.settings, drops_block=True)) for c in given)]
+        for given in (EAGLE, EAGLE_SMALL)
+    )
 
 # And the one in which vLLM has a fault.
 PRIORITY_CHUNKED = small(
@@ -66,14 +74,44 @@ PRIORITY_CHUNKED = small(
 )
 
 # Two windows, one of them no multiple of the block size. A group takes blocks of the same pool.
-WINDOWS = [
-    Configuration("windows", Settings(num_blocks=20_000, windows=(64, 200))),
-    Configuration("windows, chunked", Settings(num_blocks=20_000, windows=(64, 200), max_num_batched_tokens=128)),
-    Configuration("windows, async", Settings(num_blocks=20_000, windows=(64, 200), is_async=True)),
-    Configuration("windows, speculation", Settings(num_blocks=20_000, windows=(64,), num_drafts=3)),
-    Configuration("windows, both", Settings(num_blocks=20_000, windows=(64,), num_drafts=3, is_async=True)),
+_WINDOWS = {
+    "windows": Settings(num_blocks=20_000, windows=(64, 200)),
+    "windows, chunked": Settings(num_blocks=20_000, windows=(64, 200), max_num_batched_tokens=128),
+    "windows, async": Settings(num_blocks=20_000, windows=(64, 200), is_async=True),
+    "windows, speculation": Settings(num_blocks=20_000, windows=(64,), num_drafts=3),
+    "windows, both": Settings(num_blocks=20_000, windows=(64,), num_drafts=3, is_async=True),
+}
+_WINDOWS_SMALL = {
+    "windows": Settings(num_blocks=161, windows=(64,)),
+    "windows, async": Settings(num_blocks=161, windows=(64,), is_async=True),
+}
+CHUNKS = [
+    Configuration("chunks", Settings(num_blocks=20_000, chunks=(128,))),
+    Configuration("chunks, chunked", Settings(num_blocks=20_000, chunks=(128, 48), max_num_batched_tokens=128)),
+    Configuration("chunks, async", Settings(num_blocks=20_000, chunks=(64,), is_async=True)),
+    Configuration("chunks, speculation", Settings(num_blocks=20_000, chunks=(64,), num_drafts=3)),
 ]
-WINDOWS_SMALL = [
-    small("windows", Settings(num_blocks=161, windows=(64,))),
-    small("windows, async", Settings(num_blocks=161, windows=(64,), is_async=True)),
+CHUNKS_SMALL = [
+    small("chunks", Settings(num_blocks=161, chunks=(64,))),
+    small("chunks, async", Settings(num_blocks=161, chunks=(64,), is_async=True)),
+    small("chunks, speculation", Settings(num_blocks=161, chunks=(48,), num_drafts=3)),
+    small("chunks, both", Settings(num_blocks=161, chunks=(64,), num_drafts=3, is_async=True)),
+]
+
+# vLLM's default: of a window's blocks it caches only those that it expects to be hit.
+WINDOWS = [Configuration(name, settings) for name, settings in _WINDOWS.items()]
+WINDOWS_SMALL = [small(name, settings) for name, settings in _WINDOWS_SMALL.items()]
+# It caches all of them, as kvblocks does.
+KEPT_WINDOWS, KEPT_WINDOWS_SMALL = (
+    [replace(c, name=f"{c.name}, kept", settings=replace(c.settings, keeps_windows=True)) for c in configurations]
+    for configurations in (WINDOWS, WINDOWS_SMALL)
+)
+
+# Recurrent layers beside full attention: a request's state is one block, and nothing is cached.
+STATES = [
+    Configuration("states", Settings(has_states=True, has_caching=False)),
+    Configuration("states, async", Settings(has_states=True, has_caching=False, is_async=True)),
+    Configuration("states, chunked", Settings(has_states=True, has_caching=False, max_num_batched_tokens=128)),
+    small("states", Settings(num_blocks=SMALL, has_states=True, has_caching=False)),
+    small("states, async", Settings(num_blocks=SMALL, has_states=True, has_caching=False, is_async=True)),
 ]

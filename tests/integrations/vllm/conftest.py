@@ -37,6 +37,15 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("seed", range(SEEDS))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _look_at_models_here():
+    """Have vLLM look at a model's class in this process. It would import itself anew for that, in another one."""
+    if HAS_VLLM:
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda look: look()  # noqa: SLF001
+
+
 @pytest.fixture(scope="session")
 def num_seeds() -> int:
     """How many seeds a test that sums over them takes."""

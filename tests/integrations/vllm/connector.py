@@ -69,7 +69,7 @@ def make_stand(
     )
     config.cache_config.kv_cache_layout = "LBNHC"
     config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    groups = make_kv_cache_config(settings)
+    groups = make_kv_cache_config(settings, config)
     if needs_zeroing:
         groups.__class__ = ZeroedConfig
     stand = Stand(settings, whose, config=config, groups=groups)

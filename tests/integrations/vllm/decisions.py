@@ -53,7 +53,7 @@ class Driver:
         self.settings = settings
         self.asks = asks
         self.requests: dict[str, Request] = {}
-        self.worker = Worker(settings.block_size, settings.num_drafts, (None, *settings.windows))
+        self.worker = Worker(settings)
         self.result = Decisions()
         self.loads: list[KVConnectorOutput | None] = []  # what the next steps' loads came to
 

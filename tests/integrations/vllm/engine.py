@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 MARK = "answer: "
-NUM_REQUESTS = 41
+MOST_REQUESTS = 41
 PREFIX_TOKENS = 1024
 VOCABULARY = 49_152  # of SmolLM2
 TIMEOUT = 900
@@ -22,13 +22,17 @@ TIMEOUT = 900
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What to run. scheduler: the class's dotted name, None for vLLM's own. in_process: whether the core is in ours."""
+    """What to run. scheduler: the class's dotted name, None for vLLM's own. in_process: whether the core is in ours.
+
+    every: takes every n-th of the requests.
+    """
 
     model: str
     num_blocks: int
     scheduler: str | None = None
     is_async: bool = False
     in_process: bool = True
+    every: int = 1
 
     def start(self) -> dict[str, Any]:
         """Return the answer of a process of its own."""
@@ -53,10 +57,10 @@ class Run:
 
 
 def make_prompts() -> list[list[int]]:
-    """Return the prompts: a long common prefix, and something of their own behind it."""
+    """Return all prompts: a long common prefix, and something of their own behind it."""
     random = Random(7)
     prefix = [random.randrange(VOCABULARY) for _ in range(PREFIX_TOKENS)]
-    return [prefix + [random.randrange(VOCABULARY) for _ in range(8 + 3 * i)] for i in range(NUM_REQUESTS)]
+    return [prefix + [random.randrange(VOCABULARY) for _ in range(8 + 3 * i)] for i in range(MOST_REQUESTS)]
 
 
 def main(run: Run) -> None:
@@ -86,7 +90,7 @@ def main(run: Run) -> None:
         disable_log_stats=True,
         seed=0,
     )
-    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in make_prompts()]
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in make_prompts()[:: run.every]]
     params = [
         SamplingParams(temperature=0, max_tokens=16 + 7 * (i % 6), ignore_eos=True, detokenize=False)
         for i in range(len(prompts))

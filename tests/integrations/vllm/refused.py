@@ -9,9 +9,8 @@ from collections.abc import Iterable
 CORE = "tests/v1/core/"
 CONNECTOR = "tests/v1/kv_connector/unit/"
 
-CROSS_ATTENTION = "refused: cross attention of encoder-decoder models"
+CROSS_ATTENTION = "internal: looks for vLLM's own manager of cross attention by its class"
 RECURRENT = "refused: recurrent states (Mamba layers)"
-CHUNKED_LOCAL = "refused: chunked local attention"
 COPIES = "internal: takes blocks of vLLM's pool as copies that are to be freed later"
 HASH_MAP = "internal: counts the entries of vLLM's map of hashes"
 SLIDES_LATER = "internal: a finished request's windows slide before it is freed, which kvblocks has no need of"
@@ -29,7 +28,6 @@ REFUSED = {
         CONNECTOR + "test_remote_prefill_lifecycle.py::test_p_side_chunked_prefill_mamba",
         CONNECTOR + "test_remote_prefill_lifecycle.py::test_async_load_does_not_double_reserve_mamba_spec_blocks",
     ],
-    CHUNKED_LOCAL: [CORE + "test_swa_inflight_window_free.py::test_chunked_local_free_waits_for_in_flight_step"],
     COPIES: [CORE + "test_deferred_block_free.py::test_cow_retentions_deferred_until_copy_step_processed"],
     HASH_MAP: [
         CONNECTOR + "test_cache_pollution_prevention.py::test_invalid_blocks_evicted_prevents_cache_pollution",

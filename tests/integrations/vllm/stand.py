@@ -100,15 +100,15 @@ class Stand(Driver):
 def request(
     name: str, tokens: Any, max_tokens: int = 1, *, params: dict[str, Any] | None = None, **what: Any
 ) -> Request:
-    """Return a request. what: further parameters of vLLM's Request; block_size: of its hashes."""
-    block_size = what.pop("block_size", BLOCK)
+    """Return a request. what: further parameters of vLLM's Request; block_size, num_ahead: of its hashes."""
+    hasher = request_hasher(what.pop("block_size", BLOCK), what.pop("num_ahead", 0))
     sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens, **(params or {}))
     return Request(
         request_id=name,
         prompt_token_ids=None if tokens is None else list(tokens),
         sampling_params=sampling,
         pooling_params=None,
-        block_hasher=request_hasher(block_size),
+        block_hasher=hasher,
         **what,
     )
 

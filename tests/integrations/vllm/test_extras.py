@@ -24,19 +24,19 @@ def crowd(stand, number, salt=None, start=5000):
 @pytest.mark.parametrize("pins", [False, True])
 def test_a_pinned_prefix_stays_under_a_running_scheduler(pins):
     stand = Stand(Settings(num_blocks=21))
-    pin = stand.manager.manager.pin(PROMPT) if pins else None
+    pin = stand.manager.manager.pins.pin(PROMPT) if pins else None
     stand.cached(request("first", [*PROMPT, 1]))
     crowd(stand, 12)
     assert stand.cached(request("same", [*PROMPT, 1])) == (4 * BLOCK if pins else 0)
     if pin is not None:
-        stand.manager.manager.unpin(pin)
+        stand.manager.manager.pins.unpin(pin)
         crowd(stand, 12, start=50_000)
         assert stand.cached(request("later", [*PROMPT, 1])) == 0
 
 
 def test_a_pin_keeps_no_reset_from_happening():
     stand = Stand(Settings())
-    stand.manager.manager.pin(PROMPT)
+    stand.manager.manager.pins.pin(PROMPT)
     stand.cached(request("first", [*PROMPT, 1]))
     assert stand.scheduler.reset_prefix_cache()
     assert stand.cached(request("same", [*PROMPT, 1])) == 0
@@ -47,11 +47,11 @@ def test_a_pin_keeps_no_reset_from_happening():
 def test_a_salt_beyond_its_quota_evicts_its_own(has_quota):
     stand = Stand(Settings(num_blocks=41))
     if has_quota:
-        stand.manager.manager.set_quota("loud", 8)
+        stand.manager.manager.quotas.set("loud", 8)
     stand.cached(request("quiet", [*PROMPT, 1], cache_salt="quiet"))
     crowd(stand, 30, salt="loud")
     assert stand.cached(request("same", [*PROMPT, 1], cache_salt="quiet")) == (4 * BLOCK if has_quota else 0)
-    used = {usage.salt: usage for usage in stand.manager.manager.quotas()}
+    used = {usage.salt: usage for usage in stand.manager.manager.quotas}
     assert not has_quota or used["loud"].max_cached_blocks == 8
 
 
@@ -59,9 +59,9 @@ def test_a_miss_is_explained():
     stand = Stand(Settings())
     stand.cached(request("first", PROMPT, cache_salt="one"))
     manager = stand.manager.manager
-    same = manager.explain(Sequence("asked", PROMPT, salt="one"))
-    other = manager.explain(Sequence("asked", PROMPT, salt="two"))
-    parted = manager.explain(Sequence("asked", [*PROMPT[:40], 1, *PROMPT[41:]], salt="one"))
+    same = manager.inspect.explain(Sequence("asked", PROMPT, salt="one"))
+    other = manager.inspect.explain(Sequence("asked", PROMPT, salt="two"))
+    parted = manager.inspect.explain(Sequence("asked", [*PROMPT[:40], 1, *PROMPT[41:]], salt="one"))
     assert (same.cause, same.num_cached_blocks) == ("no miss", 4)
     assert (other.cause, other.num_cached_blocks) == ("other keys", 0) and "one" in str(other)
     assert (parted.cause, parted.num_cached_blocks, parted.num_common_tokens) == ("partly equal", 2, 8)

@@ -133,7 +133,7 @@ def test_a_reset_of_running_requests_computes_all_anew(whose):
 @pytest.mark.parametrize("whose", WHOSE)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_eagle_drops_the_last_block_of_a_hit(whose, is_async):
-    stand = Stand(Settings(num_drafts=3, is_eagle=True, is_async=is_async), whose)
+    stand = Stand(Settings(num_drafts=3, is_eagle=True, drops_block=True, is_async=is_async), whose)
     stand.cached(request("first", PROMPT))
     assert stand.cached(request("same", PROMPT)) == 3 * BLOCK
     assert stand.cached(request("longer", [*PROMPT, 1])) == 4 * BLOCK

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import vllm
 from vllm.v1.engine import core
 
-from bench.vllm.schedulers import Settings, make_scheduler, our_scheduler
+from bench.vllm.schedulers import Settings, make_kv_cache_config, make_scheduler, make_vllm_config, our_scheduler
 from integrations.vllm.one_after_another import MARK
 from kvblocks.integrations.vllm import uninstall
 
@@ -69,6 +70,28 @@ def test_nothing_is_replaced_where_nothing_is_cached():
     assert core.get_request_block_hasher is original
 
 
+def test_requests_are_hashed_where_the_experts_of_cached_tokens_are_asked_for():
+    """vLLM finds these by its hashes (--enable-return-routed-experts)."""
+    original, config = core.get_request_block_hasher, make_vllm_config(Settings())
+    config.aux_output_config.enable_return_routed_experts = True
+    scheduler = make_scheduler(Settings(), our_scheduler(Settings()), config=config)
+    assert core.get_request_block_hasher is original
+    assert AnEngineCore(scheduler).request_block_hasher is not None
+
+
+def test_requests_are_hashed_where_vllms_own_manager_is_used_instead():
+    settings = Settings(windows=(64,))
+    original, config = core.get_request_block_hasher, make_vllm_config(settings)
+    config.additional_config = {"kvblocks_fallback": True}
+    groups = make_kv_cache_config(settings, config)
+    window = groups.kv_cache_groups[1]
+    window.kv_cache_spec = replace(window.kv_cache_spec, extra_retained_tokens=2)
+    with pytest.warns(UserWarning, match="windows that retain more"):
+        scheduler = make_scheduler(settings, our_scheduler(settings), config=config, groups=groups)
+    assert core.get_request_block_hasher is original
+    assert AnEngineCore(scheduler).request_block_hasher is not None
+
+
 def files_of_vllm():
     folder = Path(vllm.__file__).parent / "v1"
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*.py")}
@@ -79,7 +102,7 @@ def run_engines(in_process):
     multiprocessing = "0" if in_process else "1"
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing}
     command = [sys.executable, "-m", "integrations.vllm.one_after_another"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=350, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[0].removeprefix(MARK))

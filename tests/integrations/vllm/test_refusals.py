@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
@@ -28,12 +28,15 @@ from vllm.v1.kv_cache_interface import (
 from bench.vllm.schedulers import Settings, make_scheduler, make_vllm_config, our_scheduler
 from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm import KVBlocksCacheManager, probe
-from kvblocks.integrations.vllm.probe import check_calls, check_config, check_vllm
+from kvblocks.integrations.vllm.early import check_scheduler
+from kvblocks.integrations.vllm.probe import check_calls, check_vllm
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
-MAMBA = MambaSpec(block_size=16, shapes=((1, 1),), dtypes=(torch.float32,))
+STATE: dict[str, Any] = {"shapes": ((1, 1),), "dtypes": (torch.float32,)}
+MAMBA = MambaSpec(**STATE, block_size=16, mamba_cache_mode="align")
+UNCACHED_MAMBA = MambaSpec(**STATE, block_size=2048)
 
 
 def make_config(*specs: Any, **what: Any) -> KVCacheConfig:
@@ -50,13 +53,24 @@ def make_manager(config: KVCacheConfig, **what: Any) -> KVBlocksCacheManager:
 
 
 REFUSED = {
-    "recurrent states": (make_config(MAMBA), {}, "MambaSpec in KV cache group 0"),
-    "recurrent states beside attention": (make_config(FULL, MAMBA), {}, "MambaSpec in KV cache group 1"),
-    "cross attention": (make_config(FULL, CrossAttentionSpec(**SHAPE)), {}, "CrossAttentionSpec in KV cache group 1"),
-    "chunked local attention": (
-        make_config(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)),
+    "recurrent states": (make_config(MAMBA), {}, "with prefix caching.*--no-enable-prefix-caching is served"),
+    "recurrent states beside attention": (make_config(FULL, UNCACHED_MAMBA), {}, "with prefix caching"),
+    "recurrent states with drafts": (
+        make_config(FULL, MambaSpec(**STATE, block_size=2048, num_speculative_blocks=2)),
+        {"enable_caching": False},
+        "recurrent states .Mamba. with speculative decoding",
+    ),
+    "no groups": (make_config(), {}, "a model without KV cache groups"),
+    "blocks of odd sizes": (
+        make_config(FULL, FullAttentionSpec(**(SHAPE | {"block_size": 24}))),
         {},
-        "ChunkedLocalAttentionSpec in KV cache group 0",
+        "blocks of 16 and of 24 tokens: one has to divide the other",
+    ),
+    "cross attention": (make_config(FULL, CrossAttentionSpec(**SHAPE)), {}, "CrossAttentionSpec in KV cache group 1"),
+    "chunks over context ranks": (
+        make_config(FULL, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)),
+        {"dcp_world_size": 2},
+        "context parallelism with chunked local",
     ),
     "encoders": (make_config(EncoderOnlyAttentionSpec(**SHAPE)), {}, "EncoderOnlyAttentionSpec in KV cache group 0"),
     "attention sinks": (make_config(SinkFullAttentionSpec(**SHAPE, sink_len=16)), {}, "SinkFullAttentionSpec"),
@@ -76,13 +90,16 @@ REFUSED = {
         {},
         "windows that retain more",
     ),
-    "retention intervals": (
-        make_config(FULL, WINDOW, prefix_cache_retention_interval=64),
-        {},
-        "prefix_cache_retention_interval",
+    "EAGLE with windows": (
+        make_config(FULL, WINDOW),
+        {"use_eagle": True},
+        "EAGLE with several KV cache groups.*--disable-hybrid-kv-cache-manager",
     ),
-    "EAGLE with windows": (make_config(FULL, WINDOW), {"use_eagle": True}, "EAGLE with several KV cache groups"),
-    "hashes that look ahead": (make_config(FULL), {"num_hash_lookahead_tokens": 1}, "hashes of tokens behind"),
+    "events of hashes that look ahead": (
+        make_config(FULL),
+        {"num_hash_lookahead_tokens": 1, "enable_kv_cache_events": True},
+        "KV events with lookahead hashes",
+    ),
     "multi-module MTP": (make_config(FULL), {"num_prefill_lookahead": 2}, "multi-module MTP"),
 }
 
@@ -94,10 +111,48 @@ def test_what_is_not_served_is_refused_by_name(name):
         make_manager(config, **options)
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refusal_says_how_to_get_vllms_own_manager(name):
+    config, options, _ = REFUSED[name]
+    with pytest.raises(UnsupportedEngineError, match=r"leave out --scheduler-cls, or add --additional-config .*true"):
+        make_manager(config, **options)
+
+
 def test_what_is_served_is_not_refused():
     for config in (make_config(FULL), make_config(FULL, WINDOW), make_config(WINDOW)):
         make_manager(config)
     make_manager(make_config(FULL), dcp_world_size=2, use_eagle=True, num_prefill_lookahead=1)
+    for specs in ([UNCACHED_MAMBA], [FULL, UNCACHED_MAMBA], [FULL, MambaSpec(**STATE, block_size=2000)]):
+        make_manager(make_config(*specs), enable_caching=False)
+
+
+@pytest.mark.parametrize("windows", [[FULL, WINDOW], [WINDOW]], ids=["beside full attention", "alone"])
+@pytest.mark.parametrize("interval", [None, 0, 64])
+def test_an_interval_of_retention_without_effect_is_warned_of(windows, interval):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_manager(make_config(*windows, prefix_cache_retention_interval=interval))
+    said = [str(warning.message) for warning in caught if "prefix_cache_retention_interval" in str(warning.message)]
+    assert len(said) == (1 if interval else 0)
+
+
+def with_options(options: dict[str, Any]) -> VllmConfig:
+    """Return a configuration with --additional-config."""
+    config = make_vllm_config(Settings(has_caching=False))
+    config.additional_config = options
+    return config
+
+
+def test_vllms_own_manager_is_used_instead_if_that_is_asked_for():
+    settings = Settings(has_caching=False)
+    groups = make_config(FULL, MambaSpec(**STATE, block_size=16, num_speculative_blocks=2))
+    for options in ({}, {"kvblocks_fallback": False}, {"other": True}):
+        with pytest.raises(UnsupportedEngineError, match="speculative"):
+            make_scheduler(settings, our_scheduler(settings), config=with_options(options), groups=groups)
+    config = with_options({"kvblocks_fallback": True})
+    with pytest.warns(UserWarning, match=r"vLLM's own KV cache manager is used instead of kvblocks: .*speculative"):
+        made = make_scheduler(settings, our_scheduler(settings), config=config, groups=groups)
+    assert type(made.kv_cache_manager) is KVCacheManager
 
 
 def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_groups: int = 1) -> Any:
@@ -132,21 +187,13 @@ def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_grou
 )
 def test_connectors_that_reach_into_vllms_pool_are_refused_by_name(made, feature):
     with pytest.raises(UnsupportedEngineError, match=feature):
-        check_config(made())
+        check_scheduler(made())
 
 
 def test_connectors_that_ask_the_manager_are_served():
-    check_config(make_with_connector("NixlConnector"))
-    check_config(make_with_connector("OffloadingConnector"))
-    check_config(make_with_connector("MultiConnector", {"connectors": [{"kv_connector": "NixlConnector"}]}))
-
-
-def test_hashes_that_look_ahead_are_refused_when_a_scheduler_has_them(monkeypatch):
-    """As vLLM 0.33's does for EAGLE, in place of the block that 0.32 drops."""
-    kind = our_scheduler(Settings())
-    monkeypatch.setattr(kind, "num_hash_lookahead_tokens", 1, raising=False)
-    with pytest.raises(UnsupportedEngineError, match="hashes of tokens behind"):
-        make_scheduler(Settings(), kind)
+    check_scheduler(make_with_connector("NixlConnector"))
+    check_scheduler(make_with_connector("OffloadingConnector"))
+    check_scheduler(make_with_connector("MultiConnector", {"connectors": [{"kv_connector": "NixlConnector"}]}))
 
 
 def test_a_refusal_comes_from_the_scheduler_before_it_has_our_manager():
@@ -210,19 +257,18 @@ def test_a_vllm_that_passes_more_is_refused_by_the_parameters_name(monkeypatch):
         make_manager(make_config(FULL))
 
 
-@pytest.mark.parametrize(
-    ("version", "said"), [("0.32.1", "all parts that it uses are there"), ("0.33.0", "only the scheduler was")]
-)
-def test_a_version_that_was_not_tested_is_warned_of_once(monkeypatch, version, said):
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.33.1", "0.34.0"])
+def test_a_version_that_was_not_tested_is_warned_of_once(monkeypatch, version):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monkeypatch.setattr(vllm, "__version__", "0.32.0+cpu")
-        check_vllm()
+        for tested in ("0.32.0+cpu", "0.32.0", "0.33.0"):
+            monkeypatch.setattr(vllm, "__version__", tested)
+            check_vllm()
         assert not caught
         monkeypatch.setattr(vllm, "__version__", version)
         check_vllm()
     (warning,) = caught
-    assert f"not with {version}; " in str(warning.message) and said in str(warning.message)
+    assert f"tested with 0.32.0, 0.33.0, not with {version}; all parts" in str(warning.message)
 
 
 def test_a_python_without_vllm_is_told_so(monkeypatch):

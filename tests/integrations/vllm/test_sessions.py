@@ -1,15 +1,18 @@
 """Streaming sessions: a turn changes the last tokens of a request that keeps its blocks, and adds to them."""
 
+from contextlib import nullcontext
+
 import pytest
 from vllm.v1.request import RequestStatus
 
-from bench.vllm.schedulers import Settings
+from bench.vllm.schedulers import VLLM_VERSION, Settings
 from integrations.vllm.stand import BLOCK, WHOSE, Stand, image, request
 from integrations.vllm.worker import WrongReadError
 from integrations.vllm.workload import continuation, num_accepted
 
 PROMPT = list(range(100, 100 + 3 * BLOCK - 2))
 MODES = [(False, 0), (True, 0), (False, 3), (True, 3)]
+IS_MENDED = VLLM_VERSION >= (0, 33)  # an answer's end, and a session that is preempted behind it
 
 
 def turn(tokens, max_tokens=5, **what):
@@ -77,7 +80,7 @@ def run_cut_short(whose):
     answer = continuation(prompt, 8)
     session = stand.add(turn(prompt, 8, params={"stop_token_ids": [answer[2]]}))
     wait_for_turn(stand)
-    assert session.num_computed_tokens > session.num_tokens, "drafts behind the end were accepted"
+    assert (session.num_computed_tokens < session.num_tokens) == IS_MENDED, "drafts behind the end were accepted"
     stand.add(turn([7] * 3 * BLOCK))
     wait_for_turn(stand)
     return stand
@@ -89,8 +92,8 @@ def accepts_all(prompt):
 
 
 def test_vllm_takes_drafts_behind_an_answers_end_for_the_next_turn():
-    """This is why our adapter leaves them out. If this test fails, vLLM leaves them out too."""
-    with pytest.raises(WrongReadError):
+    """This is why our adapter leaves them out. vLLM does since 0.33."""
+    with nullcontext() if IS_MENDED else pytest.raises(WrongReadError):
         run_cut_short("vLLM's")
 
 
@@ -143,7 +146,7 @@ def test_a_preempted_session_is_looked_up_with_its_turns_tokens():
 
 @pytest.mark.parametrize("whose", WHOSE)
 def test_a_session_preempted_with_its_last_step_in_flight_is_looked_up_with_its_next_turns_tokens(whose):
-    """vLLM forgets what such a session was told before, since none of it is computed. So all tokens change."""
+    """vLLM 0.32 forgets what such a session was told before, since none of it is computed. So all tokens change."""
     stand = Stand(Settings(is_async=True), whose)
     session = stand.add(turn(PROMPT, 2))
     stand.step()
@@ -152,5 +155,6 @@ def test_a_session_preempted_with_its_last_step_in_flight_is_looked_up_with_its_
     stand.finish()
     assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ and not session.num_computed_tokens
     stand.add(turn([7] * 8 * BLOCK, 2))
-    assert session.num_tokens == 8 * BLOCK
-    assert stand.manager.get_computed_blocks(session)[1] == 0  # which vLLM's scheduler forgets to ask for
+    assert session.num_tokens == 8 * BLOCK + (len(PROMPT) + 1 if IS_MENDED else 0)
+    # vLLM's scheduler forgets to ask for it.
+    assert stand.manager.get_computed_blocks(session)[1] == (len(PROMPT) // BLOCK * BLOCK if IS_MENDED else 0)

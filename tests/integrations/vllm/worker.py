@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from bench.vllm.schedulers import Settings
 from integrations.vllm.workload import make_drafts, num_accepted
 
 Tables = list[list[int]]
@@ -63,15 +64,18 @@ def inputs(request: Request) -> list[Any]:
 
 
 class Worker:
-    """The block tables and the memory of a worker. windows: of its groups of layers, None for full attention.
+    """The block tables and the memory of a worker, for the groups of layers that `settings` say.
 
-    All groups lie in the same memory, and what a token's slot holds depends on the group.
+    All groups lie in the same memory, and what a token's slot holds depends on the group. A block of recurrent layers
+    holds the state behind a request's last computed token.
     """
 
-    def __init__(self, block_size: int, num_drafts: int, windows: tuple[int | None, ...]) -> None:
-        self.block_size = block_size
-        self.num_drafts = num_drafts
-        self.windows = windows
+    def __init__(self, settings: Settings) -> None:
+        self.block_size = settings.block_size
+        self.num_drafts = settings.num_drafts
+        self.windows: tuple[int | None, ...] = (None, *settings.windows)
+        self.chunks = settings.chunks
+        self.num_groups = len(self.windows) + len(self.chunks) + settings.has_states
         self._tables: dict[str, Tables] = {}
         self._chains: dict[str, Chain] = {}
         self._memory: dict[int, list[Any]] = {}
@@ -83,7 +87,7 @@ class Worker:
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = [[] for _ in self.windows]
+                self._tables[request_id] = [[] for _ in range(self.num_groups)]
             for table, more in zip(self._tables[request_id], block_ids or (), strict=False):
                 table.extend(more)
         return {request_id: self._tables[request_id] for request_id in output.num_scheduled_tokens}
@@ -103,12 +107,22 @@ class Worker:
             else:
                 end = step.starts[request_id] + num_tokens
             for group, table in enumerate(step.tables[request_id]):
-                work.append((request_id, group, table, chain, end - num_tokens, end))
+                if group < len(self.windows) + len(self.chunks):
+                    work.append((request_id, group, table, chain, end - num_tokens, end))
+                else:
+                    self._move_on(request_id, table, chain, end - num_tokens, end)
         for _, *what in work:
             self._write(*what)
         for request_id, *what in work:
             self._read(request_id, *what)
         return accepted
+
+    def _move_on(self, request_id: str, table: list[int], chain: list[int], start: int, end: int) -> None:
+        """Take a recurrent state from one token to another, in the one block of its table."""
+        (block_id,) = table
+        if start and self._memory.get(block_id) != [("state", start, chain[start - 1])]:
+            raise WrongReadError(f"{request_id}: block {block_id} does not hold the state behind {start} tokens")
+        self._memory[block_id] = [("state", end, chain[end - 1])]
 
     def load(self, request: Request, table: list[int], num_tokens: int) -> None:
         """Write a request's first tokens into the blocks of a table, as a connector does, in group 0."""
@@ -120,14 +134,19 @@ class Worker:
 
     def _write(self, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
         for number, first, last in self._spans(start, end):
-            block = self._memory.setdefault(table[number], [None] * (self.block_size + 1))
+            block = self._memory.get(table[number], [])
+            if len(block) <= self.block_size:  # nothing, or a state
+                block = self._memory[table[number]] = [None] * (self.block_size + 1)
             offset = number * self.block_size
             block[first - offset : last - offset] = chain[first:last]
             block[self.block_size] = group
 
     def _read(self, request_id: str, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
-        window = self.windows[group]
-        lowest = 0 if window is None else max(0, start - window + 1)
+        if group < len(self.windows):
+            window = self.windows[group]
+            lowest = 0 if window is None else max(0, start - window + 1)
+        else:
+            lowest = start - start % self.chunks[group - len(self.windows)]
         for number, first, last in self._spans(lowest, end):
             block = self._memory.get(table[number])
             offset = number * self.block_size

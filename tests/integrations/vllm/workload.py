@@ -41,7 +41,7 @@ class Ask:
             arrival_time=float(self.arrival),
             cache_salt=self.salt,
             priority=self.priority,
-            block_hasher=request_hasher(settings.block_size) if settings.has_caching else None,
+            block_hasher=request_hasher(settings.block_size, settings.num_ahead) if settings.has_caching else None,
         )
 
 

@@ -17,6 +17,8 @@ def test_the_sample_is_what_is_replayed_unless_a_trace_is_named(tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path):
-    with pytest.raises(SystemExit, match="--report: expected a file in a folder that exists"):
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
         main(["replay", "--report", str(tmp_path / "missing" / "report.html")])
+    assert ended.value.code == 2
+    assert "--report: expected a file in a folder that exists" in capsys.readouterr().err

@@ -19,6 +19,11 @@ def write(store, blocks):
     store.write(blocks, identities, b"".join(map(payload_of, blocks.values())))
 
 
+def lengthen(store):
+    """Make the arena as long as it can be, for tests that remember blocks without writing them."""
+    write(store, {store.num_slots - 1: 0})
+
+
 def fill(store, blocks):
     """Write, remember and sync blocks."""
     write(store, blocks)
@@ -40,8 +45,8 @@ def remembered(store):
 
 
 def sizes(folder):
-    return {path.name: path.stat().st_size for path in Path(folder).iterdir()}
+    return {path.name: path.stat().st_size for path in Path(folder).iterdir() if path.is_file()}
 
 
 def all_bytes(folder):
-    return b"".join(path.read_bytes() for path in Path(folder).iterdir())
+    return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())

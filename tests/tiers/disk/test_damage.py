@@ -133,6 +133,7 @@ def test_an_index_that_cannot_be_read_is_started_anew_with_a_line(filled, tmp_pa
 @pytest.mark.parametrize("call", ["remembered", "sync"])
 def test_an_index_that_is_damaged_while_open_is_started_anew(tmp_path, caplog, call):
     with open_store(tmp_path, max_bytes=8_000_000) as store:
+        stores.lengthen(store)
         store.remember({slot: identity_of(slot) for slot in range(store.num_slots)})
         store.erase([0])  # the log is empty now
         path = tmp_path / "kvblocks.index"

@@ -75,6 +75,35 @@ def test_what_was_remembered_is_there_later_in_its_order(tmp_path):
         assert all(reads(store, slot, number) for slot, number in remembered(store))
 
 
+def test_the_order_of_use_is_there_later(tmp_path):
+    with open_store(tmp_path) as store:
+        fill(store, {slot: slot for slot in range(6)})
+        store.note_used([3, 0])
+        assert not store.needs_sync and store.has_uses, "it can wait"
+        store.note_used([3])
+        store.sync()
+        assert remembered(store) == [(1, 1), (2, 2), (4, 4), (5, 5), (0, 0), (3, 3)] and not store.has_uses
+        store.note_used([1, 9])  # nothing is known of slot 9
+        fill(store, {1: 7})
+        store.note_used([2])
+    with open_store(tmp_path) as store:
+        assert remembered(store) == [(4, 4), (5, 5), (0, 0), (3, 3), (1, 7), (2, 2)]
+        with pytest.raises(InvalidArgumentError, match="note_used: slot"):
+            store.note_used([store.num_slots])
+
+
+def test_a_sync_that_fails_keeps_the_order_of_use(store, monkeypatch):
+    fill(store, {slot: slot for slot in range(3)})
+    store.note_used([0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(store._index, "write", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))  # noqa: SLF001
+        with pytest.raises(DiskError, match="broken"):
+            store.sync()
+    store.note_used([0])
+    store.sync()
+    assert remembered(store) == [(2, 2), (1, 1), (0, 0)]
+
+
 def test_nothing_is_remembered_before_a_sync(store):
     stores.write(store, {1: 1})
     assert store.needs_sync
@@ -125,6 +154,7 @@ def test_a_row_holds_an_identitys_parts(tmp_path):
     """Folders of earlier versions can be read for ever."""
     beside = BlockIdentity(b"p" * 32, b"", b"", 258)
     with open_store(tmp_path) as store:
+        stores.lengthen(store)
         store.remember({3: BlockIdentity(b"", b"keys", bytes(16)), 1: beside})
     connection = sqlite3.connect(tmp_path / "kvblocks.index")
     (table,) = connection.execute("SELECT sql FROM sqlite_master").fetchone()
@@ -279,6 +309,7 @@ def test_a_smaller_size_shrinks_the_index_too(tmp_path):
         return BlockIdentity(slot.to_bytes(32, "little"), b"k" * 512, bytes(16))
 
     with open_store(tmp_path, max_bytes=100_000_000) as store:
+        stores.lengthen(store)
         store.remember({slot: identity(slot) for slot in range(store.num_slots)})
     assert stores.sizes(tmp_path)["kvblocks.index"] > 3_500_000
     for _ in range(2):
@@ -296,6 +327,7 @@ def test_opening_many_entries(tmp_path, capsys):
         BlockIdentity(slot.to_bytes(32, "little"), b"", slot.to_bytes(64, "little")) for slot in range(100_000)
     ]
     with DiskStore(tmp_path, **options) as store:
+        store.write([len(identities) - 1], identities[-1:], bytes(4096))
         store.remember(dict(enumerate(identities)))
     start = time.perf_counter()
     with DiskStore(tmp_path, **options) as store:

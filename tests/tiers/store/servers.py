@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.ports import free_ports
+
 # A server ends when its input does, and so also when a test run is killed.
 AS_LONG_AS_WE_LIVE = '"$@" & read -r _; kill -9 $!; wait $!'
 
@@ -25,19 +27,13 @@ def server_binary():
     return Path(found.origin).parent / "bin" / "valkey-server"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Server:
     """A server in `folder`; `options` as of its command line."""
 
     def __init__(self, folder, *options, port=None):
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         self.options = options
         self.start()
 
@@ -89,7 +85,7 @@ def cluster(folder, number=3, num_replicas=0):
                 running(
                     folder / str(index),
                     *("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"),
-                    *("--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"),
+                    *("--cluster-port", str(free_ports(1)[0]), "--cluster-node-timeout", "1000"),
                 )
             )
             for index in range(number + num_replicas)
@@ -104,10 +100,10 @@ def cluster(folder, number=3, num_replicas=0):
             bus = client.config_get("cluster-port")["cluster-port"]
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, bus)
         for client in clients:
-            wait_for(lambda c=client: b"cluster_state:ok" in _raw(c) and _knows(c) == len(servers), 20)
+            wait_for(lambda c=client: b"cluster_state:ok" in _raw(c) and _knows(c) == len(servers))
         for index, client in enumerate(clients[number:]):
             primary = clients[index].execute_command("CLUSTER MYID")
-            wait_for(lambda c=client, p=primary: _follows(c, p), 20)
+            wait_for(lambda c=client, p=primary: _follows(c, p))
         yield servers
 
 
@@ -133,7 +129,7 @@ def cluster_url(servers):
     return "valkey+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it doesn't come"

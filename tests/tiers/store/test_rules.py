@@ -1,5 +1,7 @@
 """A store's rules, without a server: its address, its keys, and how long it is not called after a failure."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 
 from kvblocks.errors import InvalidArgumentError
@@ -97,8 +99,29 @@ def test_names_differ_where_blocks_may_not_be_shared():
     assert again.block(again.tenant("ann"), digest) == names[2].block(names[2].tenant("ann"), digest)
     assert all(name.isascii() and not set(name) & set("*?[]\\ ") and "ann" not in name for name in blocks)
     block = names[0].block(names[0].tenant("ann"), digest)
-    assert block.startswith(names[0].pattern(None)[:-1]) and block.startswith(names[0].tenant("ann") + ":")
-    assert len({block, names[0].claim(block), names[0].index(names[0].tenant("ann"))}) == 3
+    assert block.startswith(names[0].tenant("ann") + ":")
+    of_ann = [block, names[0].claim(block), names[0].index(names[0].tenant("ann"))]
+    assert len(set(of_ann)) == 3
+    for tenant in (names[0].tenant("ann"), None):
+        claims, others = ([key for key in of_ann if fnmatchcase(key, one)] for one in names[0].patterns(tenant))
+        assert (claims, others) == ([of_ann[1]], [of_ann[0], of_ann[2]]), "a deletion finds all of them"
+        stones = [names[0].tombstone(one) for one in (None, names[0].tenant("ann"))]
+        assert len(set(stones)) == 2 and not matches(stones, names[0].patterns(tenant))
+    assert not matches(of_ann, names[0].patterns(names[0].tenant("bob")))
+    assert not matches(of_ann, names[1].patterns(None))
+
+
+def matches(keys, patterns):
+    return any(fnmatchcase(key, pattern) for key in keys for pattern in patterns)
+
+
+def test_a_digest_is_read_back_from_its_block_s_key_alone():
+    names = StoreNames(Sealer(bytes(32)))
+    tenant, digest = names.tenant("ann"), bytes(range(32))
+    block = names.block(tenant, digest)
+    assert names.digest(tenant, block.encode()) == digest
+    others = [names.claim(block), names.index(tenant), f"{block}:w", f"{tenant}:no digest", names.block("x", digest)]
+    assert [names.digest(tenant, key.encode()) for key in others] == [None] * len(others)
 
 
 class Clock:

@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from kvblocks import BlockIdentity
+from kvblocks.integrations.vllm.disk.nowhere import Nowhere
 from kvblocks.tiers.disk import DiskError, DiskStore
 
 _SYNC_SECONDS = 1.0  # so many seconds of work may be lost by a kill or a loss of power
+_USES_EVERY = 10  # the order of use alone is synced only every so many times
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Copies:
     """Threads that use a store; `stop` ends them. memory: the host's, as bytes; num_block_bytes for each block."""
 
     def __init__(
-        self, store: DiskStore, memory: memoryview, num_block_bytes: int, num_threads: tuple[int, int]
+        self, store: DiskStore | Nowhere, memory: memoryview, num_block_bytes: int, num_threads: tuple[int, int]
     ) -> None:
         self._store = store
         self._memory = memory
@@ -82,12 +85,12 @@ class Copies:
         return True
 
     def _keep_syncing(self) -> None:
+        number = 0
         while not self._is_stopping.wait(_SYNC_SECONDS):
-            if self._store.needs_sync:
-                try:
+            number += 1
+            if self._store.needs_sync or (self._store.has_uses and not number % _USES_EVERY):
+                with suppress(DiskError):  # counted and logged by the store; the next sync tries again
                     self._store.sync()
-                except DiskError:  # counted and logged by the store; the next sync tries again
-                    continue
 
     def stop(self) -> None:
         """Wait for the blocks that are being moved, and drop the others. A second call does nothing."""

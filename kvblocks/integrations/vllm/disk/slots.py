@@ -99,6 +99,11 @@ class Slots:
             if key in self._entries:
                 self._entries.move_to_end(key)
 
+    def stored_slots(self, keys: Iterable[Key]) -> list[int]:
+        """Return the slots that hold a prefix's keys, the end of the prefix first. O(keys)."""
+        found = [self._entries.get(key) for key in reversed(list(keys))]
+        return [entry.slot for entry in found if entry is not None and entry.is_stored]
+
     def hold(self, entry: Entry) -> None:
         """Keep an entry's slot as it is until `release`. O(1)."""
         entry.num_readers += 1

@@ -26,9 +26,10 @@ from kvblocks.integrations import probing
 from kvblocks.integrations.vllm import probe
 from kvblocks.integrations.vllm.disk.copies import Copied, Copies, Part
 from kvblocks.integrations.vllm.disk.naming import Hashes, describe, fingerprint, identity_of, key_of
+from kvblocks.integrations.vllm.disk.nowhere import Nowhere
 from kvblocks.integrations.vllm.disk.options import Options, read_options
 from kvblocks.integrations.vllm.disk.slots import Entry, Slots
-from kvblocks.tiers.disk import DiskStats, DiskStore
+from kvblocks.tiers.disk import DiskFullError, DiskStats, DiskStore
 
 _LOG = logging.getLogger("kvblocks.integrations.vllm.disk")
 _LABELS = ("tier",)
@@ -58,8 +59,9 @@ class _Job:
 class DiskTier(SecondaryTierManager):
     """A disk below vLLM's host memory. For its options see `kvblocks.integrations.vllm.disk.options.Options`.
 
-    Raises InvalidArgumentError for a bad option; UnsupportedEngineError if a restart would change the seed of vLLM's
-    hashes, or vLLM lacks a part; DiskError if the folder can't be used, or another process uses it.
+    If the volume has no room even for an empty store, every lookup is a miss, and a warning says so. Raises
+    InvalidArgumentError for a bad option; UnsupportedEngineError if a restart would change the seed of vLLM's hashes,
+    or vLLM lacks a part; DiskError if the folder can't be used, or another process uses it.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -91,7 +93,7 @@ class DiskTier(SecondaryTierManager):
         self._told = DiskStats(), 0
         self._is_closed = False
 
-    def _open(self, options: Options) -> DiskStore:
+    def _open(self, options: Options) -> DiskStore | Nowhere:
         if not self._primary_kv_view.c_contiguous or self._primary_kv_view.nbytes % self.block_size_bytes:
             raise InvalidArgumentError("DiskTier: expected contiguous host memory of whole chunks")
         parallel = self._offloading_spec.config.parallel
@@ -99,14 +101,18 @@ class DiskTier(SecondaryTierManager):
         folder = options.root_dir / f"dp{parallel.data_parallel_index}" if is_one_of_many else options.root_dir
         description = describe(self._offloading_spec, self.block_size_bytes, self._hashes, options.weights)
         _LOG.info("%s: made for %s", folder, description)
-        return DiskStore(
-            folder,
-            fingerprint=fingerprint(description),
-            num_block_bytes=self.block_size_bytes,
-            block_size=1,
-            max_bytes=options.max_bytes,
-            secret=options.read_secret(),
-        )
+        try:
+            return DiskStore(
+                folder,
+                fingerprint=fingerprint(description),
+                num_block_bytes=self.block_size_bytes,
+                block_size=1,
+                max_bytes=options.max_bytes,
+                secret=options.read_secret(),
+            )
+        except DiskFullError as error:
+            _LOG.warning("%s: nothing is stored on this disk before vLLM is started again with more room there", error)
+            return Nowhere()
 
     def _restore(self) -> None:
         remembered = [(slot, key_of(identity)) for slot, identity in self._store.remembered()]
@@ -130,11 +136,17 @@ class DiskTier(SecondaryTierManager):
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002  # vLLM's own signature
         """Take note that a prefix is used. O(keys)."""
-        self._slots.use(keys)
+        self._note_used(keys)
 
     def on_request_finished(self, req_context: Any) -> None:
         """Take note that a request's chunks were used, in its prefix's order, wherever they came from. O(chunks)."""
-        self._slots.use(_in_order(req_context))
+        self._note_used(_in_order(req_context))
+
+    def _note_used(self, keys: Collection[bytes]) -> None:
+        """Take note that a prefix is used, here and on the disk, so that the next process knows the order of use."""
+        self._slots.use(keys)
+        if not self._is_closed:
+            self._store.note_used(self._slots.stored_slots(keys))
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store chunks that aren't there. Chunks without a slot are dropped, and the job counts as failed."""
@@ -233,8 +245,8 @@ class DiskTier(SecondaryTierManager):
         for entry in bad:
             self._slots.forget(entry)
         self._note_removed(removed)
-        used = {entry.slot: identity_of(entry.key) for entry in entries[:number][::-1] if not entry.is_gone}
-        self._store.remember(used)  # so that the next process knows the order of use
+        if not self._is_closed:
+            self._store.note_used([entry.slot for entry in entries[:number][::-1] if not entry.is_gone])
         for entry in entries:
             self._slots.release(entry)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from tiers.disk.volumes import fill_up, mounted
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -282,6 +283,29 @@ def test_after_the_end_all_fails_and_nothing_raises(tmp_path):
     stand.memory.clear()  # which raises while anybody holds a part of it
 
 
+def test_the_next_process_knows_what_was_used_last(tmp_path):
+    with Stand(tmp_path) as stand:
+        for number in (1, 2, 3):
+            stand.store(number)
+        stand.tier.touch([key_of(1)], CONTEXT)
+    with Stand(tmp_path) as stand:
+        assert [*stand.slots._entries] == [key_of(2), key_of(3), key_of(1)]  # noqa: SLF001
+        assert stand.load(2).success
+    with Stand(tmp_path) as stand:
+        assert [*stand.slots._entries] == [key_of(3), key_of(1), key_of(2)]  # noqa: SLF001
+
+
+def test_on_a_full_volume_everything_is_a_miss_with_a_warning(tmp_path, caplog):
+    with mounted(tmp_path / "volume", "tmpfs", 2**22) as volume:
+        fill_up(volume)
+        with Stand(volume / "kv") as stand:
+            assert "nothing is stored on this disk before vLLM is started again" in caplog.text
+            assert stand.has(1) == [MISS]
+            assert not stand.store(1).success and not stand.load(1).success
+            stand.tier.touch([key_of(1)], CONTEXT)
+            stand.tier.get_stats()
+
+
 # Whose folder it is.
 
 OTHERS = {
@@ -311,7 +335,7 @@ def test_another_configuration_finds_nothing(tmp_path, monkeypatch, name, caplog
         (tmp_path / "secret").write_bytes(other.pop("secret"))
         other["secret_file"] = str(tmp_path / "secret")
     with Stand(folder, spec=spec, **other) as stand:
-        assert stand.has(1) == [MISS] and "emptied" in caplog.text
+        assert stand.has(1) == [MISS] and "kept for its return" in caplog.text
 
 
 def test_bytes_that_vllm_calls_portable_are_found_under_another_parallelism(tmp_path):

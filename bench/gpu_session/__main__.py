@@ -1,0 +1,62 @@
+"""Use a GPU that is lent for minutes: `python -m bench.gpu_session --out DIR --minutes 9.3`.
+
+It runs from a checkout with PYTHONPATH=$PWD, with the torch and triton that are there: no venv, no pip, no network, no
+weights. Each result is in DIR/results.jsonl as soon as there is one; what the processes print is in DIR/log.txt. It
+ends in time. `--resume` goes on with what a session before it has left.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from bench.gpu_session.items import NO_GPU, OWN, items, run_item
+from bench.gpu_session.results import Results
+from bench.gpu_session.session import CANNOT, Item, Session
+
+STARTED = time.monotonic()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run and return the exit status: 0 if all is done and right, 2 if nothing can run, else 1."""
+    parser = argparse.ArgumentParser(prog="bench.gpu_session", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for results.jsonl, log.txt and JSON")
+    parser.add_argument("--minutes", type=float, default=9.3, help="when to end (default: %(default)s)")
+    parser.add_argument("--items", default="", help="some, separated by commas: " + ", ".join(_names(items())))
+    parser.add_argument("--resume", action="store_true", help="go on with what is in the folder")
+    parser.add_argument("--cache", type=Path, help="kernels that bench.gpu_session.ahead has compiled")
+    parser.add_argument("--rehearse", action="store_true", help=f"run {', '.join(OWN)} tiny, without a GPU")
+    parser.add_argument("--item", choices=OWN, help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    results = Results(given.out.resolve() / "results.jsonl")
+    if given.item:
+        return run_item(given.item, results, given.part, is_rehearsal=given.rehearse)
+    known = items(is_rehearsal=given.rehearse)
+    wanted = given.items.split(",") if given.items else _names(known)
+    unknown = [name for name in wanted if name not in _names(known)]
+    if unknown:
+        parser.error(f"--items: expected some of {', '.join(_names(known))}, got {unknown[0]}")
+    if results.path.exists() and not given.resume:
+        parser.error(f"--out: expected a folder without results, or --resume, got {given.out}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.cache is not None:
+        from bench.gpu_session.ahead import unpack
+
+        os.environ["TRITON_CACHE_DIR"] = str(unpack(given.cache, given.out))
+    session = Session(given.out.resolve(), 60 * given.minutes - (time.monotonic() - STARTED))
+    status = session.run([item for item in known if item.name in wanted])
+    if status == CANNOT:
+        print(NO_GPU, file=sys.stderr)
+    for line in results.bad_cases():
+        print(f"{line['item']}, {line['case']}: {line['state']}: {line.get('error', line.get('why', ''))}")
+    return status
+
+
+def _names(known: list[Item]) -> list[str]:
+    return [item.name for item in known]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The items of a session, in the order of their worth: what the first ten minutes are for comes first."""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+from bench.gpu_session.cases import Case, run_cases
+from bench.gpu_session.results import Results
+from bench.gpu_session.session import CANNOT, Item
+
+SMOKE_PARTS = 12
+TEST_PROCESSES = ("4", "12")
+"""Of the engine's tests, and of the kernels'."""
+_TEST_TIMEOUT_S = 120
+OWN = ("facts", "smoke", "engine")
+"""Items that are modules of this folder: each has `cases`."""
+SANITIZED = tuple(f"tests/kernels/test_{name}.py" for name in ("store", "decode", "extend", "prefix_decode", "copy"))
+"""Run under compute-sanitizer, without torch's caching allocator: only then it knows the bounds of every tensor."""
+
+NO_GPU = """bench.gpu_session: expected a GPU that torch can use, got none.
+`--rehearse` runs facts, smoke and engine once on the CPU, tiny, in Triton's interpreter."""
+
+
+def items(*, is_rehearsal: bool = False) -> list[Item]:
+    """All of them, or those that need no GPU."""
+    if is_rehearsal:
+        return [_own(name, 600, is_rehearsal=True, is_needed=name == "facts") for name in OWN]
+    tests = ("tests/engine/run/test_engine_gpu.py", "tests/engine/run/test_decode_step.py")
+    return [
+        _own("facts", 60, is_needed=True),
+        _own("smoke", 150, parts=SMOKE_PARTS),
+        _own("engine", 170, case_limit_s=90),
+        _tests("tests-engine", 100, "-n", TEST_PROCESSES[0], *tests),
+        _tests("tests-kernels", 600, "-n", TEST_PROCESSES[1], "tests/kernels", "--ignore=tests/kernels/test_aot.py"),
+        _bench("bench-attention", 240, "bench.attention", "--no-peers", "attention.json"),
+        _bench("bench-engine", 300, "bench.attention.engine_gpu", "engine-gpu.json"),
+        Item(
+            "sanitizer",
+            600,
+            (
+                *("compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9"),
+                *_pytest("-k", "not graph and not 128k and not random", *SANITIZED),
+            ),
+            least_s=60,
+            case_limit_s=600,
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        ),
+        _bench("sweep", 3600, "bench.attention.sweep_kernels", "sweep.json"),
+    ]
+
+
+def run_item(name: str, results: Results, part: int, *, is_rehearsal: bool) -> int:
+    """Run an item of this folder in this process. Return the exit status."""
+    import torch
+
+    if not is_rehearsal and not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return CANNOT
+    torch.set_num_threads(1 if is_rehearsal else 4)
+    make: Callable[..., Iterator[Case]] = import_module(f"bench.gpu_session.{name}").cases
+    all_cases = list(make(is_rehearsal=is_rehearsal))
+    num_parts = SMOKE_PARTS if name == "smoke" and not is_rehearsal else 1
+    return run_cases(name, all_cases[part::num_parts], results, part)
+
+
+def _own(
+    name: str,
+    limit_s: float,
+    *,
+    parts: int = 1,
+    case_limit_s: float = 60,
+    is_rehearsal: bool = False,
+    is_needed: bool = False,
+) -> Item:
+    command = ("-m", "bench.gpu_session", "--out", "{out}", "--item", name, "--part", "{part}")
+    more = ("--rehearse",) * is_rehearsal
+    environment = _environment(is_rehearsal=is_rehearsal)
+    return Item(
+        name,
+        limit_s,
+        (sys.executable, *command, *more),
+        case_limit_s=600 if is_rehearsal else case_limit_s,
+        parts=parts,
+        is_needed=is_needed,
+        environment=environment,
+    )
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    """A run of tests. A worker that hangs is ended by the timeout's thread, and replaced by xdist.
+
+    Warnings aren't errors here: other versions of packages warn of other things.
+    """
+    return (
+        *(sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu_session.pytest_recorder", "-p", "no:cacheprovider"),
+        *("-m", "not slow", "-W", "default", "--timeout", str(_TEST_TIMEOUT_S), "--timeout-method", "thread"),
+        *arguments,
+    )
+
+
+def _tests(name: str, limit_s: float, *arguments: str) -> Item:
+    command = _pytest("--max-worker-restart", "1000", *arguments)
+    # Longer than a test's own limit, which xdist enforces without losing the other tests.
+    return Item(name, limit_s, command, least_s=20, case_limit_s=600, environment=_environment(is_rehearsal=False))
+
+
+def _bench(name: str, limit_s: float, module: str, *arguments: str) -> Item:
+    *options, file = arguments
+    command = (sys.executable, "-m", module, *options, "--json", str(Path("{out}") / file))
+    return Item(name, limit_s, command, least_s=30, environment=_environment(is_rehearsal=False))
+
+
+def _environment(*, is_rehearsal: bool) -> dict[str, str]:
+    return {"TRITON_INTERPRET": "1" if is_rehearsal else "0"}

@@ -1,0 +1,23 @@
+"""Ports for servers that can't choose one themselves, or that are to have the same one when they are started again."""
+
+import secrets
+import socket
+from contextlib import ExitStack, suppress
+
+_FIRST, _LAST = 10_000, 32_000
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of this machine at which nothing listens, all different.
+
+    They are below those that Linux and macOS give to outgoing connections. Else a connection could take one before
+    the server does, or while the server is being started again.
+    """
+    ports: list[int] = []
+    with ExitStack() as stack:
+        while len(ports) < count:
+            port, probe = _FIRST + secrets.randbelow(_LAST - _FIRST), stack.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports

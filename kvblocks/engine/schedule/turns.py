@@ -1,0 +1,38 @@
+"""Whose turn it is to be admitted: tenants, told apart by salt, take turns in the queue.
+
+The queue is made of rounds, and a salt has one request in each round. So whoever queues many requests at once waits for
+others' requests between them. A new request joins the round after that of its salt's last waiting request, or the round
+after the present one if that is later. The present round takes no new requests, so it ends, whatever comes and under
+whatever salts. Hence nobody starves. Requests of one salt keep the order of arrival.
+
+Turns decide the place in the queue and nothing else. Orders, and overtakes, go by that place.
+"""
+
+from collections import deque
+
+from kvblocks.engine.schedule.request import Request
+
+
+class Turns:
+    """Finds the places of new requests in a queue."""
+
+    def __init__(self) -> None:
+        self._admitted = 0  # the latest round of which a request was admitted
+
+    def place(self, request: Request, waiting: deque[Request]) -> None:
+        """Put a new request in its place in the queue, and set its `round`.
+
+        O(requests behind the last one of its salt): O(1) if all have one salt.
+        """
+        salt = request.sequence.salt
+        own = next((other.round for other in reversed(waiting) if other.sequence.salt == salt), 0)
+        first = next((other.round for other in waiting if not other.was_admitted), self._admitted)
+        request.round = max(own, min(first, self._admitted)) + 1
+        index = len(waiting)
+        while index and waiting[index - 1].round > request.round:
+            index -= 1
+        waiting.insert(index, request)
+
+    def note_admitted(self, request: Request) -> None:
+        """Note that a request was admitted. O(1)."""
+        self._admitted = max(self._admitted, request.round)

@@ -1,0 +1,67 @@
+"""`Forgetting`: the deletion of a salt's bytes in the tiers, which goes on beside the engine's thread."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+
+from kvblocks.engine.errors import ForgetError
+from kvblocks.errors import KVBlocksError
+from kvblocks.tiers.transfer import Transfer
+
+FORGET_S = 60.0
+"""How long a deletion may take before whoever asked for it is told what is left."""
+
+
+class Forgetting:
+    """What is left of a deletion. Any thread may call it.
+
+    salt: whose blocks it is about. num_blocks: how many of them can't be hit any more. parts: by tier whose bytes
+    outlive the process, a future that is done when they are gone there. waits_for: transfers that were under way when
+    it began, whose slots are overwritten when they have ended; only the engine's thread uses it.
+    """
+
+    def __init__(self, salt: str | None, num_blocks: int, tiers: Iterable[str], waits_for: Iterable[Transfer]) -> None:
+        self.salt = salt
+        self.num_blocks = num_blocks
+        self.parts: dict[str, Future[None]] = {tier: Future() for tier in tiers}
+        self.waits_for = set(waits_for)
+        for part in self.parts.values():
+            part.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+
+    def follow(self, tier: str, deletion: "Future[None]") -> None:
+        """Have a tier's part end as this call of its place does."""
+        deletion.add_done_callback(lambda done: self.end(tier, done.exception()))
+
+    def end(self, tier: str, error: BaseException | None) -> None:
+        """End a tier's part, with an error or without."""
+        if error is None:
+            self.parts[tier].set_result(None)
+        else:
+            self.parts[tier].set_exception(error)
+
+    def abandon(self) -> None:
+        """End the parts that never began, because the engine was closed."""
+        for tier, part in self.parts.items():
+            if not part.done():
+                self.end(tier, KVBlocksError("expected an engine that stays open, got one that was closed"))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for so many seconds at most. Return whether all parts have ended."""
+        return not wait(self.parts.values(), seconds).not_done
+
+    def check(self) -> None:
+        """Raise ForgetError, which says what is left and what to do, unless all parts have ended well."""
+        left: list[str] = []
+        for tier, part in self.parts.items():
+            if not part.done():
+                left.append(f"{tier}: the deletion has not ended yet, and goes on")
+                continue
+            error = part.exception()
+            if error is not None and not isinstance(error, KVBlocksError):
+                raise error
+            if error is not None:
+                left.append(f"{tier}: {error}")
+        if left:
+            raise ForgetError(
+                "forget_salt: expected all bytes to be deleted, got some that are left, though nothing finds them any"
+                f" more: {'; '.join(left)}. Ask for it again: it goes on where it failed"
+            )

@@ -1,0 +1,177 @@
+"""Live states: the slots of a manager's sequences, and what is to be copied to and from them.
+
+The manager writes nothing. It says which copies the engine has to make before a step and after it. A live state is
+always after all tokens with slots once the scheduled step has run: nobody counts its position a second time.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.sequence import Sequence
+from kvblocks.groups.states.checkpoint import Checkpoint
+from kvblocks.groups.states.copies import StateCopy
+
+NOWHERE = 1 << 62
+"""A place that no sequence reaches."""
+
+
+class WaitingSave:
+    """A save that the engine has taken, of a state whose prefix isn't cached yet."""
+
+    __slots__ = ("blocks", "is_landmark", "position")
+
+    def __init__(self, position: int, blocks: list[KVCacheBlock], *, is_landmark: bool) -> None:
+        self.position = position
+        self.blocks = blocks
+        self.is_landmark = is_landmark
+
+
+class LiveState:
+    """A sequence's live state.
+
+    slot: where it lies. start: the first position whose state may still be there. origin: the copy that brings it
+    there, until the engine has taken that copy; then None. restoring: the checkpoint's blocks that this copy reads, and
+    that the sequence owns. places: where to save, ascending. every: also at multiples of this; 0: nowhere else.
+    next_place: the first of these that isn't passed. waiting: saves that the engine has taken, and that aren't found
+    yet. made: the checkpoints that it restored or made. num_taken: how many of the sequence's tokens had slots when
+    copies were last taken; kept up only when debugging.
+    """
+
+    __slots__ = (
+        "every",
+        "made",
+        "next_place",
+        "num_taken",
+        "origin",
+        "places",
+        "restoring",
+        "slot",
+        "start",
+        "waiting",
+    )
+
+    def __init__(self, origin: StateCopy, restoring: list[KVCacheBlock]) -> None:
+        self.slot = origin.slot
+        self.origin: StateCopy | None = origin
+        self.restoring = restoring
+        self.places: list[int] = []
+        self.every = 0
+        self.next_place = NOWHERE
+        self.waiting: list[WaitingSave] = []
+        self.made: list[Checkpoint] = []
+        self.num_taken = self.start = origin.position
+
+    def plan(self, places: Iterable[int], every: int, num_tokens: int) -> None:
+        """Set where to save. num_tokens: the state is after so many tokens."""
+        self.places = sorted(places)
+        self.every = every
+        self.go_to(num_tokens)
+
+    def add_place(self, position: int, num_tokens: int) -> None:
+        """Save at `position`, too, unless the state is already after so many tokens or more. O(places)."""
+        if position not in self.places:
+            self.places.insert(bisect_left(self.places, position), position)
+            self.go_to(num_tokens)
+
+    def go_to(self, num_tokens: int) -> None:
+        """Set `next_place` for a state after `num_tokens` tokens. O(log places)."""
+        self.next_place = self.first_after(num_tokens)
+
+    def first_after(self, num_tokens: int) -> int:
+        """Return the first place behind `num_tokens` tokens, `NOWHERE` if there is none. O(log places)."""
+        index = bisect_right(self.places, num_tokens)
+        place = self.places[index] if index < len(self.places) else NOWHERE
+        return min(place, (num_tokens // self.every + 1) * self.every) if self.every else place
+
+    def is_landmark(self, position: int) -> bool:
+        """Whether a place is more than a multiple of `every`. O(log places)."""
+        index = bisect_left(self.places, position)
+        return index < len(self.places) and self.places[index] == position
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """Return the blocks that the sequence owns for it. O(saves that wait)."""
+        return [self.restoring, *[save.blocks for save in self.waiting]]
+
+
+class States:
+    """The slots of a manager, and what is to be copied since copies were last taken.
+
+    free_slots: those that no sequence has. running: the live states, by sequence. before: copies to make before the
+    step. wanted: the sequences whose state is to be saved after it, and at which position. num_kept: how many earlier
+    states the engine keeps in a slot. num_blocks: blocks of a checkpoint. every: 0: only at places of a sequence's own.
+    """
+
+    def __init__(self, num_slots: int, num_blocks: int, every: int, num_kept: int) -> None:
+        self.num_slots = num_slots
+        self.num_blocks = num_blocks
+        self.every = every
+        self.num_kept = num_kept
+        self.free_slots = [*range(num_slots)][::-1]
+        self.running: dict[Sequence, LiveState] = {}
+        self.before: list[StateCopy] = []
+        self.starting: list[LiveState] = []  # those whose origin is in `before`
+        self.wanted: dict[Sequence, int] = {}
+        self.num_cleared = self.num_restored = self.num_forked = self.num_saved = 0
+        self.num_without_room = self.num_present = self.num_taken_back = self.num_passed = 0
+
+    def begin(self, sequence: Sequence, position: int, restoring: list[KVCacheBlock]) -> LiveState:
+        """Give a sequence a slot with a checkpoint's state, or an empty one. There must be a free slot. O(blocks)."""
+        return self._begin(
+            sequence, _copy_into(self.free_slots.pop(), position, restoring), restoring, len(self.before)
+        )
+
+    def fork(self, state: LiveState, twin: Sequence, position: int) -> LiveState:
+        """Give a sequence a slot with the same state. There must be a free slot. O(copies).
+
+        If the state isn't in its slot yet, the twin's comes from the same origin: the slot may end before that copy is
+        made. And it comes right behind it, since a later copy may write to the slot where both come from.
+        """
+        slot, origin = self.free_slots.pop(), state.origin
+        if origin is None:
+            return self._begin(twin, StateCopy("fork", position, slot, state.slot), [], len(self.before))
+        index = self.before.index(origin) + 1
+        return self._begin(twin, origin._replace(slot=slot), [*state.restoring], index)
+
+    def restart(self, state: LiveState, position: int, restoring: list[KVCacheBlock]) -> None:
+        """Bring another state into a slot. The blocks of the earlier origin must have been released. O(copies)."""
+        self.drop_origin(state)
+        state.origin, state.restoring = _copy_into(state.slot, position, restoring), restoring
+        state.num_taken = state.start = position
+        self.before.append(state.origin)
+        self.starting.append(state)
+
+    def end(self, sequence: Sequence, state: LiveState) -> None:
+        """Give a slot back. O(1), and O(copies) if its origin isn't taken."""
+        self.wanted.pop(sequence, None)
+        self.drop_origin(state)
+        del self.running[sequence]
+        self.free_slots.append(state.slot)
+
+    def drop_origin(self, state: LiveState) -> None:
+        """Forget the copy to a slot that the engine hasn't taken. No other copy reads what it brings. O(copies)."""
+        if state.origin is not None:
+            self.before.remove(state.origin)
+            self.starting.remove(state)
+            state.origin = None
+
+    def _begin(self, sequence: Sequence, origin: StateCopy, restoring: list[KVCacheBlock], index: int) -> LiveState:
+        state = self.running[sequence] = LiveState(origin, restoring)
+        self.before.insert(index, origin)
+        self.starting.append(state)
+        return state
+
+    def check(self) -> None:
+        """Raise AssertionError unless each slot has one sequence or is free. O(slots)."""
+        slots = sorted([*self.free_slots, *[state.slot for state in self.running.values()]])
+        assert slots == [*range(self.num_slots)], f"slots: expected each once, got {slots}"
+        starting = [state for state in self.running.values() if state.origin is not None]
+        assert len(starting) == len(self.starting) == len(self.before), "slots: copies of ended sequences"
+        for state in self.running.values():
+            assert state.origin is not None or not state.restoring, f"slot {state.slot}: reads blocks for nothing"
+
+
+def _copy_into(slot: int, position: int, restoring: list[KVCacheBlock]) -> StateCopy:
+    if not restoring:
+        return StateCopy("clear", position, slot)
+    return StateCopy("restore", position, slot, -1, tuple([block.block_id for block in restoring]))

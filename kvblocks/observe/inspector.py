@@ -1,0 +1,167 @@
+"""`Inspector`: `manager.inspect`, what people, routers and tests look at. No step of an engine needs it."""
+
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple, SupportsIndex
+
+from kvblocks.arguments import Given, check_count, listed
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.change import Change
+from kvblocks.core.sequence import Sequence, as_sequence
+from kvblocks.core.slots import SlotAllocator
+from kvblocks.observe.digests import block_digests, find_by_digest
+from kvblocks.observe.explanation import Explanation, explain
+from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
+from kvblocks.observe.removal_history import RemovalHistory
+from kvblocks.observe.shared_prefixes import SharedPrefix, find_shared_prefixes
+from kvblocks.stats import GroupUsage, TierPart
+
+
+class HeldBlocks(NamedTuple):
+    """A sequence that holds blocks: one item of `Inspector.leaks`.
+
+    num_blocks: how many blocks it holds in all groups, shared ones included. age: how many calls of `allocate_slots`
+    and `fork` have begun a sequence since it began.
+    """
+
+    sequence: Sequence
+    num_blocks: int
+    age: int
+
+
+class Inspector:
+    """What a manager holds and why, for people, routers and tests: `manager.inspect`.
+
+    Made by a manager. Its calls change nothing.
+    """
+
+    def __init__(
+        self,
+        change: Change,
+        slots: SlotAllocator,
+        sequences: dict[Hashable, Sequence],
+        history: RemovalHistory | None,
+        checks: tuple[Callable[[Any, str], Sequence], Callable[[str], None]],
+        find_below: Callable[[Sequence], tuple[TierPart, ...]],
+    ) -> None:
+        """checks: that a sequence is the manager's, and that a group has full attention. find_below: asks the tiers."""
+        self._change = change
+        self._slots = slots
+        self._index = slots.pool.index
+        self._sequences = sequences
+        self._history = history
+        self._check_owned, self._check_has_primary = checks
+        self._find_below = find_below
+
+    def explain(self, sequence: Given[Sequence]) -> Explanation:
+        """Say why the longest cached prefix of a sequence ends where it does.
+
+        Knows of evictions, aborts and resets only with num_history_blocks. With several groups it names the one that
+        ended the hit. With tiers it says what they have behind the hit. Raises InvalidArgumentError. For people, since
+        it costs O(runs in the cache + tokens + blocks cached for them under any keys), and O(slots) for tiers that have
+        some of the tokens.
+        """
+        self._change.check_whole()
+        own = as_sequence("inspect.explain", sequence)
+        return explain(self._index, self._slots, self._history, own, self._find_below(own))
+
+    def shared_prefixes(
+        self,
+        sequences: Items[Sequence],
+        *,
+        min_blocks: SupportsIndex = 1,
+        num_visible_tokens: Items[SupportsIndex] | None = None,
+    ) -> list[SharedPrefix]:
+        """Return which of `sequences`, a batch, share blocks, for cascade attention; parents before children.
+
+        See `find_shared_prefixes`. With several groups of layers it looks at the primary group's blocks. Raises
+        SequenceStateError (not this manager's) and InvalidArgumentError. Near-linear in the batch's blocks.
+        """
+        self._change.check_whole()
+        batch = listed("sequences", "an iterable of sequences", sequences)
+        self._check_has_primary("inspect.shared_prefixes")
+        for sequence in batch:
+            self._check_owned(sequence, "inspect.shared_prefixes")
+        return find_shared_prefixes(batch, self._index.block_size, min_blocks, num_visible_tokens)
+
+    def prefix_rows(self) -> list[PrefixRow]:
+        """Return the cached prefixes as rows of a table, for people. O(cached blocks)."""
+        self._change.check_whole()
+        self._check_has_primary("inspect.prefix_rows")
+        return prefix_rows(self._index)
+
+    def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
+        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
+        return to_dot(self.prefix_rows(), max_nodes)
+
+    def block_hashes(self, sequence: Given[Sequence]) -> list[bytes]:
+        """Return the digests of a sequence's full blocks of known tokens, allocated or not, cached or not.
+
+        They are the names that `block.block_hash` and events use, for a router or a store. Raises InvalidArgumentError,
+        and what the hash function raises. O(tokens).
+        """
+        self._change.check_whole()
+        return block_digests(self._index, as_sequence("inspect.block_hashes", sequence))
+
+    def find_block(self, digest: Given[bytes]) -> KVCacheBlock | None:
+        """Return the cached block with this digest, as `block_hashes` and events give it; None if there is none.
+
+        With duplicates it is the one that hits get. Raises InvalidArgumentError. For people and tools: digests decide
+        no hit, so there is no map of them. So this costs O(cached blocks), and the first time O(cached tokens).
+        """
+        self._change.check_whole()
+        return find_by_digest(self._index, digest)
+
+    def leaks(self, min_age: SupportsIndex = 0) -> list[HeldBlocks]:
+        """Return the sequences that hold blocks and have at least `min_age`, oldest first: those that nobody freed.
+
+        In an engine that does nothing each of them is a leak. In a busy one a leak is older than the longest request
+        can be. `pins` and `holds` of the manager own blocks, too. Raises InvalidArgumentError. O(blocks of sequences).
+        """
+        self._change.check_whole()
+        least = check_count("min_age", min_age, 0)
+        newest = self._slots.num_started
+        return [
+            HeldBlocks(sequence, len(set(self._blocks_of(sequence))), newest - sequence.start_number)
+            for sequence in self._sequences.values()
+            if newest - sequence.start_number >= least
+        ]
+
+    def group_usage(self) -> list[GroupUsage]:
+        """Return how much of the pool each group uses, by group. For people and metrics: O(pool)."""
+        self._change.check_whole()
+        num_cached = self._slots.num_cached_by_group()
+        held: list[set[int]] = [set() for _ in num_cached]
+        for sequence in self._sequences.values():
+            for group, blocks in enumerate(held):
+                blocks |= {block.block_id for block in sequence.group_blocks(group) if block is not None}
+        return [
+            GroupUsage(group, len(blocks), number)
+            for group, (blocks, number) in enumerate(zip(held, num_cached, strict=True))
+        ]
+
+    def count_empty_blocks(self, max_blocks: SupportsIndex) -> int:
+        """Return how many of the next `max_blocks` blocks to be taken hold nothing, so that taking them evicts nothing.
+
+        Raises InvalidArgumentError. O(max_blocks).
+        """
+        self._change.check_whole()
+        most, number = check_count("max_blocks", max_blocks, 0), 0
+        for block in self._slots.pool.queue:
+            if number == most or block.is_cached:
+                break
+            number += 1
+        return number
+
+    def free_block_ids(self) -> list[int]:
+        """Return the ids of the free blocks, next to be taken first. O(free blocks).
+
+        With an eviction policy only the blocks that hold nothing are sure to be taken in this order. The others are in
+        the order in which they became free.
+        """
+        self._change.check_whole()
+        return self._slots.pool.free_block_ids()
+
+    def _blocks_of(self, sequence: Sequence) -> list[KVCacheBlock]:
+        tables = [sequence.group_blocks(group) for group in range(self._slots.num_groups)]
+        return [block for table in tables for block in table if block is not None]

@@ -1,0 +1,135 @@
+"""What stands before a server's queue in a `ServedRun`: nothing, a cap on sessions, or the session gate."""
+
+from collections import deque
+from collections.abc import Callable
+
+from kvblocks.arguments import check_count, wrong
+from kvblocks.retention.session_gate import SessionGate
+
+NONE, GATE, INFINITE, CAP = "none", "gate", "infinite", "cap"
+"""Names of entrances. INFINITE is as NONE, with a pool for all blocks of the trace. "cap 8" admits 8 sessions."""
+
+_NUM_LOOKED_UP = 32  # waiting requests whose cached tokens are counted again before each decision
+
+
+class Open:
+    """Lets everybody in. wake_at: when `let_in` may have something to do although nothing has happened."""
+
+    wake_at: float | None = None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any request waits here."""
+        return False
+
+    @property
+    def num_left(self) -> int:
+        """How often a session lost its place in a pause."""
+        return 0
+
+    def ask(self, request: int, session: int | None, tokens: tuple[int, int], now: float) -> bool:  # noqa: ARG002
+        """Return whether a request may come into the queue. tokens: of its prompt, and those of them that are cached.
+
+        session: None if it has none.
+        """
+        return True
+
+    def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:  # noqa: ARG002
+        """Return the requests that may come in now. find: returns how many tokens of a request are cached."""
+        return []
+
+    def ended(self, request: int, num_tokens: int, reason: str, now: float) -> None:
+        """Note that a request has ended."""
+
+    def end_session(self, session: int) -> None:
+        """Note that a session's last request has ended. The gate isn't told this: a server doesn't know it, either."""
+
+
+class Cap(Open):
+    """Lets at most `most` sessions in, in the order of arrival, each until its last request has ended."""
+
+    def __init__(self, most: int) -> None:
+        self._most = check_count("cap", most, 1)
+        self._inside: set[int] = set()
+        self._waiting: deque[tuple[int, int]] = deque()
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any request waits here."""
+        return bool(self._waiting)
+
+    def ask(self, request: int, session: int | None, tokens: tuple[int, int], now: float) -> bool:  # noqa: ARG002
+        """Return whether the session is inside; requests without a session always pass."""
+        if session is None or session in self._inside:
+            return True
+        self._waiting.append((request, session))
+        return False
+
+    def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:  # noqa: ARG002
+        """Let sessions in for which there is a place."""
+        admitted = []
+        while self._waiting and len(self._inside) < self._most:
+            request, session = self._waiting.popleft()
+            self._inside.add(session)
+            admitted.append(request)
+        return admitted
+
+    def end_session(self, session: int) -> None:
+        """Give up the place of a session. Unlike a server, the cap knows when that is."""
+        self._inside.discard(session)
+
+
+class GateEntrance(Open):
+    """The session gate, asked as the engine asks it: when something has changed, and when it said so."""
+
+    def __init__(self, num_tokens: int, seconds_per_token: float) -> None:
+        self.gate = SessionGate(num_tokens)
+        self._seconds_per_token = seconds_per_token
+        self._has_changed = self._was_busy = False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any request waits here."""
+        return self.gate.stats.num_waiting_requests > 0
+
+    @property
+    def num_left(self) -> int:
+        """How often a session lost its place in a pause."""
+        return sum(self.gate.stats.num_left.values())
+
+    def ask(self, request: int, session: int | None, tokens: tuple[int, int], now: float) -> bool:
+        """Ask the gate."""
+        self._has_changed = True
+        return self.gate.ask(request, session, None, *tokens, now)
+
+    def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:
+        """Tell the gate what the cache has of those that wait, and let it decide."""
+        is_due = self.wake_at is not None and now >= self.wake_at
+        if not (self._has_changed or is_due or (num_busy > 0) != self._was_busy):
+            return []
+        waiting = self.gate.waiting()
+        for request in waiting[:_NUM_LOOKED_UP]:
+            assert isinstance(request, int), "all ids are numbers"
+            self.gate.note_cached(request, find(request))
+        decision = self.gate.release(num_busy, self._seconds_per_token, now)
+        self.wake_at = decision.wake_at
+        admitted = [request for request in decision.admitted if isinstance(request, int)]
+        self._has_changed, self._was_busy = False, num_busy + len(admitted) > 0
+        return admitted
+
+    def ended(self, request: int, num_tokens: int, reason: str, now: float) -> None:
+        """Tell the gate."""
+        self._has_changed = True
+        self.gate.ended(request, num_tokens, reason, now)
+
+
+def make_entrance(name: str, num_tokens: int, seconds_per_token: float) -> Open:
+    """Return an entrance by its name. num_tokens: of the pool. Raises InvalidArgumentError."""
+    if name == GATE:
+        return GateEntrance(num_tokens, seconds_per_token)
+    kind, _, number = name.partition(" ")
+    if kind == CAP and number.isdecimal():
+        return Cap(int(number))
+    if name not in (NONE, INFINITE):
+        raise wrong("entrance", f"{NONE}, {GATE}, {INFINITE} or '{CAP} 8'", name)
+    return Open()

@@ -1,0 +1,132 @@
+"""Load against delay: a trace on a server that takes time, at several loads, with and without a gate."""
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from kvblocks.arguments import check_count, check_number, wrong
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.replay.result import TraceFacts
+from kvblocks.replay.served.entrances import CAP, GATE, INFINITE, NONE
+from kvblocks.replay.served.run import Served, ServedRun, ServerModel
+from kvblocks.replay.trace import Trace, arrival_times, think_times
+from kvblocks.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What is run. sizes: blocks of the pool. loads: by what the times between sessions are divided; 1.0: as given.
+
+    mean_arrival_s, seed: as `arrival_times` takes them. caps: sessions to be let in at once; None: those of `caps_of`.
+    Raises InvalidArgumentError.
+    """
+
+    sizes: tuple[int, ...]
+    server: ServerModel
+    loads: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0, 1.5)
+    mean_arrival_s: float | None = None
+    seed: int = 1
+    host_blocks: int | None = None
+    caps: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for load in self.loads:
+            if not 0 < check_number("load", load, "a number above 0") < float("inf"):
+                raise wrong("load", "a number above 0", load)
+        for cap in self.caps or ():
+            check_count("cap", cap, 1)
+        if not self.loads or not self.sizes:
+            raise InvalidArgumentError(f"expected loads and sizes, got {self.loads} and {self.sizes}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """A row for each size, load and entrance, in this order. Of the caps there is the one with the least mean delay."""
+
+    trace: TraceFacts
+    options: LoadOptions
+    rows: list[Served]
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return a dict for each row: the row's fields, then `trace` and `conditions`."""
+        options = asdict(self.options)
+        options["version"] = __version__
+        trace = asdict(self.trace)
+        return [row.to_row() | {"trace": trace, "conditions": options} for row in self.rows]
+
+
+Progress = Callable[[int, int], object]
+"""Called after each run with the number of runs done, and of all runs."""
+
+
+def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
+    """Return caps to try: from half to four times as many sessions as fit, by the mean of their longest prompts."""
+    largest = np.zeros(len(trace.session_names), np.int64)
+    np.maximum.at(largest, trace.sessions, trace.tokens)
+    fitting = num_blocks * trace.block_size / max(1.0, float(largest.mean()))
+    return tuple(sorted({max(1, round(fitting * share)) for share in (0.5, 1, 2, 4)}))
+
+
+def delays(
+    trace: Trace, options: LoadOptions, num_processes: int = 1, progress: Progress = lambda _, __: None
+) -> LoadResult:
+    """Run a trace at all loads. num_processes: at most so many at once, a run in each."""
+    jobs: list[tuple[int, float, str]] = []
+    for num_blocks in options.sizes:
+        caps = caps_of(trace, num_blocks) if options.caps is None else options.caps
+        for load in options.loads:
+            jobs += [(num_blocks, load, name) for name in (NONE, *[f"{CAP} {cap}" for cap in caps], GATE, INFINITE)]
+    found: dict[int, Served] = {}
+    if num_processes == 1 or len(jobs) == 1:
+        for number, job in enumerate(jobs):
+            found[number] = _run(trace, options, job)
+            progress(len(found), len(jobs))
+    else:
+        context = get_context("spawn")  # a fork could copy the caller's locks while they are held
+        with ProcessPoolExecutor(min(num_processes, len(jobs)), context, _begin, (trace, options)) as pool:
+            running = {pool.submit(_do, job): number for number, job in enumerate(jobs)}
+            try:
+                for future in as_completed(running):
+                    found[running[future]] = future.result()
+                    progress(len(found), len(jobs))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    rows = [found[number] for number in range(len(jobs))]
+    arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
+    return LoadResult(trace.facts(arrivals), options, _with_best_cap(rows))
+
+
+def _with_best_cap(rows: list[Served]) -> list[Served]:
+    """Leave out all caps but the best one of each size and load."""
+    best: dict[tuple[int, float], Served] = {}
+    for row in rows:
+        if row.entrance.startswith(CAP):
+            known = best.setdefault((row.num_blocks, row.load), row)
+            if row.delay_mean_s < known.delay_mean_s:
+                best[row.num_blocks, row.load] = row
+    return [row for row in rows if not row.entrance.startswith(CAP) or best[row.num_blocks, row.load] is row]
+
+
+def _run(trace: Trace, options: LoadOptions, job: tuple[int, float, str]) -> Served:
+    num_blocks, load, entrance = job
+    arrivals = arrival_times(trace, options.mean_arrival_s, options.seed) / load
+    times = arrivals, think_times(trace)
+    run = ServedRun(trace, times, num_blocks, entrance, options.server, options.host_blocks)
+    return replace(run.run(), load=load)
+
+
+_worker: list[Any] = []
+"""In a process of a pool: the trace, and the options."""
+
+
+def _begin(trace: Trace, options: LoadOptions) -> None:
+    _worker[:] = [trace, options]
+
+
+def _do(job: tuple[int, float, str]) -> Served:
+    return _run(_worker[0], _worker[1], job)

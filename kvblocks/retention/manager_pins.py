@@ -1,0 +1,118 @@
+"""`ManagerPins`: the calls about pins, `manager.pins`. What a pin is and does: `retention.pins`."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, SupportsFloat
+
+from kvblocks.arguments import Given, Text, check_number, is_a, wrong
+from kvblocks.core.change import Change
+from kvblocks.core.hashing import PositionKey
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.slots import SlotAllocator
+from kvblocks.core.tokens import TokenIds, pack_tokens
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.pins import Pin, Pins, Priority
+
+
+class ManagerPins:
+    """The pins of a manager: `manager.pins`. Iterates over those that haven't ended, oldest first.
+
+    Made by a manager. As with the manager's calls, one that raises has changed nothing.
+    """
+
+    def __init__(
+        self,
+        change: Change,
+        slots: SlotAllocator,
+        pins: Pins,
+        tell_time: Callable[[Any], None],
+        end: Callable[[], None],
+        *,
+        caches: bool,
+    ) -> None:
+        """tell_time: sets the manager's clock. end: ends a change. caches: whether the manager caches anything."""
+        self._change = change
+        self._slots = slots
+        self._pins = pins
+        self._tell_time = tell_time
+        self._end = end
+        self._caches = caches
+
+    @property
+    def max_blocks(self) -> int:
+        """How many blocks the prefixes of all pins together may have: `pin_budget` of the pool. O(1)."""
+        return self._pins.max_blocks
+
+    def __len__(self) -> int:
+        return len(self._pins.pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(list(self._pins.pins))
+
+    def pin(
+        self,
+        token_ids: TokenIds,
+        *,
+        salt: Text | None = None,
+        lora: Text | None = None,
+        extra_keys: Iterable[PositionKey] = (),
+        priority: Priority = 50,
+        expires_at: SupportsFloat | None = None,
+    ) -> Pin:
+        """Keep the full blocks of a prefix cached, from now or from when they are computed, until `unpin` or expiry.
+
+        token_ids, salt, lora, extra_keys: as for a `Sequence`. priority: 0 to 100; or (start, end, priority) for ranges
+        of tokens. With ranges, a block gets at least the priority of the blocks behind it, and blocks behind the last
+        range aren't pinned. When a call needs blocks and only pinned ones are left, those of lowest priority are given
+        up; those of priority 100 never are. expires_at: on the caller's clock, see `expire`; None: never.
+
+        Raises PinBudgetError when the prefixes of all pins together would have more blocks than `pin_budget` allows (a
+        block in two pins counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins). While the pin
+        lacks blocks, freeing a sequence that has the same first tokens costs one more lookup. While there are pins, a
+        call that finds too few free blocks costs O(pins) more, and O(pinned blocks) if a shared block got or lost an
+        owner since the last such call.
+        """
+        self._change.check_whole()
+        if not self._caches:
+            raise InvalidArgumentError("pins.pin: expected enable_caching=True when the manager was made, got False")
+        end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
+        copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
+        prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
+        pin = self._pins.make(prefix, priority, end)
+        self._change.begin()
+        self._slots.soft_holds = self._pins
+        self._pins.add(pin)
+        self._end()
+        return pin
+
+    def unpin(self, pin: Given[Pin]) -> None:
+        """End a pin. Its blocks stay cached until they are reused. Raises InvalidArgumentError. O(its blocks)."""
+        self._change.check_whole()
+        given: Any = pin
+        if not is_a(given, Pin):
+            raise wrong("pins.unpin", "a Pin", given)
+        if given not in self._pins.pins:
+            raise InvalidArgumentError(f"pins.unpin: expected a pin of this manager that hasn't ended, got {given}")
+        self._change.begin()
+        self._remove([given])
+
+    def expire(self, now: SupportsFloat) -> list[Pin]:
+        """End and return the pins whose `expires_at` is at or before `now`, on the clock `manager.now`.
+
+        Also sets that clock. The pins' blocks become free, and are reused before any that is still pinned. No pin
+        expires by itself: call this now and then. Raises InvalidArgumentError. O(pins + blocks freed).
+        """
+        self._change.check_whole()
+        time = check_number("now", now)
+        self._tell_time(time)
+        expired = self._pins.expired(time)
+        self._change.begin()
+        self._remove(expired)
+        return expired
+
+    def _remove(self, ended: list[Pin]) -> None:
+        """Remove pins and end the change. If no pins are left, the slots don't ask for pins any more."""
+        for pin in ended:
+            self._pins.remove(pin)
+        if not self._pins.pins:
+            self._slots.soft_holds = None
+        self._end()

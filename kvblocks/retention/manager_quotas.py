@@ -1,0 +1,82 @@
+"""`ManagerQuotas`: the calls about tenants' quotas, `manager.quotas`. What a quota does: `retention.quotas`."""
+
+from collections.abc import Callable, Iterator
+from typing import SupportsIndex
+
+from kvblocks.arguments import Text, check_count, check_name
+from kvblocks.core.change import Change
+from kvblocks.core.pool import BlockPool
+from kvblocks.retention.eviction import Eviction
+from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge
+from kvblocks.stats import QuotaUsage
+
+
+class ManagerQuotas:
+    """The quotas of a manager's tenants: `manager.quotas`.
+
+    Iterates over the `QuotaUsage` of each salt that has a quota of its own, or a default one and anything cached:
+    O(salts). Made by a manager. As with the manager's calls, one that raises has changed nothing.
+    """
+
+    def __init__(
+        self,
+        change: Change,
+        pool: BlockPool,
+        eviction: Eviction | None,
+        check_has_primary: Callable[[str], None],
+        end: Callable[[], None],
+    ) -> None:
+        """check_has_primary: raises unless a group has full attention. end: ends a change of the manager."""
+        self._change = change
+        self._pool = pool
+        self._eviction = eviction
+        self._check_has_primary = check_has_primary
+        self._end = end
+        self._quotas: TenantQuotas | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._quotas is None else len(self._quotas.tenants())
+
+    def __iter__(self) -> Iterator[QuotaUsage]:
+        return iter([] if self._quotas is None else self._quotas.usage())
+
+    def set(self, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
+        """Limit how many blocks sequences of one salt (None: no salt) may keep cached while others want the space.
+
+        max_blocks: None removes the limit. Beyond the limit, sequences of this salt may still use free space for their
+        cached blocks, but their least recently used cached blocks are then evicted before those of others. Owned blocks
+        count, and are never evicted. Raises InvalidArgumentError. O(pool).
+        """
+        self._check_has_primary("quotas.set")
+        name = check_name("salt", salt)
+        number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
+        quotas = self._made()
+        self._change.begin()
+        quotas.set_quota(name, number)
+        self._apply(quotas)
+
+    def set_default(self, max_blocks: SupportsIndex | None) -> None:
+        """Set the quota of each salt, except None, that has no quota of its own. As `set`. O(pool)."""
+        self._check_has_primary("quotas.set_default")
+        number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
+        quotas = self._made()
+        self._change.begin()
+        quotas.set_default(number)
+        self._apply(quotas)
+
+    def of(self, salt: Text | None) -> int | None:
+        """Return the quota of a salt, its own or the default; None: it has none. Raises InvalidArgumentError. O(1)."""
+        name = check_name("salt", salt)
+        return None if self._quotas is None else self._quotas.limit_of(name)
+
+    def _made(self) -> TenantQuotas:
+        return TenantQuotas() if self._quotas is None else self._quotas
+
+    def _apply(self, quotas: TenantQuotas) -> None:
+        """Count the cached blocks again, and end the change. Without any quota nothing is counted."""
+        in_force = self._quotas = charge(self._pool, quotas)
+        if self._eviction is not None:
+            self._eviction.use_quotas(in_force)
+        else:
+            self._pool.chooser = None if in_force is None else QuotaOrder(in_force)
+        self._end()

@@ -1,0 +1,323 @@
+"""Connections: how many there may be, how long each may take, and what the bytes of one may cost.
+
+uvicorn bounds how long a connection may be idle between two requests. This module adds limits that uvicorn has no
+option for. Bodies have a time limit of their own (`bodies`).
+
+The parser is httptools', in C: a chunk costs it 0.3 µs, and h11 8 µs, so that a body of tiny chunks can't keep the
+event loop busy. httptools has no bounds of its own, so they are here. What it lets through and HTTP forbids is refused
+by the gate (`check_framing`).
+"""
+
+import asyncio
+import errno
+import logging
+import time
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvblocks.server.access.gate import is_operators
+from kvblocks.server.errors import ApiError
+from kvblocks.server.wire import encode_json, send_json
+
+logger = logging.getLogger("kvblocks.server")
+
+HEAD_TIMEOUT_S = 10.0
+"""Time limit for the head of a request, from the connection's beginning or the end of the last answer."""
+
+READ_TIMEOUT_S = 60.0
+"""How long a client may take to read what has been sent to it."""
+
+RESERVE = 128
+"""Connections beyond `max_connections`. Where all others are busy, they serve operators' paths alone. There are more of
+them than are accepted at once, so that the others' requests can't take them all before they are refused."""
+
+ACCEPTED_AT_ONCE = 32
+"""The most connections that the event loop accepts before it does other work."""
+
+MAX_WAITING = 2048
+"""The most connections that wait to be accepted. The system drops others, whose clients try again a second later."""
+
+READ_BYTES = 32 * 2**10
+"""The most bytes of a connection that are parsed before other connections have their turn."""
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Of a request's headers and trailers, and of any bytes that complete nothing, such as half a header."""
+
+MAX_CHUNKS = 2**14
+"""The most chunks of a body: 256 bytes each on average, if the body is as large as it may be by default."""
+
+MAX_PIPELINED = 16
+"""The most requests that a client may send before the first of them is answered."""
+
+SPARE_DESCRIPTORS = 128 + RESERVE
+"""File descriptors that are kept for other files, and for the reserve."""
+
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SELDOM_S = 60.0
+_AROUND_HEADER = 4  # bytes
+
+
+class SeldomWarning:
+    """A warning that is logged at most once a minute, with the number of times it occurred."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._num_unsaid = 0
+        self._last_s: float | None = None
+
+    def warn(self) -> None:
+        """Log the warning, or count it for the next time."""
+        self._num_unsaid += 1
+        now_s = time.monotonic()
+        if self._last_s is None or now_s - self._last_s >= _SELDOM_S:
+            logger.warning("%s (%d times lately; logged once a minute)", self._message, self._num_unsaid)
+            self._num_unsaid, self._last_s = 0, now_s
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. `bounded` makes a subclass for a server.
+
+    max_connections: how many may be served at once. There may be RESERVE more. If there are still more, the one that
+    has waited longest for a request is closed; if none waits, the new one is answered 503 and closed. waiting: the
+    connections that wait for a request's head, those that have waited longest first. too_many: warns of those refused.
+    """
+
+    max_connections: int
+    waiting: dict["BoundedProtocol", None]
+    too_many: SeldomWarning
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._num_head_bytes = 0
+        self._num_chunks = 0
+        self._num_vain_bytes = 0  # since anything was complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request's head, in the place of another connection if need be, or refuse."""
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # as asyncio's own transports have
+            transport.max_size = READ_BYTES
+        if len(self.connections) > self.max_connections + RESERVE:
+            self.too_many.warn()
+            longest = next(iter(self.waiting), None)
+            if longest is None:
+                transport.write(_response(_full_error(self.max_connections)))
+                transport.close()
+                return
+            del self.waiting[longest]
+            longest.transport.close()
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take the bytes that the client sent. Bytes that are no request, or too many, end the connection."""
+        self._unset_keepalive_if_required()
+        self._num_vain_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+            if self._num_vain_bytes > MAX_HEAD_BYTES:
+                raise _long_head()
+        except httptools.HttpParserUpgrade as error:
+            self._go_on_without_upgrade(data[error.args[0] :])
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # what a method of this class raised
+            self._end_with(cause if isinstance(cause, ApiError) else ApiError(400, f"expected HTTP, got {error}"))
+        except ApiError as error:
+            self._end_with(error)
+
+    def on_message_begin(self) -> None:
+        """A request begins: count what it sends."""
+        super().on_message_begin()
+        self._num_head_bytes = self._num_chunks = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header or a trailer."""
+        self._num_head_bytes += len(name) + len(value) + _AROUND_HEADER
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise _long_head()
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """A whole head ends the wait for it. Beyond max_connections only operators' paths are served."""
+        if self._is_upgrade():
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _too_much("a connection", MAX_PIPELINED, "requests without an answer")
+        self._num_vain_bytes = 0
+        _cancel(self._head_timer)
+        self.waiting.pop(self, None)
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        is_full = len(self.tasks) >= self.max_connections and not is_operators(path)
+        self.app = self._refuse if is_full else self.config.loaded_app
+        super().on_headers_complete()
+        self.headers = []  # trailers come here, and nobody reads them
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        if not self._is_upgrade():
+            super().on_message_complete()
+
+    def _is_upgrade(self) -> bool:
+        """Whether the parser would end here, since the client asks for another protocol."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request that asks for another protocol as if it didn't: its body is HTTP/1.1, and so is the answer.
+
+        Java's client asks for HTTP/2 with each first request.
+        """
+        if self.parser.get_method() == b"CONNECT":  # it is being answered
+            self.cycle.keep_alive = False
+            return
+        version = self.parser.get_http_version().encode("ascii")
+        lines = [b" ".join((self.parser.get_method(), self.url, b"HTTP/" + version))]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in {b"upgrade", b"http2-settings"}]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._num_vain_bytes = 0
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def on_chunk_header(self) -> None:
+        """A chunk of a body begins."""
+        self._num_chunks += 1
+        if self._num_chunks > MAX_CHUNKS:
+            raise _too_much("a body", MAX_CHUNKS, "chunks")
+
+    def on_body(self, body: bytes) -> None:
+        """Take bytes of a body."""
+        self._num_vain_bytes = 0
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request's head, unless it is there already: clients may pipeline requests."""
+        has_next = bool(self.pipeline)
+        super().on_response_complete()
+        if not has_next and not self.transport.is_closing():
+            self._wait_for_head()
+
+    def _end_with(self, error: ApiError) -> None:
+        """Answer an error, and close. A whole request is answered first. In the middle of an answer: only close."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:
+                cycle.keep_alive = False
+                self.flow.pause_reading()
+                return
+            cycle.disconnected = True
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            self.transport.write(_response(error))
+        self.transport.close()
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as an ASGI application, that there are too many connections."""
+        del scope, receive
+        self.too_many.warn()
+        error = _full_error(self.max_connections)
+        await send_json(send, error.to_json(), error.status, error.headers)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the server sends: wait up to READ_TIMEOUT_S."""
+        super().pause_writing()
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read enough: end the wait."""
+        super().resume_writing()
+        _cancel(self._read_timer)
+        self._read_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End all waits."""
+        _cancel(self._head_timer)
+        _cancel(self._read_timer)
+        self.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing when a client asks for another protocol; it is answered in HTTP/1.1.
+
+        uvicorn would advise to install a library for WebSockets, which this server doesn't use.
+        """
+
+    def _wait_for_head(self) -> None:
+        _cancel(self._head_timer)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end)
+        self.waiting[self] = None
+
+    def _end(self) -> None:
+        """Close the connection. If it has bytes to send, which may go on for ever, abort it after READ_TIMEOUT_S."""
+        if self.transport.get_write_buffer_size():
+            self._head_timer = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
+        else:
+            self.transport.close()
+
+
+def bounded(max_connections: int) -> type[BoundedProtocol]:
+    """Return the connection class of a server with at most `max_connections` connections."""
+    warning = (
+        f"expected at most {max_connections} connections (--max-connections), got more: idle ones closed, or refused"
+    )
+    fields = {"max_connections": max_connections, "waiting": {}, "too_many": SeldomWarning(warning)}
+    return type("Connection", (BoundedProtocol,), fields)
+
+
+def count_connections(max_connections: int) -> int:
+    """Return how many connections there may be. It is less than asked if this process may open too few files."""
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return max_connections
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max_connections if most < 0 else max(1, min(max_connections, most - SPARE_DESCRIPTORS))
+
+
+def log_shortage_seldom(loop: asyncio.AbstractEventLoop) -> None:
+    """Make an event loop log a shortage of file descriptors for connections seldom, and in one line.
+
+    asyncio would log a traceback for each failed accept, thousands a second. It retries a second later anyway.
+    """
+    shortage = SeldomWarning("expected a free file descriptor for a connection, got none: see ulimit -n")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES and "socket" in context:
+            shortage.warn()
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _too_much(what: str, most: int, unit: str) -> ApiError:
+    return ApiError(400, f"expected {what} of at most {most} {unit}, got more", code="too_much")
+
+
+def _long_head() -> ApiError:
+    return _too_much("a head, or a line of a body,", MAX_HEAD_BYTES, "bytes")
+
+
+def _full_error(max_connections: int) -> ApiError:
+    message = f"expected at most {max_connections} connections, got more: try later"
+    return ApiError(503, message, code="connections", headers={"Connection": "close", "Retry-After": "1"})
+
+
+def _response(error: ApiError) -> bytes:
+    """A whole answer, for connections without a request."""
+    body = encode_json(error.to_json())
+    headers = {"Content-Type": "application/json", "Content-Length": len(body), **error.headers, "Connection": "close"}
+    lines = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        *[f"{name}: {value}" for name, value in headers.items()],
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body

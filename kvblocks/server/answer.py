@@ -1,0 +1,206 @@
+"""The answer to one request: what was generated so far, and its form in OpenAI's JSON.
+
+An answer belongs to the event loop. The engine's thread only passes it on, and reads what never changes: its id and its
+request.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import Counter, deque
+
+from kvblocks.engine.completion import Completion, Piece
+from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.server.answers.logprobs import ChoiceWriter, Echo
+from kvblocks.server.errors import ApiError
+from kvblocks.server.requests import AnswerKind, AnswerRequest
+from kvblocks.server.service_metrics import RequestOutcome
+from kvblocks.server.wire import Json
+
+_PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-", "warm": "warm-"}
+_NO_TOKEN = -1
+
+
+class Answer:
+    """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
+
+    tiers: names of the engine's tiers below the device; cached tokens are counted for each. tokenizer: decodes the
+    tokens of log probabilities and echoes.
+
+    answer_id: its name for clients and logs. start_s: when its request came, on `time.monotonic`; None: now. prompts:
+    as tokens, once it is submitted. has_begun: whether any token has been generated. outcome: None until it ends.
+    timer: ends it after the time limit.
+    """
+
+    def __init__(
+        self,
+        asked: AnswerRequest,
+        model: str,
+        tiers: tuple[str, ...] = (),
+        tokenizer: Tokenizer | None = None,
+        *,
+        start_s: float | None = None,
+    ) -> None:
+        self.asked = asked
+        self.prompts: list[list[int]] = []
+        self._tiers = tiers
+        self._tokenizer = tokenizer
+        self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
+        self.start_s = time.monotonic() if start_s is None else start_s
+        self.has_begun = False
+        self.outcome: RequestOutcome | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._num_said: Counter[int] = Counter()  # tokens of each choice that a stream has sent
+        self._head: Json = {"id": self.answer_id, "object": "", "created": int(time.time()), "model": model}
+        self._pieces: deque[Piece] = deque()  # not taken yet
+        self._completions: dict[int, Completion] = {}  # by choice
+        self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has sent a part
+        self._error: ApiError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all choices have come to their end. O(1)."""
+        return len(self._completions) == self.asked.num_choices
+
+    def put(self, piece: Piece) -> None:
+        """Add a generated piece. O(1)."""
+        self.has_begun = True
+        self._pieces.append(piece)
+        if piece.completion is not None:
+            self._completions[self._choice(piece)] = piece.completion
+        self._news.set()
+
+    def put_warmed(self, prompt_index: int, completion: Completion) -> None:
+        """Note that a prompt was computed for which nothing is generated. O(1)."""
+        self._completions[prompt_index] = completion
+        if self.asked.kind != "warm":  # the answer is only an echo
+            of_prompt = completion.prompt_logprobs
+            self._pieces.append(Piece(prompt_index, _NO_TOKEN, "", completion, prompt_logprobs=of_prompt))
+            self._news.set()
+
+    def end(self, outcome: RequestOutcome, error: ApiError | None = None) -> None:
+        """End the answer, once. error: why it isn't whole, for the client. O(1)."""
+        self.outcome = outcome
+        self._error = error
+        if self.timer is not None:
+            self.timer.cancel()
+        self._news.set()
+
+    async def take(self) -> list[Piece]:
+        """Wait for pieces and return all there are; [] when the answer has ended. Raises its error after the pieces."""
+        while not self._pieces and self.outcome is None:
+            self._news.clear()
+            await self._news.wait()
+        if not self._pieces and self._error is not None:
+            raise self._error
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        return pieces
+
+    def body(self) -> Json:
+        """Return the whole answer; it must be whole. O(tokens)."""
+        if self.asked.kind == "warm":
+            return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
+        choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
+        kind = "chat.completion" if self.asked.kind == "chat" else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def _whole_choice(self, index: int, completion: Completion) -> Json:
+        written, logprobs = self._new_writer(index).write(
+            completion.text, completion.token_ids, completion.logprobs, completion.prompt_logprobs
+        )
+        text: Json = {"text": written}
+        if self.asked.kind == "chat":
+            text = {"message": {"role": "assistant", "content": written, "refusal": None}}
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        return self._with_ids(choice, completion.token_ids)
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """Return a stream's chunks for a piece, in order: none if it is only a part of a character. O(1)."""
+        choice, completion, is_chat = self._choice(piece), piece.completion, self.asked.kind == "chat"
+        chunks = []
+        if choice not in self._writers:
+            self._writers[choice] = self._new_writer(choice)
+            if is_chat:
+                opening = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+                said = self._with_ids({**opening, "finish_reason": None}, [])
+                chunks.append(self._chunk([said], self._usage_so_far(piece)))
+        writer = self._writers[choice]
+        token_ids = [] if piece.token_id == _NO_TOKEN else [piece.token_id]
+        self._num_said[choice] += len(token_ids)
+        if piece.text or completion is not None or self.asked.return_token_ids or writer.must_write:
+            written, logprobs = writer.write(
+                piece.text, token_ids, None if piece.logprobs is None else [piece.logprobs], piece.prompt_logprobs
+            )
+            content = {"content": written} if written or completion is None else {}
+            text: Json = {"delta": content} if is_chat else {"text": written}
+            reason = None if completion is None else completion.finish_reason
+            said = {"index": choice, **text, "logprobs": logprobs, "finish_reason": reason}
+            chunks.append(self._chunk([self._with_ids(said, token_ids)], self._usage_so_far(piece)))
+        return chunks
+
+    def usage_chunk(self) -> Json:
+        """Return the last chunk, which a client asks for by `include_usage`. O(choices)."""
+        return {**self._chunk([]), "usage": self._usage()}
+
+    def _choice(self, piece: Piece) -> int:
+        """The index of the choice that a piece belongs to."""
+        return piece.prompt_index * self.asked.options["n"] + piece.sample_index
+
+    def _new_writer(self, choice: int) -> ChoiceWriter:
+        """A new writer, at the beginning of a choice."""
+        asked, index = self.asked, choice // self.asked.options["n"]
+        echo = Echo.of(asked.prompts[index], self.prompts[index], self._tokenizer) if asked.echo else None
+        kind: AnswerKind = "chat" if asked.kind == "chat" else "completion"
+        has_logprobs = asked.options.get("logprobs") is not None
+        skips = asked.options.get("skip_special_tokens", True)
+        return ChoiceWriter(kind, self._tokenizer, has_logprobs=has_logprobs, echo=echo, skip_special_tokens=skips)
+
+    def _with_ids(self, choice: Json, token_ids: list[int]) -> Json:
+        return {**choice, "token_ids": token_ids} if self.asked.return_token_ids else choice
+
+    def _chunk(self, choices: list[Json], so_far: Json | None = None) -> Json:
+        kind = "chat.completion.chunk" if self.asked.kind == "chat" else "text_completion"
+        usage: Json = {"usage": so_far} if self.asked.include_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _usage_so_far(self, piece: Piece) -> Json | None:
+        """The tokens of one choice, as in vLLM: of its prompt, and those that the stream has sent."""
+        if not self.asked.continuous_usage:
+            return None
+        prompt, generated = len(self.prompts[piece.prompt_index]), self._num_said[self._choice(piece)]
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+    def _usage(self) -> Json:
+        """The tokens of all choices. A prompt counts once, with its first sample, however many samples it has."""
+        first_samples = [
+            completion for choice, completion in self._completions.items() if not choice % self.asked.options["n"]
+        ]
+        num_prompt_tokens = sum(completion.num_prompt_tokens for completion in first_samples)
+        num_completion_tokens = sum(len(completion.token_ids) for completion in self._completions.values())
+        num_cached_tokens = sum(completion.num_cached_tokens for completion in first_samples)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": num_cached_tokens,
+                "cached_tokens_by_tier": self._by_tier(first_samples),
+            },
+        }
+
+    def _warmed_json(self, completion: Completion) -> Json:
+        return {
+            "num_prompt_tokens": completion.num_prompt_tokens,
+            "num_cached_tokens": completion.num_cached_tokens,
+            "num_cached_tokens_by_tier": self._by_tier([completion]),
+            "num_computed_tokens": completion.num_computed_tokens,
+            "seconds": round(completion.ttft_s, 6),
+        }
+
+    def _by_tier(self, completions: list[Completion]) -> dict[str, int]:
+        """The cached tokens of prompts, by the tier where they were found."""
+        loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
+        num_cached_tokens = sum(one.num_cached_tokens for one in completions)
+        return {"device": num_cached_tokens - sum(loaded.values()), **loaded}

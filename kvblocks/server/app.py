@@ -1,0 +1,335 @@
+"""The routes, who may use them, and how answers and errors are sent.
+
+A failure before the first token is an HTTP error. A failure later in a stream is the stream's last event. When a client
+disconnects, its answer is dropped at once, in whatever state it is.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvblocks.engine.completion import Piece
+from kvblocks.errors import KVBlocksError
+from kvblocks.server.access.access_log import AccessLog
+from kvblocks.server.access.bodies import BodyLoad
+from kvblocks.server.access.gate import Gate, caller_of
+from kvblocks.server.access.origins import Origins
+from kvblocks.server.access.unread import UnreadBodies
+from kvblocks.server.answer import Answer
+from kvblocks.server.body.fields import meant, show
+from kvblocks.server.cache_api import CacheApi
+from kvblocks.server.endpoints.about import About, check_model
+from kvblocks.server.endpoints.tokens import TokensApi
+from kvblocks.server.errors import ApiError, as_api_error, late_error
+from kvblocks.server.page import show_page
+from kvblocks.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
+from kvblocks.server.service import Service, outcome_of
+from kvblocks.server.service_metrics import RequestOutcome
+from kvblocks.server.wire import (
+    DONE,
+    encode_event,
+    encode_in_parts,
+    encode_json,
+    error_response,
+    json_response,
+    send_encoded,
+    send_head,
+    send_json,
+    send_part,
+)
+
+STOP_TIMEOUT_S = 30.0
+
+Prepared = tuple[AnswerRequest, list[list[int]]]
+"""A request, ready for the engine, and its prompts as tokens."""
+
+
+def make_app(service: Service, model: str) -> Starlette:
+    """Return the application that serves `service`. It starts and stops the service.
+
+    model: the served name, unless the settings have others.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        service.start()
+        yield
+        await service.stop(STOP_TIMEOUT_S)
+
+    names = service.settings.model_names or (model,)
+    api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
+    routes = [
+        Route("/", show_page),
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        Route("/version", about.version),
+        Route("/model_info", about.model_info),
+        Route("/get_model_info", about.model_info),
+        Route("/server_info", about.server_info),
+        Route("/get_server_info", about.server_info),
+        Route("/tokenizer_info", tokens.tokenizer_info),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", about.models),
+        Route("/v1/models/{name:path}", about.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/cache/stats", cache.stats),
+        Route("/v1/cache/pins", cache.list_pins, methods=["GET"]),
+        Route("/v1/cache/pins", cache.pin, methods=["POST"]),
+        Route("/v1/cache/pins/{pin_id}", cache.unpin, methods=["DELETE"]),
+        Route("/v1/cache/unpin", cache.unpin_tokens, methods=["POST"]),
+        Route("/v1/cache/dot", cache.dot),
+        Route("/v1/cache/hints", cache.hints, methods=["POST"]),
+        Route("/v1/cache/snapshot", cache.snapshot),
+        Route("/v1/cache/reset", cache.reset, methods=["POST"]),
+        Route("/v1/cache/forget", cache.forget, methods=["POST"]),
+        Route("/v1/cache/explain", cache.explain, methods=["POST"]),
+        Route("/v1/cache/warm", api.warm, methods=["POST"]),
+    ]
+    handlers: dict[Any, Callable[[Request, Any], Any]] = {
+        KVBlocksError: _show_error,
+        HTTPException: partial(_show_http_exception, routes),
+        ClientDisconnect: _show_nothing,
+        Exception: _show_bug,
+    }
+    settings = service.settings
+    middleware = [
+        Middleware(AccessLog),
+        Middleware(UnreadBodies),
+        Middleware(Gate, callers=settings.callers, hosts=settings.hosts),
+    ]
+    if settings.allowed_origins:
+        middleware.insert(-1, Middleware(Origins, origins=settings.allowed_origins))  # before the gate
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+
+class Api:
+    """The endpoints of OpenAI's API, and those for monitoring."""
+
+    def __init__(self, service: Service, names: Sequence[str]) -> None:
+        self._service = service
+        self._names = names
+        self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
+
+    async def health(self, request: Request) -> Response:
+        """200 while the server takes requests, else 503; the body says whether requests need a key."""
+        del request
+        is_healthy, has_keys = self._service.is_healthy, self._service.settings.has_keys
+        status = "ok" if is_healthy else "stopping"
+        return json_response({"status": status, "needs_key": has_keys}, 200 if is_healthy else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """All metrics in Prometheus' text format."""
+        del request
+        return Response(self._service.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """Continue prompts."""
+        del request  # the response is an ASGI application, which gets the request's parts itself
+        return partial(self._respond, parse_completion)
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        """Answer a chat."""
+        del request
+        return partial(self._respond, parse_chat)
+
+    async def warm(self, request: Request) -> ASGIApp:
+        """Cache prompts, and generate nothing. The limits and the cancellation of other requests apply."""
+        del request
+        return partial(self._respond, parse_warm)
+
+    async def _respond(self, parse: Callable[[Any], AnswerRequest], scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as an ASGI application. Raises ApiError, before anything is sent, if the answer can't be begun."""
+        service, seconds = self._service, self._service.settings.request_timeout_s
+        start_s = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds):
+                asked, load = await self._read(parse, Request(scope, receive))
+                gone = asyncio.create_task(_wait_until_gone(receive))
+                asked, prompts = await self._encode(asked, load, gone)
+        except TimeoutError:
+            service.metrics.count(RequestOutcome.TIMED_OUT)
+            raise late_error(seconds) from None
+        except Exception as error:
+            # Disconnected clients, and requests without room, are counted where they are detected.
+            if not isinstance(error, ClientDisconnect) and as_api_error(error).status != 429:
+                service.metrics.count(outcome_of(as_api_error(error)))
+            raise
+        answer = Answer(asked, self._names[0], self._tiers, service.engine.model.tokenizer, start_s=start_s)
+        try:
+            service.submit(answer, prompts)
+            gone.add_done_callback(lambda _: service.drop(answer))
+            await (_stream(answer, send) if asked.stream else _send_whole(answer, send))
+        finally:
+            gone.cancel()
+            service.drop(answer)
+
+    async def _encode(self, asked: AnswerRequest, load: BodyLoad, gone: "asyncio.Task[None]") -> Prepared:
+        """Return the request and its prompts as tokens, with slots taken for them.
+
+        Raises what `Service.encode` and `compile` raise, and ClientDisconnect. `gone` is cancelled then, and the slots
+        and `load` are given back once the encoding has ended.
+        """
+        service = self._service
+        encoding = asyncio.create_task(self._prepare(asked, load))
+        try:
+            await asyncio.wait({encoding, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return _result(encoding)
+        except BaseException as error:
+            if not encoding.cancel() and encoding.exception() is None:
+                service.close(asked.slots)  # the encoding has succeeded, but nobody waits for it any more
+            gone.cancel()
+            if isinstance(error, ClientDisconnect):
+                service.metrics.count(RequestOutcome.CANCELLED)
+            raise
+
+    async def _prepare(self, asked: AnswerRequest, load: BodyLoad) -> Prepared:
+        """Encode the prompts, then compile the answer's form."""
+        prompts = await self._service.encode(asked.encode, asked.num_chars, asked.slots, load)
+        if asked.form is not None:
+            asked = asked.constrained(await self._service.compile(asked.form, asked.slots))
+        return asked, prompts
+
+    async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, BodyLoad]:
+        """Return a body as a request, and its bytes, which count until they are released. Raises ApiError."""
+
+        def check(body: Any) -> AnswerRequest:
+            asked = parse(body).asked_by(caller_of(request.scope))
+            request.scope["state"]["request_id"] = asked.request_id
+            check_model(self._names, asked.model)
+            return asked
+
+        try:
+            return await self._service.bodies.take(request, check)
+        except ApiError as error:
+            if error.status == 429:
+                self._service.metrics.count(RequestOutcome.REFUSED)
+            raise
+
+
+def _result(encoding: "asyncio.Task[Prepared]") -> Prepared:
+    """Return the encoding's result, or raise its error. If it isn't done, the client has gone: ClientDisconnect."""
+    if not encoding.done():
+        raise ClientDisconnect
+    return encoding.result()
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    """Wait until the client has gone, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_whole(answer: Answer, send: Send) -> None:
+    try:
+        while await answer.take():
+            pass
+    except ApiError as error:
+        await _send_error(send, error, answer)
+        return
+    if answer.outcome is RequestOutcome.FINISHED:  # else the client has gone
+        body = await _make(partial(_encode_whole, answer), is_long=answer.asked.is_long)
+        await send_encoded(send, body, headers={"x-request-id": answer.answer_id})
+
+
+async def _make(make: Callable[[], bytes], *, is_long: bool) -> bytes:
+    """Return what `make` returns. A long result, of megabytes maybe, is made while other requests are served."""
+    return await asyncio.to_thread(make) if is_long else make()
+
+
+async def _stream(answer: Answer, send: Send) -> None:
+    has_begun = False
+    try:
+        while pieces := await answer.take():
+            if not has_begun:
+                has_begun = True
+                await _begin_stream(answer, send)
+            # The log probabilities of one token are small. An echo comes with the first piece of each choice.
+            events = await _make(partial(_encode_pieces, answer, pieces), is_long=answer.asked.echo)
+            if events:
+                await send_part(send, events)
+    except ApiError as error:
+        if not has_begun:
+            await _send_error(send, error, answer)
+            return
+        ending = encode_event(error.to_json())
+    else:
+        if answer.outcome is not RequestOutcome.FINISHED:
+            return  # the client has gone
+        ending = encode_event(answer.usage_chunk()) if answer.asked.include_usage else b""
+        ending += DONE
+    await send_part(send, ending, is_last=True)
+
+
+def _encode_whole(answer: Answer) -> bytes:
+    body = answer.body()
+    return encode_in_parts(body, "choices") if "choices" in body else encode_json(body)
+
+
+def _encode_pieces(answer: Answer, pieces: list[Piece]) -> bytes:
+    return b"".join([encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)])
+
+
+async def _begin_stream(answer: Answer, send: Send) -> None:
+    headers = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+        "x-request-id": answer.answer_id,
+    }
+    await send_head(send, 200, headers)
+
+
+async def _send_error(send: Send, error: ApiError, answer: Answer) -> None:
+    await send_json(send, error.to_json(), error.status, {**error.headers, "x-request-id": answer.answer_id})
+
+
+async def _show_error(request: Request, error: KVBlocksError) -> Response:
+    del request
+    return error_response(as_api_error(error))
+
+
+async def _show_http_exception(routes: Sequence[Route], request: Request, error: HTTPException) -> Response:
+    path, headers = request.url.path, dict(error.headers or {})
+    what, hint, code = error.detail, "", None
+    if error.status_code == 404:
+        ours = sorted({route.path.partition("/{")[0] for route in routes})
+        what, hint, code = f"a path of this server ({', '.join(ours)})", _nearest(path, ours), "no_such_path"
+    elif error.status_code == 405:
+        methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
+        what = headers["Allow"] = ", ".join(sorted(methods))
+    message = f"expected {what}, got {request.method} {show(path)}{hint}"
+    return error_response(ApiError(error.status_code, message, code=code, headers=headers))
+
+
+def _nearest(path: str, ours: Sequence[str]) -> str:
+    """Return the end of an error: the one of our paths that an unknown one may stand for."""
+    end = path.rstrip("/")
+    if end:
+        for one in ours:
+            if one.endswith(end) or one.startswith(f"{end}/"):
+                return f": did you mean {one}?"
+    return meant(path, ours[1:])  # not the page
+
+
+async def _show_nothing(request: Request, error: ClientDisconnect) -> Response:
+    del request, error
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _show_bug(request: Request, error: Exception) -> Response:
+    del request
+    return error_response(as_api_error(error))

@@ -1,0 +1,81 @@
+"""Parses JSON whose cost is bounded before it is parsed.
+
+Python's parser keeps the interpreter's lock until it is done. How long that is depends on what a text holds: 4 MiB of
+names take 0.2 s, numbers with a fraction as much, whole numbers 0.1 s, one string 0.003 s.
+"""
+
+import json
+import re
+from typing import Any
+
+from kvblocks.server.errors import ApiError
+
+MAX_ITEMS = 10_000
+"""The most messages of a chat, parts of a message, or prompts of a body; the most values for a template, and the most
+numbers with a fraction. Checking each takes some microseconds."""
+
+MAX_NESTS = 2**17
+"""The most names, arrays and objects of a text: some 0.07 s."""
+
+MAX_VALUES = 2**20
+"""The most commas of a text, so the most token ids: some 0.05 s."""
+
+SMALL_TEXT = 2**14
+"""A text of so many characters is parsed and checked within some milliseconds, whatever it is."""
+
+_BOUNDS = ((":[{", MAX_NESTS, "names, arrays and objects"), (",", MAX_VALUES, "values"))
+_FEW_QUOTES = 2**17  # some 0.01 s
+# A string, or what is left of one that doesn't end. Each of its characters is looked at once.
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ApiError, for a text that would take too long before it is parsed."""
+    for marks, most, what in _BOUNDS:
+        if sum(map(text.count, marks)) > most and _exceeds(text, marks, most):
+            raise ApiError(400, f"expected a JSON body with at most {most} {what}, got more", code="too_many_values")
+    try:
+        return json.loads(text) if len(text) <= SMALL_TEXT else json.loads(text, parse_float=_Fractions())
+    except RecursionError:
+        raise ApiError(400, "expected a JSON body, got one that is nested too deep") from None
+    except ValueError as error:
+        raise ApiError(400, f"expected a JSON body, got an error: {ascii(str(error))[1:-1]:.200}") from None
+
+
+def decode_json(body: bytes) -> Any:
+    """Return the value of a JSON body, in UTF-8. Raises ApiError, as `parse_json` does."""
+    try:
+        text = body.decode("utf-8-sig", "surrogatepass")
+    except ValueError as error:
+        raise ApiError(400, f"expected a JSON body, got an error: {ascii(str(error))[1:-1]:.200}") from None
+    return parse_json(text)
+
+
+class _Fractions:
+    """Reads numbers with a fraction, up to MAX_ITEMS of them."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __call__(self, digits: str) -> float:
+        self._number += 1
+        if self._number > MAX_ITEMS:
+            message = f"expected a JSON body with at most {MAX_ITEMS} numbers with a fraction, got more"
+            raise ApiError(400, message, code="too_many_values")
+        return float(digits)
+
+
+def _exceeds(text: str, marks: str, most: int) -> bool:
+    """Whether a text has more than `most` of these marks outside of strings. O(text).
+
+    If it has many strings, they are looked at one by one, so that other threads may run.
+    """
+    if text.count('"') <= _FEW_QUOTES:
+        return sum(map(re.sub(_STRING, "", text, flags=re.DOTALL).count, marks)) > most
+    number = 0
+    for found in re.finditer(f"[{re.escape(marks)}]|{_STRING}", text, re.DOTALL):
+        if text[found.start()] != '"':
+            number += 1
+            if number > most:
+                return True
+    return False

@@ -1,0 +1,350 @@
+"""The endpoints of the cache: statistics, pins, resets, why a prompt missed. `kvblocks cache` uses them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvblocks.core.sequence import Sequence
+from kvblocks.engine.errors import ForgetError
+from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
+from kvblocks.errors import KVBlocksError
+from kvblocks.observe.explanation import Explanation
+from kvblocks.server.access.callers import AnswerSlots, Caller
+from kvblocks.server.access.gate import caller_of
+from kvblocks.server.arrivals import Arrival
+from kvblocks.server.body.fields import Fields
+from kvblocks.server.errors import ApiError, as_api_error, late_error
+from kvblocks.server.requests import PrefixBody, parse_prefix
+from kvblocks.server.service import Service
+from kvblocks.server.wire import Json, json_response
+
+if TYPE_CHECKING:
+    from kvblocks.wire.publisher import EventPublisher
+
+MAX_DESCRIPTION = 256
+"""The most characters of a pin's description, which is kept until the pin ends."""
+
+
+class CacheApi:
+    """The endpoints below /v1/cache."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._engine = service.engine
+
+    async def stats(self, request: Request) -> Response:
+        """Statistics of the cache. Waits for no step."""
+        del request
+        return json_response(self.stats_json())
+
+    def stats_json(self) -> Json:
+        """Return the statistics of the cache. Any thread may call this."""
+        engine = self._engine
+        values = engine.metrics.snapshot().as_dict()
+        stats = values["stats"]
+        block_bytes = engine.plan.block_bytes
+        num_lookups, seconds = self._service.thread.arrivals.num_lookups_and_seconds
+        used = stats["num_blocks"] - stats["num_free_blocks"]
+        return {
+            "prefix_caching": engine.manager.enable_caching,
+            "block_size": engine.manager.block_size,
+            "num_entries": stats["num_cached_blocks"],
+            **{name: stats[name] for name in ("num_blocks", "num_free_blocks", "num_evicted_blocks")},
+            **{name: stats[name] for name in ("num_queries", "num_hits", "num_queried_tokens", "num_hit_tokens")},
+            "hit_rate": stats["hit_rate"],
+            "request_hit_rate": stats["request_hit_rate"],
+            "recent": values["window"],
+            "memory": {
+                "pool_bytes": stats["num_blocks"] * block_bytes,
+                "used_bytes": used * block_bytes,
+                "cached_bytes": stats["num_cached_blocks"] * block_bytes,
+            },
+            "lookups": {"num_lookups": num_lookups, "mean_s": seconds / num_lookups if num_lookups else None},
+            "pins": values["pins"],
+            "hints": asdict(self._service.thread.hint_stats),
+            "tiers": self._tiers_json(values["tiers"]),
+            "remembered": self._remembered_json(),
+            "session_gate": self._gate_json(),
+            "requests": self._service.metrics.counts(),
+        }
+
+    def _remembered_json(self) -> Json | None:
+        """Statistics of remembered prompts; None if the engine remembers none."""
+        of = self._engine.scheduler.remembered
+        if of is None:
+            return None
+        return {"num_prompts": len(of), "num_blocks": of.num_blocks, "num_answers": of.num_answers}
+
+    def _gate_json(self) -> Json | None:
+        """The session gate: its numbers, its members, and who waits why; None if the engine has no gate."""
+        view = self._engine.scheduler.entrance.view
+        if view is None:
+            return None
+        members = [
+            {"session": str(name), "num_tokens": tokens, "paused_s": None if since is None else view.now - since}
+            for (_, name), tokens, since in view.members
+        ]
+        waiting = [
+            {
+                "session": str(one.session[1]),
+                "reason": one.reason,
+                "num_missing_tokens": one.num_missing_tokens,
+                "num_ahead": one.num_ahead,
+                "waited_s": view.now - one.asked_at,
+            }
+            for one in view.waiting
+        ]
+        return {**asdict(view.stats), "members": members, "waiting": waiting}
+
+    def _tiers_json(self, tiers: list[Json]) -> list[Json]:
+        """The manager's statistics of each tier, with bytes and seconds by direction, and its place's own."""
+        offload = self._engine.offload
+        traffic = {} if offload is None else {moved.tier: asdict(moved) for moved in offload.traffic()}
+        return [
+            {**tier, **{name: traffic[tier["name"]][name] for name in ("num_bytes", "seconds", "place")}}
+            for tier in tiers
+        ]
+
+    async def pin(self, request: Request) -> Response:
+        """Pin a prefix."""
+        fields, prefix = await self._service.bodies.read(request, partial(_parse_prefix, purpose="pin"))
+        caller = caller_of(request.scope)
+        salt, description = (
+            caller.salt_for(fields.kept_text("cache_salt")),
+            fields.text("description", MAX_DESCRIPTION) or "",
+        )
+        ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
+        if ttl_s == 0:
+            raise fields.error("ttl_s", "seconds, more than 0")
+        fields.refuse_unknown()
+        book, chosen = self._service.thread.pins, 50 if priority is None else priority
+        async with self._encoded(prefix, caller) as tokens:
+            entry = await self._call(
+                lambda: book.add(tokens, salt=salt, description=description, ttl_s=ttl_s, priority=chosen)
+            )
+        return json_response(entry.to_json(time.monotonic()))
+
+    async def list_pins(self, request: Request) -> Response:
+        """The pins that haven't ended, oldest first."""
+        del request
+        entries = await self._call(self._service.thread.pins.entries)
+        now = time.monotonic()
+        return json_response({"pins": [entry.to_json(now) for entry in entries]})
+
+    async def unpin(self, request: Request) -> Response:
+        """End a pin."""
+        pin_id = request.path_params["pin_id"]
+        entry = await self._call(lambda: self._service.thread.pins.remove(pin_id))
+        if entry is None:
+            raise ApiError(404, f"expected the id of a pin that stands, got {pin_id!a:.80}", code="no_such_pin")
+        return json_response(entry.to_json(time.monotonic()))
+
+    async def unpin_tokens(self, request: Request) -> Response:
+        """End all pins of a prefix. The body's prefix has the same forms as that of `pin`."""
+        fields, prefix = await self._service.bodies.read(request, partial(_parse_prefix, purpose="unpin"))
+        caller = caller_of(request.scope)
+        salt = caller.salt_for(fields.kept_text("cache_salt"))
+        fields.refuse_unknown()
+        book = self._service.thread.pins
+        async with self._encoded(prefix, caller) as tokens:
+            entries = await self._call(lambda: book.remove_tokens(tokens, salt=salt))
+        if not entries:
+            raise ApiError(404, "expected a prefix that is pinned, got one that isn't", code="no_such_pin")
+        now = time.monotonic()
+        return json_response({"pins": [entry.to_json(now) for entry in entries]})
+
+    async def dot(self, request: Request) -> Response:
+        """Draw the cache as a Graphviz document. It shows first tokens and salts of everybody's prompts."""
+        given = request.query_params.get("max_nodes", "200")
+        if not (given.isascii() and given.isdigit() and len(given) <= 6 and int(given) > 0):
+            raise ApiError(400, f"max_nodes: expected a number from 1 to 999999, got {given!a:.80}", param="max_nodes")
+        document = await self._call(lambda: self._engine.manager.inspect.to_dot(max_nodes=int(given)))
+        return json_response({"dot": document})
+
+    async def hints(self, request: Request) -> Response:
+        """Carry out an envelope of hints for the body's salt. For deferred actions, the client asks again."""
+        body, fields = await self._service.bodies.read(request, lambda body: (body, Fields(body)))
+        salt = caller_of(request.scope).salt_for(fields.kept_text("cache_salt"))
+        executor = self._service.thread.hints
+        answers = await self._call(lambda: executor.carry_out(body, salt, time.monotonic()))
+        return json_response(answers.to_dict())
+
+    async def snapshot(self, request: Request) -> Response:
+        """All that is cached after one batch of events, as the publisher knows it. Waits for no step."""
+        del request
+        publisher = self._service.publisher
+        if publisher is None:
+            raise ApiError(
+                404, "expected a server that publishes events (--kv-events), got one without", code="no_events"
+            )
+        return json_response(await run_in_threadpool(_snapshot_json, publisher))
+
+    async def reset(self, request: Request) -> Response:
+        """Reset the cache. Pins stay, and hold their prefixes again once these are computed anew."""
+        fields = await self._service.bodies.read(request, Fields)
+        fields.refuse_unknown()
+        manager = self._engine.manager
+
+        def reset() -> int:
+            num_cached = manager.stats.num_cached_blocks
+            manager.reset_prefix_cache()
+            return num_cached
+
+        return json_response({"num_removed_entries": await self._call(reset)})
+
+    async def forget(self, request: Request) -> Response:
+        """Delete what is cached of a salt, in all tiers, and end its hints.
+
+        Only this request waits for the tiers: the engine's steps go on.
+        """
+        fields = await self._service.bodies.read(request, Fields)
+        salt = caller_of(request.scope).salt_for(fields.kept_text("cache_salt"))
+        fields.refuse_unknown()
+        if salt is None:
+            raise fields.error("cache_salt", "the salt whose prompts are to be forgotten")
+
+        def forget() -> Forgetting:
+            self._service.thread.hints.forget(salt)
+            return self._engine.begin_forgetting(salt)
+
+        forgetting: Forgetting = await self._call(forget)
+        parts = [asyncio.wrap_future(part) for part in forgetting.parts.values()]
+        if parts:
+            await asyncio.wait(parts, timeout=FORGET_S)
+        try:
+            forgetting.check()
+        except ForgetError as error:
+            raise as_api_error(error) from error
+        return json_response({"num_removed_entries": forgetting.num_blocks})
+
+    async def explain(self, request: Request) -> Response:
+        """Why a prompt would miss now, or what a request hit and missed when it came."""
+        fields, prefix = await self._service.bodies.read(request, _parse_explained)
+        caller = caller_of(request.scope)
+        if prefix is None:
+            fields.refuse_unknown()
+            return json_response(await self._explain_request(fields.take("request_id"), caller))
+        salt = caller.salt_for(fields.kept_text("cache_salt"))
+        fields.refuse_unknown()
+        manager = self._engine.manager
+
+        def explain(tokens: list[int]) -> Json:
+            sequence = Sequence("explained", tokens, salt=salt)
+            hit = manager.get_computed_blocks(sequence)
+            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.inspect.explain(sequence)), caller)
+
+        async with self._encoded(prefix, caller) as tokens:
+            return json_response({"prompts": [await self._call(lambda: explain(tokens))]})
+
+    async def _explain_request(self, request_id: str, caller: Caller) -> Json:
+        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id, caller))
+        if arrivals is None:
+            raise ApiError(
+                404,
+                f"request_id: expected that of one of the last requests, got {request_id!a:.80}",
+                param="request_id",
+                code="no_such_request",
+            )
+        return {"request_id": request_id, "prompts": [_arrival_json(arrival, caller) for arrival in arrivals]}
+
+    @asynccontextmanager
+    async def _encoded(self, prefix: PrefixBody, caller: Caller) -> AsyncIterator[list[int]]:
+        """Give the tokens of a prefix. Within this context it takes a slot, as an answer does."""
+        service, slots = self._service, AnswerSlots(caller, 1)
+        seconds, nothing = service.settings.request_timeout_s, service.bodies.nothing()
+        try:
+            async with asyncio.timeout(seconds):
+                (tokens,) = await service.encode(
+                    lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], slots, nothing
+                )
+        except TimeoutError:
+            raise late_error(seconds) from None
+        try:
+            yield tokens
+        finally:
+            service.close(slots)
+
+    async def _call(self, function: Any) -> Any:
+        try:
+            return await self._service.call(function)
+        except KVBlocksError as error:
+            raise as_api_error(error) from error
+
+
+def _parse_prefix(body: Any, purpose: str) -> tuple[Fields, PrefixBody]:
+    """Read a body's prefix, and return its fields, of which others are to be read. Raises ApiError."""
+    fields = Fields(body)
+    return fields, parse_prefix(fields, purpose)
+
+
+def _parse_explained(body: Any) -> tuple[Fields, PrefixBody | None]:
+    """`_parse_prefix` of what is to be explained; no prefix if that is a request."""
+    fields = Fields(body)
+    return fields, None if fields.text("request_id") is not None else parse_prefix(fields, "explain")
+
+
+def _arrival_json(arrival: Arrival, caller: Caller) -> Json:
+    explanation, completion = arrival.explanation, arrival.completion
+    values: Json = {
+        "num_prompt_tokens": arrival.num_prompt_tokens,
+        "num_cached_tokens": arrival.num_cached_tokens,
+        "cause": None if explanation is None else _cause(explanation, caller),
+        "text": None if explanation is None else _explain(explanation, caller),
+    }
+    if completion is not None:
+        values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
+    return values
+
+
+# Which of these causes applies depends on what others have cached. So a caller who must not know that sees only one.
+_NOT_CACHED = frozenset({"other keys", "partly equal", "never cached"})
+
+
+def _cause(explanation: Explanation, caller: Caller) -> str:
+    """Return the cause of a miss, as far as the caller may know it."""
+    return explanation.cause if caller.sees_others or explanation.cause not in _NOT_CACHED else "never cached"
+
+
+def _explain(explanation: Explanation, caller: Caller) -> str:
+    """Return an explanation without other callers' salts, since a salt may be a secret."""
+    cause, number = _cause(explanation, caller), explanation.num_cached_blocks
+    found = f"{number} of {explanation.num_full_blocks} full blocks are cached"
+    if cause == "other keys":
+        return f"{found}; block {number} is cached with other keys, such as another cache_salt"
+    if caller.sees_others:
+        return str(explanation)
+    stored = [f"tokens {part.first_token} to {part.end_token - 1} are on {part.tier!r}" for part in explanation.tiers]
+    why = "was never cached, as far as is remembered" if cause == "never cached" else f"isn't cached: {cause}"
+    return "; ".join([found if cause == "no miss" else f"{found}; block {number} {why}", *stored])
+
+
+def _snapshot_json(publisher: "EventPublisher") -> Json:
+    """A snapshot as plain values. Numbers are written as texts, since many JSON readers keep only 53 bits."""
+    number, stored = publisher.snapshot()
+    return {
+        "epoch": str(publisher.epoch),
+        "number": str(number),
+        "num_blocks": sum(len(event.block_hashes) for event in stored),
+        "stored": [
+            {
+                "block_hashes": [digest.hex() for digest in event.block_hashes],
+                "parent_block_hash": None if event.parent_block_hash is None else event.parent_block_hash.hex(),
+                "block_size": event.block_size,
+                "medium": event.medium,
+                "group_idx": event.group_idx,
+                "kind": event.kind,
+                "window": event.window,
+                "lora": event.lora,
+                "cache_salt": event.salt,
+            }
+            for event in stored
+        ],
+    }

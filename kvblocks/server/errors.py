@@ -1,0 +1,96 @@
+"""The errors that a client sees: a status and OpenAI's shape, {"error": {message, type, param, code}}."""
+
+from collections.abc import Mapping
+
+from kvblocks.engine.errors import ForgetError, GrammarError, ModelError, RequestTooLongError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError, PoolExhaustedError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(KVBlocksError):
+    """A request that gets an error instead of an answer.
+
+    status: the HTTP status, also where a stream has begun and the error is its last event. param: the field that is
+    wrong. code: a word that programs can act on. headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, object]:
+        """Return the body of the response."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
+    """Return the error that a client sees. The client's mistakes are told in full; bugs without details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PinBudgetError):
+        return ApiError(409, str(error), param=param, code="pin_budget")
+    if isinstance(error, PoolExhaustedError):
+        return ApiError(503, str(error), code="pool_exhausted", headers={"Retry-After": "5"})
+    if isinstance(error, ForgetError):
+        return ApiError(503, str(error), code="forget_incomplete")
+    if isinstance(error, RequestTooLongError):
+        return length_error(str(error), param)
+    if isinstance(error, (InvalidArgumentError, ModelError)):
+        return ApiError(400, str(error), param=param)
+    return ApiError(500, f"expected an answer, got {type(error).__name__}: a bug; the server's log has more")
+
+
+def step_error(error: Exception) -> ApiError:
+    """Return the error that a client sees when the step that computed its request failed."""
+    if isinstance(error, PoolExhaustedError):
+        return as_api_error(error)
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), code="grammar_too_complex")
+    message = f"expected a step to succeed, got {type(error).__name__}: the server's log has more"
+    return ApiError(500, message, code="step_failed", headers={"x-should-retry": "false"})
+
+
+def stopping_error() -> ApiError:
+    """The error of requests that are new or unfinished when the server stops."""
+    return ApiError(503, "expected a running server, got one that is stopping", code="stopping")
+
+
+def busy_error(message: str, code: str, retry_after_s: int) -> ApiError:
+    """The error of a request for which there is no room now. OpenAI's clients retry by themselves."""
+    return ApiError(429, message, code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def length_error(message: str, param: str | None) -> ApiError:
+    """The error of a prompt that the model's context has no room for."""
+    # litellm recognizes such errors by these words, not by the code.
+    full = f"{message}, which is over this model's maximum context limit"
+    return ApiError(400, full, param=param, code="context_length_exceeded")
+
+
+def late_error(seconds: float) -> ApiError:
+    """The error of a request whose time is over."""
+    # OpenAI's clients would retry by themselves, and that would take as much time again.
+    headers = {"x-should-retry": "false"}
+    return ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)

@@ -1,0 +1,125 @@
+"""The server's own metrics for Prometheus, beside the cache's: outcomes, tokens, times to first token."""
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvblocks.engine.engine import Engine
+from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector, RememberedCollector
+from kvblocks.replay.recorder import TraceRecorder
+
+if TYPE_CHECKING:
+    from kvblocks.wire.publisher import EventPublisher
+
+_PREFIX = "kvblocks_server"
+_TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class RequestOutcome(Enum):
+    """How a request ended. CANCELLED: the client went away. REFUSED: there was no room for it.
+
+    REJECTED: the request was wrong. FAILED: the request was right, but it got no answer.
+    """
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    REFUSED = "refused"
+    REJECTED = "rejected"
+
+
+class ServiceMetrics:
+    """The metrics of one server, in a registry of its own. No series names a tenant. Owned by the event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        num_open: Callable[[], int],
+        publisher: "EventPublisher | None" = None,
+        recorder: TraceRecorder | None = None,
+    ) -> None:
+        registry = self._registry = CollectorRegistry()
+        if publisher is not None:
+            registry.register(_Events(publisher))
+        if recorder is not None:
+            registry.register(_Recorded(recorder))
+        KVBlocksCollector(engine.metrics, registry=registry)
+        if engine.offload is not None:
+            OffloadCollector(engine.offload, registry=registry)
+        if engine.scheduler.remembered is not None:
+            RememberedCollector(engine.scheduler.remembered, registry=registry)
+        if engine.scheduler.entrance.gate is not None:
+            GateCollector(engine.scheduler.entrance, registry=registry)
+        self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
+        for outcome in RequestOutcome:
+            self._outcomes.labels(outcome.value)
+        self._tokens = Counter(f"{_PREFIX}_generated_tokens", "Tokens generated for open requests.", registry=registry)
+        about = "From a request's arrival to its first token."
+        self._ttft = Histogram(f"{_PREFIX}_ttft_seconds", about, buckets=_TTFT_BOUNDS, registry=registry)
+        scheduler = engine.scheduler
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "open_answers": ("Answers that are unfinished, running or waiting.", num_open),
+            "running": ("Sequences that hold blocks.", lambda: len(scheduler.running)),
+            "waiting": ("Requests that wait for blocks.", lambda: len(scheduler.waiting)),
+        }
+        for name, (text, read) in gauges.items():
+            Gauge(f"{_PREFIX}_{name}", text, registry=registry).set_function(read)
+
+    def count(self, outcome: RequestOutcome) -> None:
+        """Count a request that has ended."""
+        self._outcomes.labels(outcome.value).inc()
+
+    def count_token(self) -> None:
+        """Count a generated token."""
+        self._tokens.inc()
+
+    def note_first_token(self, seconds: float) -> None:
+        """Note how long a request waited for its first token."""
+        self._ttft.observe(seconds)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many requests had each outcome."""
+        samples = next(iter(self._outcomes.collect())).samples
+        return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
+
+    def scrape(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Recorded(Collector):
+    """Metrics of the recorder: requests recorded, and lost."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        of = self._recorder
+        yield CounterMetricFamily("kvblocks_recorded_requests", "Requests written to the record.", of.num_recorded)
+        text = "Requests that could not be written to the record, since the disk was full for example."
+        yield CounterMetricFamily("kvblocks_unrecorded_requests", text, of.num_lost)
+
+
+class _Events(Collector):
+    """Metrics of the publisher: batches of events sent, dropped and queued, and replays."""
+
+    def __init__(self, publisher: "EventPublisher") -> None:
+        self._publisher = publisher
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        of = self._publisher
+        yield CounterMetricFamily("kvblocks_event_batches_sent", "Batches of events that were sent.", of.num_sent)
+        text = "Batches of events that were not sent, since too much waited; consumers see a gap."
+        yield CounterMetricFamily("kvblocks_event_batches_dropped", text, of.num_dropped)
+        yield GaugeMetricFamily(
+            "kvblocks_event_batches_queued", "Batches of events that wait to be sent.", of.num_queued
+        )
+        text = "Replays and snapshots that consumers asked for."
+        yield CounterMetricFamily("kvblocks_event_requests", text, of.num_requests)

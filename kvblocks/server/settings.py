@@ -1,0 +1,464 @@
+"""The settings of `kvblocks serve`, all checked before a model is loaded. An error says why a combination is wrong.
+
+A field that is made by `flag` is an option of the command line, with this name, default, help and range. It is named
+here and nowhere else: errors ask `name_of`. Whatever is heavy is imported by the checks, so that `kvblocks --help` is
+quick.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvblocks.arguments import check_one_of, is_number
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies import NAMED
+from kvblocks.server.flags import check_ranges, flag, name_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvblocks.engine.schedule.step import StepLimits
+    from kvblocks.engine.tiers.options import TierOptions
+    from kvblocks.server.access.callers import Callers, TenantKey
+    from kvblocks.server.access.hosts import HostCheck
+
+CPU_CHUNK_TOKENS = 64
+"""The most tokens of one prompt that a step computes on a CPU, if the operator says nothing else.
+
+There a step takes about as long as it has tokens. On a GPU it hardly does, and smaller chunks would only cost time.
+Long prompts are computed by layers (`LongPrompts`), and running requests get a step whenever that took as long as so
+many tokens.
+"""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_CACHE, _TIERS, _WORK, _SERVER, _EVENTS = "KV cache", "Tiers", "Work", "Server", "Events for routers"
+
+
+def parse_memory(text: str) -> float | str:
+    """Return --kv-cache-memory as `Engine` takes it: a share of the free memory (0.5), or a text ("2GiB")."""
+    try:
+        return float(text) if "." in text else text
+    except ValueError:
+        return text
+
+
+def _read_keys(file: Path) -> "tuple[TenantKey, ...]":
+    from kvblocks.server.access.keys_file import read_keys
+
+    return read_keys(file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSettings:
+    """The engine's settings. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
+
+    long_prefill_token_threshold: the most tokens of one prompt in a step; 0: no such limit; None: CPU_CHUNK_TOKENS on a
+    CPU, no such limit on other devices. kv_cache_dtype, eviction: names that `Engine` takes. host_cache, disk_cache,
+    store: addresses of tiers, without "host:" and "disk:" (`TierOptions`), beside a size and files with secrets.
+    threads: of torch; None: its own choice.
+    """
+
+    block_size: int = flag("Tokens in a block.", _CACHE, default=16, least=1)
+    num_blocks: int | None = flag("Blocks in the pool. Default: as many as 512 MB hold.", _CACHE, least=1)
+    kv_cache_memory: float | str | None = flag(
+        "Instead of --num-blocks: 2GiB, or 0.5 of what is free.", _CACHE, kind=str, read=parse_memory
+    )
+    kv_cache_dtype: str = flag(
+        "auto, or fp8_e4m3: K and V in 8 bits, so that the pool has room for more.", _CACHE, default="auto"
+    )
+    prefix_caching: bool = flag(
+        "Compute every prompt in full.",
+        _CACHE,
+        default=True,
+        name="--no-prefix-caching",
+        kind=bool,
+        read=lambda off: not off,
+    )
+    num_history_blocks: int = flag(
+        "Evicted blocks that `kvblocks cache explain` remembers; 0: explain no requests, hash nothing.",
+        _CACHE,
+        default=10_000,
+        least=0,
+    )
+    eviction: str | None = flag(
+        f"Which cached block goes first: {', '.join(NAMED)}; sessions goes by prompt_cache_key."
+        " Default: the least recently used. See docs/policies.md.",
+        _CACHE,
+    )
+    remember_next_token: bool = flag(
+        "Begin the answer to an exact repeat, at temperature 0, without a forward pass.", _CACHE, default=False
+    )
+    host_cache: str | None = flag("Memory for blocks that leave the pool: 2GiB, or 0.5 of what is free.", _TIERS)
+    disk_cache: str | Path | None = flag("A folder for blocks, found again after a restart.", _TIERS, kind=Path)
+    disk_cache_size: str | None = flag("The most that the folder may take. Default: 8GiB.", _TIERS)
+    disk_cache_secret_file: Path | None = flag(
+        "A file of at least 16 bytes that nobody else knows, so that nobody can plant blocks in the folder."
+        " Or $KVBLOCKS_DISK_CACHE_SECRET.",
+        _TIERS,
+    )
+    store: str | None = flag(
+        "A Valkey or Redis for blocks, which servers share: valkey://host:6379. See docs/store.md. The environment"
+        " hides a password from other users' `ps`. Needs kvblocks\\[valkey].",
+        _TIERS,
+        envvar="KVBLOCKS_STORE",
+        is_secret=True,
+    )
+    store_secret_file: Path | None = flag(
+        "A file of at least 16 bytes that only the servers of this store know, so that nobody else can plant blocks"
+        " there. Or $KVBLOCKS_STORE_SECRET.",
+        _TIERS,
+    )
+    max_num_batched_tokens: int = flag("The most tokens in a step.", _WORK, default=512)
+    max_num_seqs: int = flag("The most sequences in a step.", _WORK, default=64, least=1)
+    long_prefill_token_threshold: int | None = flag(
+        "The most tokens of one prompt in a step, so that others don't wait for long; 0: no such limit. Default: 64 on"
+        " a CPU, 0 on a GPU.",
+        _WORK,
+        name="--long-prefill-tokens",
+        least=0,
+    )
+    max_num_partial_prefills: int = flag(
+        "How many long prompts are computed in turns; others wait.",
+        _WORK,
+        default=3,
+        name="--max-partial-prefills",
+        least=1,
+    )
+    schedule: str = flag("Who is admitted first: fcfs, longest-prefix or grouped.", _WORK, default="fcfs")
+    session_gate: bool = flag(
+        "Let only so many sessions take turns that the cache remembers them; others wait. Sessions are named by"
+        " prompt_cache_key. See docs/gate.md.",
+        _WORK,
+        default=False,
+    )
+    deterministic: bool = flag("Give equal logits, cached or not.", _WORK, default=False)
+    device: str = flag("cpu, cuda, cuda:1 or auto.", _WORK, default="auto")
+    attention: str = flag("torch, triton, flash-attn or auto.", _WORK, default="auto")
+    warm_up: bool = flag("Compile kernels before serving, not during it.", _WORK, default=False)
+    dtype: str | None = flag("float32, float16 or bfloat16. Default: float32 on a CPU, else the model's.", _WORK)
+    threads: int | None = flag("Torch threads. Default: torch's own choice.", _WORK, least=1)
+
+    def __post_init__(self) -> None:
+        from kvblocks.engine.attention.names import ATTENTIONS, KV_CACHE_DTYPES
+        from kvblocks.engine.engine import choose_device
+        from kvblocks.engine.run.backends import Backend
+        from kvblocks.engine.run.memory import read_memory
+        from kvblocks.engine.schedules import SCHEDULES
+
+        check_ranges(self)
+        name = partial(name_of, self)
+        if self.kv_cache_memory is not None:
+            read_memory(self.kv_cache_memory, choose_device("cpu"))  # raises if the text can't be parsed
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise InvalidArgumentError(
+                f"expected {name('num_blocks')} or {name('kv_cache_memory')}, since one decides the other, got both"
+                f" ({self.num_blocks} and {self.kv_cache_memory!r})"
+            )
+        check_one_of(name("kv_cache_dtype"), self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_one_of(name("attention"), self.attention, ATTENTIONS)
+        backend = Backend(self.attention, self.deterministic, kv_cache_dtype=self.kv_cache_dtype)
+        backend.check_place(choose_device(self.device), self.block_size)
+        check_one_of(name("schedule"), self.schedule, SCHEDULES)
+        if self.eviction is not None:
+            check_one_of(name("eviction"), self.eviction, NAMED)
+        if self.schedule != "fcfs" and not self.prefix_caching:
+            raise InvalidArgumentError(
+                f"expected {name('schedule')} fcfs with {name('prefix_caching')}, since the other orders go by what is"
+                f" cached, got {self.schedule}"
+            )
+        for field, is_on in (("remember_next_token", self.remember_next_token), ("session_gate", self.session_gate)):
+            if is_on and not self.prefix_caching:
+                raise InvalidArgumentError(
+                    f"{name(field)}: expected prefix caching with it, got {name('prefix_caching')}"
+                )
+        self._check_tiers()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidArgumentError(
+                f"{name('max_num_batched_tokens')}: expected at least {name('max_num_seqs')} ({self.max_num_seqs}),"
+                f" since every running sequence needs room for one token in a step, got {self.max_num_batched_tokens}"
+            )
+
+    def _check_tiers(self) -> None:
+        from kvblocks.engine.tiers.registry import read_tiers
+        from kvblocks.tiers.store import parse_address
+
+        name = partial(name_of, self)
+        needs = (
+            ("disk_cache_size", "disk_cache", "the folder"),
+            ("disk_cache_secret_file", "disk_cache", "the folder"),
+            ("store_secret_file", "store", "its URL"),
+        )
+        for field, needed, what in needs:
+            if getattr(self, field) is not None and getattr(self, needed) is None:
+                raise InvalidArgumentError(f"{name(field)}: expected {name(needed)}, {what}, with it; got none")
+        tiers = ("host_cache", "disk_cache", "store")
+        got = [field for field in tiers if getattr(self, field) is not None]
+        if not self.prefix_caching and got:
+            raise InvalidArgumentError(
+                f"expected none of {', '.join(map(name, tiers))} with {name('prefix_caching')}, since they hold what is"
+                f" cached, got {name(got[0])}"
+            )
+        if self.store is not None:
+            parse_address(self.store)
+        read_tiers(self.tiers)
+
+    @property
+    def tiers(self) -> "tuple[TierOptions, ...]":
+        """The tiers below the engine, the quickest first. Reads their secrets. Raises InvalidArgumentError."""
+        from kvblocks.engine.tiers.options import TierOptions
+
+        tiers: list[TierOptions] = []
+        if self.host_cache is not None:
+            tiers.append(TierOptions(f"host:{self.host_cache}"))
+        if self.disk_cache is not None:
+            environment = os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
+            secret = read_secret(self.disk_cache_secret_file, environment, name_of(self, "disk_cache_secret_file"))
+            tiers.append(TierOptions(f"disk:{self.disk_cache}", self.disk_cache_size, secret))
+        if self.store is not None:
+            environment = os.environ.get("KVBLOCKS_STORE_SECRET")
+            secret = read_secret(self.store_secret_file, environment, name_of(self, "store_secret_file"))
+            tiers.append(TierOptions(self.store, secret=secret))
+        return tuple(tiers)
+
+    def limits_on(self, device: "torch.device") -> "StepLimits":
+        """The limits of a step on a device."""
+        from kvblocks.engine.schedule.step import StepLimits
+
+        most = self.long_prefill_token_threshold
+        if most is None and device.type == "cpu":
+            most = CPU_CHUNK_TOKENS
+        return StepLimits(
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+            most or None,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """The server's settings. port 0: any free port. max_requests: unfinished requests, running and waiting.
+
+    model_names: the names that the model is served under; answers have the first. Empty: its folder's name.
+    api_key: one key for all clients. keys: a key for each tenant, instead of api_key. admin_key: the operator's key,
+    for the endpoints of the cache; without it, and without `keys`, every client is an operator. allow_anyone: serve
+    other machines without a key. allowed_hosts: names that a request's Host header may have, beside those of the
+    loopback. If empty, any name is allowed; but a server on the loopback without keys then allows the loopback's names
+    only. allowed_origins: of web pages that may use the server from a browser; empty: none. log_level: the least level
+    that is logged; "info" logs each request. record: a file that gets a line for each request, for `kvblocks replay`;
+    None: no file.
+    """
+
+    host: str = flag("Address to listen at.", _SERVER, default="127.0.0.1")
+    port: int = flag("Port to listen at; 0: any free one.", _SERVER, default=8000, least=0, most=65535)
+    model_names: tuple[str, ...] = flag(
+        "What clients call the model, instead of its folder's name; may be given several times.",
+        _SERVER,
+        default=(),
+        name="--served-model-name",
+        kind=list[str],
+        read=tuple,
+    )
+    api_key: str | None = flag(
+        "The server's key. The environment hides it from other users' `ps`.",
+        _SERVER,
+        envvar="KVBLOCKS_API_KEY",
+        is_secret=True,
+    )
+    keys: "tuple[TenantKey, ...]" = flag(
+        "Instead of --api-key: a file with a key for each tenant; see docs/server.md.",
+        _SERVER,
+        default=(),
+        kind=Path,
+        read=_read_keys,
+    )
+    admin_key: str | None = flag(
+        "The operator's key; requests about the cache then need it.",
+        _SERVER,
+        envvar="KVBLOCKS_ADMIN_KEY",
+        is_secret=True,
+    )
+    admin_key_file: Path | None = flag("Instead of --admin-key: a file with that key.", _SERVER)
+    allowed_hosts: tuple[str, ...] = flag(
+        "A host name that requests may use, beside localhost; may be given several times.",
+        _SERVER,
+        default=(),
+        name="--allowed-host",
+        kind=list[str],
+        read=tuple,
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        "An origin whose web pages may use this server from a browser (CORS), such as https://app.example; may be given"
+        " several times. Default: none.",
+        _SERVER,
+        default=(),
+        name="--allowed-origin",
+        kind=list[str],
+        read=tuple,
+    )
+    allow_anyone: bool = flag("Serve other machines without a key.", _SERVER, default=False)
+    max_requests: int = flag(
+        "The most unfinished answers, waiting ones too; more get 429.", _SERVER, default=256, least=1
+    )
+    max_body_bytes: int = flag("Larger bodies get 413.", _SERVER, default=4 * 2**20, least=1)
+    max_connections: int = flag("The most connections; more are closed with 503.", _SERVER, default=512, least=1)
+    request_timeout_s: float = flag(
+        "Seconds for a request, waiting included.", _SERVER, default=600.0, name="--request-timeout"
+    )
+    grace_s: float = flag(
+        "Seconds that running requests get after SIGTERM.", _SERVER, default=30.0, name="--grace-period"
+    )
+    log_level: str = flag("debug, info (each request in a line), warning or error.", _SERVER, default="warning")
+    record: Path | None = flag(
+        "A file that gets a line for each request, without its text, for `kvblocks replay`.", _SERVER
+    )
+
+    def __post_init__(self) -> None:
+        from kvblocks.server.access.hosts import is_host, is_loopback
+        from kvblocks.server.access.origins import is_origin
+
+        check_ranges(self)
+        name = partial(name_of, self)
+        check_one_of(name("log_level"), self.log_level, LOG_LEVELS)
+        for field in ("request_timeout_s", "grace_s"):
+            value = getattr(self, field)
+            if not is_number(value) or not 0 <= value < float("inf"):
+                raise InvalidArgumentError(f"{name(field)}: expected seconds, at least 0, got {value!r}")
+        if not self.request_timeout_s:
+            raise InvalidArgumentError(f"{name('request_timeout_s')}: expected more than 0 seconds, got 0")
+        for model_name in self.model_names:
+            if not model_name or not model_name.isprintable():
+                raise InvalidArgumentError(f"{name('model_names')}: expected a name, got {model_name!r}")
+        for host in self.allowed_hosts:
+            if not is_host(host):
+                raise InvalidArgumentError(
+                    f"{name('allowed_hosts')}: expected a name or an address, without port, got {host!r}"
+                )
+        for origin in self.allowed_origins:
+            if not is_origin(origin):
+                raise InvalidArgumentError(
+                    f"{name('allowed_origins')}: expected one origin in lower case, as browsers send it, such as"
+                    f" https://app.example or http://localhost:3000, got {origin!r}"
+                )
+        self._check_keys()
+        if not is_loopback(self.host) and not self.has_keys and not self.allow_anyone:
+            raise InvalidArgumentError(
+                f"expected {name('api_key')} (or $KVBLOCKS_API_KEY) or {name('keys')} with {name('host')} {self.host},"
+                f" since other machines can reach it, or {name('allow_anyone')} to let them all in; got none of them"
+            )
+
+    def _check_keys(self) -> None:
+        from kvblocks.server.access.callers import digest_of
+        from kvblocks.server.access.keys_file import is_key
+
+        operator_key, name = self.operator_key, partial(name_of, self)
+        for field, key in (("api_key", self.api_key), ("admin_key", operator_key)):
+            if key is not None and not is_key(key):
+                raise InvalidArgumentError(
+                    f"{name(field)}: expected ASCII without spaces, not empty, got something else"
+                )
+        if self.api_key is not None and self.keys:
+            raise InvalidArgumentError(
+                f"expected {name('api_key')} or {name('keys')}, which has one for each tenant, got both"
+            )
+        if operator_key is None:
+            return
+        admin = digest_of(operator_key)
+        others = {tenant.digest for tenant in self.keys} | {digest_of(self.api_key or "")}
+        if admin in others:
+            raise InvalidArgumentError(f"{name('admin_key')}: expected a key that no client has, got one of theirs")
+
+    @property
+    def operator_key(self) -> str | None:
+        """The operator's key; None without one. Raises InvalidArgumentError for a file that can't be read."""
+        return read_key(self.admin_key_file, self.admin_key, name_of(self, "admin_key_file"))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key is not None or bool(self.keys)
+
+    @property
+    def callers(self) -> "Callers":
+        """The callers that may send requests, with their rights."""
+        from kvblocks.server.access.callers import Caller, Callers, digest_of
+        from kvblocks.server.access.hosts import is_loopback
+
+        operator_key = self.operator_key
+        has_operator = operator_key is not None
+        everybody = Caller(is_operator=not has_operator)
+        known = [(tenant.digest, tenant.caller) for tenant in self.keys]
+        if self.api_key is not None:
+            known.append((digest_of(self.api_key), everybody))
+        if operator_key is not None:
+            known.append((digest_of(operator_key), Caller(is_operator=True, sees_others=True)))
+        if self.has_keys:
+            return Callers(known, None)
+        return Callers(known, replace(everybody, sees_others=not has_operator and is_loopback(self.host)))
+
+    @property
+    def hosts(self) -> "HostCheck | None":
+        """The names that a Host header may have; None: any."""
+        from kvblocks.server.access.hosts import HostCheck, is_loopback
+
+        if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
+            return HostCheck((*self.allowed_hosts, self.host))
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventSettings:
+    """Where cache events are published. endpoint: for subscribers; None: nowhere. replay: an endpoint for replays.
+
+    allow_remote: let other machines connect. They need no key, and events hold prompts' tokens.
+    """
+
+    endpoint: str | None = flag(
+        "Publish what is cached, as vLLM does: tcp://127.0.0.1:5557. Needs kvblocks\\[wire].",
+        _EVENTS,
+        name="--kv-events",
+    )
+    replay: str | None = flag(
+        "Where subscribers ask for missed batches: tcp://127.0.0.1:5558.", _EVENTS, name="--kv-replay"
+    )
+    topic: str = flag("The topic of each batch, such as kv@NAME@MODEL.", _EVENTS, default="", name="--kv-topic")
+    allow_remote: bool = flag(
+        "Let other machines subscribe: whoever connects reads prompts' tokens.",
+        _EVENTS,
+        default=False,
+        name="--kv-allow-remote",
+    )
+
+    def __post_init__(self) -> None:
+        for field in ("replay", "topic", "allow_remote"):
+            if getattr(self, field) and self.endpoint is None:
+                raise InvalidArgumentError(
+                    f"{name_of(self, field)}: expected {name_of(self, 'endpoint')}, the endpoint, with it; got none"
+                )
+
+
+NO_EVENTS = EventSettings()
+
+
+def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None:
+    """Return the secret in a file, without the line's end, or else `value` as bytes; None if there is neither.
+
+    flag: the file's, for errors. Raises InvalidArgumentError for a file that can't be read.
+    """
+    if file is None:
+        return value.encode("utf-8", "surrogateescape") if value else None
+    try:
+        return file.read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{flag}: expected a file that can be read, got {str(file)!r}: {error.strerror}"
+        ) from error
+
+
+def read_key(file: Path | None, value: str | None, flag: str) -> str | None:
+    """Return the key in a file, or else `value`. Raises as `read_secret` does."""
+    secret = read_secret(file, value, flag)
+    return None if secret is None else secret.decode("utf-8", "replace")

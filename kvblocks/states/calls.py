@@ -1,0 +1,127 @@
+"""`ManagerStates`: `manager.states`, the calls about recurrent states."""
+
+from collections.abc import Callable
+from typing import Any, SupportsIndex
+
+from kvblocks.arguments import Given, asked_once, check_count
+from kvblocks.core.change import Change
+from kvblocks.core.hit import CacheHit, check_start
+from kvblocks.core.sequence import Sequence, as_sequence
+from kvblocks.errors import InvalidArgumentError, SequenceStateError
+from kvblocks.groups.states.copies import StateCopy
+from kvblocks.states.slots import StateSlots
+from kvblocks.stats import StateStats
+
+
+class ManagerStates:
+    """The live states of a manager's sequences, and their checkpoints: `manager.states`.
+
+    Made by a manager. Its calls raise InvalidArgumentError unless one of the manager's groups is a `RecurrentState`. As
+    with the manager's calls, one that raises has changed nothing.
+    """
+
+    def __init__(
+        self,
+        change: Change,
+        slots: StateSlots | None,
+        check_owned: Callable[[Any, str], Sequence],
+        end: Callable[[], None],
+        *,
+        caches: bool,
+    ) -> None:
+        """slots: None where no group keeps a state. check_owned, end: calls of the manager. caches: whether it does."""
+        self._change = change
+        self._slots = slots
+        self._check_owned = check_owned
+        self._end = end
+        self._caches = caches
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences can have a live state at once. O(1)."""
+        return self._get("num_slots").states.num_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more sequences can start or be forked. O(1)."""
+        return len(self._get("num_free_slots").states.free_slots)
+
+    @property
+    def stats(self) -> StateStats:
+        """Counters since the manager was made. O(1)."""
+        states = self._get("stats").states
+        return StateStats(
+            num_cleared=states.num_cleared,
+            num_restored=states.num_restored,
+            num_forked=states.num_forked,
+            num_saved=states.num_saved,
+            num_without_room=states.num_without_room,
+            num_present=states.num_present,
+            num_taken_back=states.num_taken_back,
+            num_passed=states.num_passed,
+        )
+
+    def next_cut(self, sequence: Given[Sequence], max_end: SupportsIndex, hit: Given[CacheHit] | None = None) -> int:
+        """Return where a sequence's next chunk should end, at most `max_end`, so that its state can be saved there.
+
+        max_end: where the scheduler would end it, in tokens from the sequence's first. hit: for a sequence without
+        blocks, what it will start with. A chunk that runs over such a place saves nothing there, and does no other
+        harm. Changes nothing. Raises SequenceStateError and InvalidArgumentError. O(log places); O(1) of them for a
+        sequence without blocks.
+        """
+        slots = self._get("next_cut")
+        number = check_count("max_end", asked_once(max_end), 0)
+        check_start(sequence, hit)
+        own: Sequence = sequence  # type: ignore[assignment]
+        found: CacheHit | None = hit  # type: ignore[assignment]
+        if own.owner is not None:
+            self._check_owned(own, "states.next_cut")
+        if found is not None and (found.sequence is not own or own.owner is not None):
+            raise SequenceStateError(f"states.next_cut: expected a hit of {own}, which has no blocks yet, got {found}")
+        return slots.next_cut(own, number, found) if self._caches else number
+
+    def mark(self, sequence: Given[Sequence], position: SupportsIndex) -> int:
+        """Say that a later prompt will probably part from this sequence at `position`: its state is saved there.
+
+        For an engine that knows more than where prompts end: the end of a system prompt, or of the last message of the
+        user. position: 1 to the number of known tokens. The mark stays with the sequence when it is freed, and its
+        forks have it, too. Nothing is saved at a place that the sequence has already passed. Returns the place: the
+        position rounded down to `manager.alignment`; 0: there is none. Raises SequenceStateError (another manager's)
+        and InvalidArgumentError. O(marks).
+        """
+        slots = self._get("mark")
+        given = asked_once(position)
+        own = as_sequence("states.mark", sequence)
+        number = check_count("position", given, 1, own.num_tokens)
+        if own.owner is not None:
+            self._check_owned(own, "states.mark")
+        self._change.begin()
+        place = slots.mark(own, number)
+        self._end()
+        return place
+
+    def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Return the copies that the engine makes before a step, and after it, and forget them.
+
+        Call it once a step, behind all calls that make room for the step's tokens. The first list brings states into
+        slots: each slot of a new sequence is in it. The engine makes these copies in order, behind those of
+        `manager.take_copies`, before the step's forward pass. The second list saves states, as they are after
+        `position` tokens, in order, behind the forward pass. From this call on later sequences may start from these
+        checkpoints; so the engine must run its steps in this order. If it doesn't, it delays tokens
+        (`delay_cache_blocks`), and checkpoints are found once `cache_blocks` says that their tokens are written.
+        O(copies + blocks of checkpoints).
+        """
+        slots = self._get("take_copies")
+        self._change.begin()
+        copies = slots.take_copies()
+        self._end()
+        return copies
+
+    def _get(self, call: str) -> StateSlots:
+        """Return the slots, also for calls that change nothing."""
+        self._change.check_whole()
+        if self._slots is None:
+            raise InvalidArgumentError(
+                f"states.{call}: expected a manager with a RecurrentState among its groups, got none"
+            )
+        return self._slots

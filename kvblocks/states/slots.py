@@ -1,0 +1,467 @@
+"""How sequences of a model with recurrent layers get slots, and when their states become checkpoints.
+
+The rules, each with the fault that it prevents, are in docs/states.md. Those that this module keeps:
+
+- A save is noted when a call ends at a place where one is wanted. It takes its blocks in `take_copies`, when all calls
+  of the step have been made, and only if so many are free. So a save never refuses what a step needs.
+- A checkpoint is found from the moment its save was taken, and if its tokens are delayed, once they are cached: nobody
+  starts from a state of its own step.
+- A checkpoint is attached only while the sequence's own block still stands for its prefix.
+- The sequence owns the blocks of the checkpoint that it starts with, until the engine has taken that copy.
+"""
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any, SupportsIndex
+
+from kvblocks.core.block import Epoch, KVCacheBlock
+from kvblocks.core.change import Change
+from kvblocks.core.hashing import Names
+from kvblocks.core.hit import CacheHit
+from kvblocks.core.hooks import Digests
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.slots import SlotAllocator, TableChange
+from kvblocks.errors import InvalidArgumentError, SequenceStateError
+from kvblocks.groups.hit import GroupHit
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.layout import GroupLayout
+from kvblocks.groups.need import Need
+from kvblocks.groups.pins import GroupPins
+from kvblocks.groups.pool import GroupPool
+from kvblocks.groups.slots import GroupSlots
+from kvblocks.groups.states.checkpoint import Checkpoint, Checkpoints
+from kvblocks.groups.states.copies import StateCopy
+from kvblocks.groups.states.kind import RecurrentState
+from kvblocks.groups.states.live import LiveState, States, WaitingSave
+from kvblocks.groups.tables import tables_of
+from kvblocks.stats import Refusal
+
+MAX_ROUNDING = 1024
+"""Places where later prompts may part are rounded down to at most so many tokens."""
+
+MAX_SHARE = 32
+"""At most 1 / MAX_SHARE of a prompt is computed again since places are rounded down."""
+
+_BLOCK_ID = attrgetter("block_id")
+
+
+class StateSlots(GroupSlots):
+    """`GroupSlots` where one group keeps a state.
+
+    states: the live ones. fills_quickly: whether a decoded token that fills a block, or begins one, may take
+    `append_one`: there is one other group, which comes first.
+    """
+
+    def __init__(self, pool: GroupPool, change: Change, kind: RecurrentState, checkpoints: Checkpoints) -> None:
+        super().__init__(pool, change)
+        self.states = States(kind.num_slots, kind.checkpoint_blocks, kind.every or 0, kind.num_kept)
+        self.fills_quickly = self.primary_group == 0 and len(self._layout.groups) == 2
+        self._checkpoints = checkpoints
+
+    # Room for tokens.
+
+    def start(
+        self,
+        sequence: Sequence,
+        epoch: Epoch | None,
+        end: int,
+        num_slots: int,
+        hit: CacheHit | None,
+        *,
+        delayed: bool,
+    ) -> list[KVCacheBlock] | None:
+        """As `GroupSlots.start`. Without a free slot it returns None, too."""
+        if not self.states.free_slots:
+            num_free = self.pool.queue.num_free_blocks
+            self.last_refusal = Refusal(self.count_missing(sequence, num_slots, hit), num_free, 0, 0, "slots")
+            return None
+        blocks = super().start(sequence, epoch, end, num_slots, hit, delayed=delayed)
+        if blocks is None:
+            return None
+        found = hit if isinstance(hit, GroupHit) else None
+        checkpoint = None if found is None else found.checkpoint
+        start = 0 if found is None else found.num_tokens
+        state = self.states.begin(sequence, start, [] if checkpoint is None else checkpoint.blocks)
+        if checkpoint is not None:
+            checkpoint.is_landmark = True
+            state.made.append(checkpoint)
+        if epoch is not None:
+            state.plan(self._places(sequence, found), self.states.every, start)
+        tables = tables_of(sequence)
+        tables.state_slot = state.slot
+        tables.live_state = state
+        self._pass(sequence, state)
+        return blocks
+
+    def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
+        """As `SlotAllocator.append_one`. Only if `fills_quickly`."""
+        blocks = super().append_one(sequence, token)
+        if blocks is None:
+            return None
+        tables = tables_of(sequence)
+        tables.new_blocks = [blocks, []]
+        state = tables.live_state
+        if state is not None and sequence.num_computed_tokens >= state.next_place:
+            self._pass(sequence, state)
+        if self.soft_holds is not None:
+            self._extend_pins(sequence)
+        return blocks
+
+    def append_step(
+        self,
+        sequences: list[Sequence],
+        tokens: list[Any],
+        at_boundary: list[Sequence],
+        indices: dict[Sequence, int],
+        *,
+        delayed: bool,
+    ) -> list[TableChange] | None:
+        """As `GroupSlots.append_step`, or where nothing else is needed, as the core's."""
+        if self.fills_quickly:
+            changes = SlotAllocator.append_step(self, sequences, tokens, at_boundary, indices, delayed=delayed)
+        else:
+            changes = super().append_step(sequences, tokens, at_boundary, indices, delayed=delayed)
+        if changes is None:
+            return None
+        for sequence in at_boundary:
+            state = self._state_of(sequence)
+            if sequence.num_computed_tokens >= state.next_place:
+                self._pass(sequence, state)
+        if self.fills_quickly:
+            for index, _, position, _ in changes:
+                tables_of(sequences[index]).new_blocks = [[sequences[index].blocks[position]], []]
+            if self.soft_holds is not None:
+                for sequence in at_boundary:
+                    self._extend_pins(sequence)
+        return changes
+
+    def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
+        """As `GroupSlots.count_missing`, with the free blocks of the hit's checkpoint."""
+        num_missing = super().count_missing(sequence, num_slots, hit)
+        if sequence.owner is None and isinstance(hit, GroupHit) and hit.checkpoint is not None:
+            num_missing += sum([block.ref_cnt == 0 for block in hit.checkpoint.blocks])
+        return num_missing
+
+    def check_room(self, sequence: Sequence, num_external: int, num_total: int | None) -> None:
+        """Raise InvalidArgumentError if tokens come without their state, or too many drafts are asked for."""
+        if num_external:
+            raise InvalidArgumentError(
+                "num_external_computed_tokens: expected 0 where layers keep a state, since the state after these tokens"
+                f" would be missing, got {num_external}"
+            )
+        most = sequence.num_tokens + self.states.num_kept
+        if num_total is not None and num_total > most:
+            raise InvalidArgumentError(
+                f"num_total_tokens: expected at most {most}, the known tokens and num_kept={self.states.num_kept}"
+                f" drafts that a recurrent state can go back behind, got {num_total}"
+            )
+
+    # Sequences that part, go back and end.
+
+    def check_fork(self, sequence: Sequence) -> None:
+        """Raise SequenceStateError if no slot is free, or, when debugging, if the sequence's state isn't computed."""
+        state = self._state_of(sequence)
+        if not self.states.free_slots:
+            raise SequenceStateError("fork: expected a free slot for the state of the new sequence, got none")
+        if self._change.rest and sequence.num_computed_tokens != state.num_taken:
+            raise SequenceStateError(
+                f"fork: expected a sequence whose tokens are all computed, since its state is copied before the next"
+                f" step; got {sequence}, which got slots since copies of states were last taken"
+            )
+
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """As `GroupSlots.fork`. The twin gets a slot, and a copy of the state."""
+        super().fork(sequence, twin)
+        state, tables = self._state_of(sequence), tables_of(twin)
+        copy = self.states.fork(state, twin, sequence.num_computed_tokens)
+        self.pool.touch(copy.restoring)
+        copy.made += state.made
+        copy.start = state.start
+        copy.plan(state.places, state.every, twin.num_computed_tokens)
+        tables.state_slot = copy.slot
+        tables.live_state = copy
+
+    def check_kept(self, sequence: Sequence, num_tokens: int) -> None:
+        """Raise SequenceStateError if a state can't go back to `num_tokens` tokens."""
+        least = max(sequence.num_computed_tokens - self.states.num_kept, self._state_of(sequence).start)
+        if num_tokens < least:
+            raise SequenceStateError(
+                f"truncate: expected to keep at least {least} tokens with slots, since a recurrent state can't go back"
+                f" further (num_kept={self.states.num_kept}), got {num_tokens} of {sequence}: rewind it first"
+            )
+
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """As `GroupSlots.rewind`, for tokens that the state has not passed, or whose state the engine has kept."""
+        state = self._state_of(sequence)
+        state.start = max(state.start, sequence.num_computed_tokens - self.states.num_kept)
+        super().rewind(sequence, num_tokens)
+        self._drop_waiting(state, sequence.num_computed_tokens)
+        state.go_to(sequence.num_computed_tokens)
+
+    def floor_of(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the last position up to `num_tokens`, a multiple of the alignment, where a state can be had again.
+
+        0 if there is no checkpoint. O(runs + checkpoints of a run).
+        """
+        if num_tokens == sequence.num_computed_tokens:
+            return num_tokens
+        if sequence.epoch is not self._index.epoch:
+            return 0
+        num_blocks = min(num_tokens // self._block_size, sequence.num_cached_blocks)
+        return self._checkpoints.num_up_to_last(sequence.blocks, num_blocks) * self._block_size
+
+    def go_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence that was rewound to `num_tokens` tokens the state after them. O(blocks of a checkpoint)."""
+        state, found = self._state_of(sequence), None
+        if num_tokens:
+            found = self._checkpoints.at(sequence.blocks[num_tokens // self._block_size - 1])
+            assert found is not None, f"{sequence}: went back to where no checkpoint is"
+        blocks = [] if found is None else found.blocks
+        self.pool.touch(blocks)
+        self.pool.release_table(state.restoring)
+        self.states.restart(state, num_tokens, blocks)
+        if found is not None:
+            found.is_landmark = True
+            if found not in state.made:
+                state.made.append(found)
+        self.states.wanted.pop(sequence, None)
+
+    def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
+        """As `GroupSlots.lose`. A state that comes from a lost checkpoint is lost, too, and so are waiting saves."""
+        running = list(sequences)
+        super().lose(blocks, num_written, running)
+        for sequence in running:
+            state = self._state_of(sequence)
+            if not blocks.isdisjoint(state.restoring):
+                start = 0 if state.origin is None else state.origin.position
+                sequence.lose(start - 1, self._block_size)  # one less, so that it is lost even if nothing is behind it
+            bad = [save for save in state.waiting if not blocks.isdisjoint(save.blocks)]
+            if bad:
+                self._drop_waiting(state, min([save.position for save in bad]) - 1)
+            if sequence.lost_from is not None:
+                self._drop_waiting(state, sequence.lost_from)
+
+    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: Digests | None) -> None:
+        """As `GroupSlots.cache_from`. The checkpoints that waited for this are found from now on."""
+        super().cache_from(sequence, first, num_tokens, digests)
+        state = self._state_of(sequence)
+        waiting, state.waiting = state.waiting, []
+        for save in waiting:
+            if save.position > sequence.num_cached_blocks * self._block_size:
+                state.waiting.append(save)
+                continue
+            self._attach(sequence, state, save.position, Checkpoint(save.blocks, is_landmark=save.is_landmark))
+            self._release(save.blocks, is_landmark=save.is_landmark)
+
+    def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
+        """As `GroupSlots.tables`, with the blocks that the state owns."""
+        return super().tables(sequence) + self._state_of(sequence).tables()
+
+    def check(self) -> None:
+        """Raise AssertionError unless each slot is free or has one sequence. O(slots)."""
+        self.states.check()
+
+    # What the engine asks for.
+
+    def next_cut(self, sequence: Sequence, max_end: int, hit: CacheHit | None) -> int:
+        """Return the first place behind the sequence's state, or the hit's, where to save, at most `max_end`."""
+        if sequence.owner is not None:
+            place = self._state_of(sequence).first_after(sequence.num_computed_tokens)
+        else:
+            found = hit if isinstance(hit, GroupHit) else None
+            start, every = 0 if found is None else found.num_tokens, self.states.every
+            places = [place for place in self._places(sequence, found) if place > start]
+            places += [(start // every + 1) * every] if every else []
+            place = min(places, default=max_end)
+        return min(place, max_end)
+
+    def mark(self, sequence: Sequence, position: int) -> int:
+        """Have a sequence's state saved at a position, rounded down to the alignment. Returns where. O(marks)."""
+        place = position // self.alignment * self.alignment
+        if place and place not in sequence.state_marks:
+            sequence.state_marks = (*sequence.state_marks, place)
+        if place and sequence.owner is not None and sequence.epoch is not None:
+            self._state_of(sequence).add_place(place, sequence.num_computed_tokens)
+        return place
+
+    def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
+        """Return the copies to make before and after the step, and forget them. The checkpoints are found from now on.
+
+        O(copies + blocks of checkpoints), and O(sequences) when debugging.
+        """
+        states = self.states
+        before, states.before = states.before, []
+        starting, states.starting = states.starting, []
+        for state in starting:
+            restoring, state.restoring, state.origin = state.restoring, [], None
+            self.pool.release_table(restoring)
+        for copy in before:
+            states.num_cleared += copy.kind == "clear"
+            states.num_restored += copy.kind == "restore"
+            states.num_forked += copy.kind == "fork"
+        wanted, states.wanted = states.wanted, {}
+        after: list[StateCopy] = []
+        saved: list[Checkpoint] = []
+        for sequence, position in wanted.items():
+            self._save(sequence, position, after, saved)
+        for checkpoint in saved:  # last, so that no save takes the blocks of another one in the same step
+            self._release(checkpoint.blocks, is_landmark=checkpoint.is_landmark)
+        if self._change.rest:
+            for sequence, state in states.running.items():
+                state.num_taken = sequence.num_computed_tokens
+        return before, after
+
+    # Parts of the above.
+
+    def _finish(self, need: Need, end: int, digests: Digests | None) -> list[KVCacheBlock]:
+        blocks = super()._finish(need, end, digests)
+        state = need.tables.live_state
+        if state is not None:  # None: the sequence starts
+            self._pass(need.sequence, state)
+        return blocks
+
+    def _release_tables(self, sequence: Sequence) -> None:
+        """Give back the blocks, and then those of the state: its checkpoints are reused after the sequence's blocks."""
+        super()._release_tables(sequence)
+        state = self._state_of(sequence)
+        for blocks in state.tables():
+            self.pool.release_table(blocks)
+        state.restoring = []
+        for checkpoint in state.made:
+            if checkpoint.is_cached and checkpoint.is_landmark and not checkpoint.blocks[0].ref_cnt:
+                self.pool.touch(checkpoint.blocks)
+                self.pool.release_table(checkpoint.blocks)
+        self.states.end(sequence, state)
+
+    def _state_of(self, sequence: Sequence) -> LiveState:
+        state = tables_of(sequence).live_state
+        assert state is not None, f"{sequence}: has no state"
+        return state
+
+    def _places(self, sequence: Sequence, hit: GroupHit | None) -> set[int]:
+        """Return where to save a starting sequence's state: where later prompts will probably part from it.
+
+        The end of what is known, since a later turn goes on there; where the primary group's cached prefix ends behind
+        the hit, since two prompts have parted there; where a pin ends that lacks blocks; and where the engine says.
+        """
+        step, num_tokens = self.alignment, sequence.num_tokens
+        while 2 * step <= min(num_tokens // MAX_SHARE, MAX_ROUNDING):
+            step *= 2  # a prompt's end often changes a little until the next turn
+        last = (num_tokens - 1) // step * step
+        places = {last, *[mark for mark in sequence.state_marks if mark <= num_tokens]}
+        if isinstance(self.soft_holds, GroupPins):
+            places.update(self.soft_holds.ends_in(sequence))
+        if hit is not None:
+            places.add(min(last, hit.num_matched_tokens // step * step))
+        return places - {0}
+
+    def _pass(self, sequence: Sequence, state: LiveState) -> None:
+        """Take note that a step is scheduled up to the sequence's last token with slots."""
+        end = sequence.num_computed_tokens
+        while state.next_place < end:
+            self.states.num_passed += 1
+            state.go_to(state.next_place)
+        if state.next_place == end:
+            self.states.wanted[sequence] = end
+            state.go_to(end)
+
+    def _save(self, sequence: Sequence, position: int, after: list[StateCopy], saved: list[Checkpoint]) -> None:
+        """Have a sequence's state copied after the step, unless that is of no use or there is no room.
+
+        Appends the copy to `after`, and the checkpoint to `saved` if it is found from now on.
+        """
+        states, state = self.states, self._state_of(sequence)
+        if sequence.num_computed_tokens != position:
+            states.num_passed += 1
+            return
+        waits = sequence.delayed_from is not None and sequence.delayed_from < position
+        is_lost = sequence.lost_from is not None and sequence.lost_from < position
+        if sequence.epoch is not self._index.epoch or is_lost:
+            states.num_taken_back += 1
+            return
+        if not waits and not self._can_attach(sequence, position):
+            return
+        if self.pool.queue.num_free_blocks < states.num_blocks:
+            states.num_without_room += 1
+            return
+        blocks, is_landmark = self._take_checkpoint(sequence), state.is_landmark(position)
+        after.append(StateCopy("save", position, state.slot, -1, tuple([block.block_id for block in blocks])))
+        if waits:
+            state.waiting.append(WaitingSave(position, blocks, is_landmark=is_landmark))
+            return
+        checkpoint = Checkpoint(blocks, is_landmark=is_landmark)
+        self._attach(sequence, state, position, checkpoint)
+        saved.append(checkpoint)
+
+    def _take_checkpoint(self, sequence: Sequence) -> list[KVCacheBlock]:
+        """Take the blocks of a checkpoint: as `_take`, in less time if another one of that size is reused next."""
+        queue, number = self.pool.queue, self.states.num_blocks
+        first = queue.first
+        older = None if first is None or self._index.watchers else self._checkpoints.of(first)
+        if first is None or older is None or len(older.blocks) != number:
+            return self._take(number, sequence)
+        self.pool.num_evicted_blocks += self._group_index.evict_checkpoint(older)
+        blocks = sorted(older.blocks, key=_BLOCK_ID)
+        blocks.remove(first)
+        blocks.insert(0, first)
+        queue.touch(blocks)
+        self.num_taken_blocks += number
+        return blocks
+
+    def _can_attach(self, sequence: Sequence, position: int) -> bool:
+        """Whether a checkpoint can be found at a position from now on. Counts it if not."""
+        number = position // self._block_size
+        if number > sequence.num_cached_blocks or not sequence.blocks[number - 1].is_cached:
+            self.states.num_taken_back += 1  # by another sequence's abort or rewind
+            return False
+        if self._checkpoints.at(sequence.blocks[number - 1]) is not None:
+            self.states.num_present += 1
+            return False
+        return True
+
+    def _attach(self, sequence: Sequence, state: LiveState, position: int, checkpoint: Checkpoint) -> None:
+        if self._can_attach(sequence, position):
+            number = position // self._block_size
+            self._group_index.attach_checkpoint(sequence.blocks[number - 1], checkpoint)
+            if self._index.events is not None:
+                first = 4 * (position - self.alignment)
+                tokens = bytes(sequence.packed_tokens()[first : 4 * position])
+                self._group_index.note_checkpoint(sequence.blocks, number, checkpoint, tokens, sequence.sequence_id)
+            state.made.append(checkpoint)
+            self.states.num_saved += 1
+            if self.soft_holds is not None:
+                self.soft_holds.extend(sequence)  # now, since nobody owns the checkpoint later
+
+    def _release(self, blocks: list[KVCacheBlock], *, is_landmark: bool) -> None:
+        if not blocks[0].is_cached:
+            self.pool.release_table(blocks)
+        elif is_landmark:
+            self.pool.release_table(blocks, len(blocks))
+        else:
+            self._group_pool.release_passed(blocks, [])
+
+    def _extend_pins(self, sequence: Sequence) -> None:
+        """Let pins hold the block that a token has filled, if it is cached now, as `_cache` does."""
+        is_cached = sequence.num_cached_blocks * self._block_size == sequence.num_computed_tokens
+        if self.soft_holds is not None and is_cached:
+            self.soft_holds.extend(sequence)
+
+    def _drop_waiting(self, state: LiveState, num_tokens: int) -> None:
+        """Drop the saves that wait behind `num_tokens` tokens."""
+        waiting, state.waiting = state.waiting, []
+        for save in waiting:
+            if save.position > num_tokens:
+                self.pool.release_table(save.blocks)
+            else:
+                state.waiting.append(save)
+
+
+def make_state_slots(
+    num_blocks: SupportsIndex, layout: GroupLayout, names: Names, change: Change, first_block_id: SupportsIndex
+) -> StateSlots:
+    """Return the slot allocator of a manager with a group that keeps a state. As `groups.slots.make_slots`."""
+    index, kind = GroupIndex(layout, names), layout.state_kind
+    assert kind is not None and index.checkpoints is not None, "no group keeps a state"
+    slots = StateSlots(GroupPool(num_blocks, index, first_block_id), change, kind, index.checkpoints)
+    slots.groups = layout.groups
+    return slots

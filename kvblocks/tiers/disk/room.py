@@ -1,0 +1,69 @@
+"""`Room`: how a store's folder keeps to its budget, and what it gives back when its volume is full."""
+
+import logging
+import threading
+
+from kvblocks.tiers.disk.arena import Arena
+from kvblocks.tiers.disk.folder import Folder
+from kvblocks.tiers.disk.kept import Kept
+from kvblocks.tiers.disk.layout import Layout
+
+_LOG = logging.getLogger("kvblocks.tiers.disk")
+
+
+class Room:
+    """The room of an open folder. Any thread may call it. Raises OSError.
+
+    max_bytes: the budget of all files. The index of the set in use has room of its own in it; the arena, and what is
+    kept for others, share the rest.
+    """
+
+    def __init__(self, folder: Folder, layout: Layout, arena: Arena, kept: Kept, max_bytes: int) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._arena = arena
+        self._kept = kept
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()  # guards what is kept, and the next attribute
+        self._end = 0  # up to which byte the arena may be written
+        self._cover(max(1, arena.num_bytes))
+
+    def cover(self, slot: int) -> None:
+        """Let the arena be written up to this slot's end. What is kept gives way. O(1) on average."""
+        self._cover(self._layout.offset(slot + 1))
+
+    def _cover(self, end: int) -> None:
+        if end > self._end:
+            with self._lock:
+                self._kept.shrink(self._kept.num_bytes - (self._layout.offset(self._layout.num_slots) - end))
+                self._end = max(end, self._end)
+
+    def give_back(self, num_bytes: int) -> range | None:
+        """Give back so many bytes, if there are any: what is kept for others, then the arena's last blocks.
+
+        Returns the slots that hold nothing now; None if there was nothing to give.
+        """
+        with self._lock:
+            before = self._kept.num_bytes
+            self._kept.shrink(num_bytes)
+            given = before - self._kept.num_bytes
+            lost = range(0) if given >= num_bytes else self._arena.cut(num_bytes - given)
+        if lost:
+            words = "its volume is full: what has to be written takes the place of its last"
+            _LOG.warning("%s: %s %d slots", self._folder.path, words, len(lost))
+        return lost if lost or given else None
+
+    def erase_kept(self) -> None:
+        """Overwrite and remove all that is kept for others. O(bytes)."""
+        with self._lock:
+            self._kept.erase()
+
+    def warn_if_little(self) -> None:
+        """Warn if the volume has less room than the folder may take. Then writes fail one day."""
+        taken, free = self._folder.num_taken_bytes(), self._folder.num_free_bytes()
+        if taken + free < self._max_bytes:
+            _LOG.warning(
+                "%s: expected room for its whole size, %d bytes, got a volume with %d, of which %d are free: when it is"
+                " full, nothing more is stored; choose a smaller size",
+                *(self._folder.path, self._max_bytes, taken + free, free),
+            )

@@ -1,0 +1,81 @@
+"""Lookups over the device and the tiers together: which blocks a hit needs, and where each of them is.
+
+A *place* here is the device or a tier. Each place keeps side groups' blocks attached to the primary group's blocks
+(`groups.index`). A block that one place lacks may be in another.
+"""
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.layout import GroupLayout, SideGroup
+
+Found = list[tuple[int, KVCacheBlock]]
+"""Consecutive blocks of a group, each as (number of the place that has it, block)."""
+
+
+class PrefixHolder:
+    """The device or a tier: its index, and the primary blocks of one prefix that it has, from the beginning on."""
+
+    def __init__(self, index: GroupIndex, blocks: list[KVCacheBlock]) -> None:
+        self.index = index
+        self.blocks = blocks
+
+    def attached(self, side_group: SideGroup, number: int) -> KVCacheBlock | None:
+        """Return block `number` of a side group's part of the prefix; None if this place lacks it. O(1)."""
+        position, column = side_group.home(number)
+        return self.index.attached(self.blocks[position], column) if position < len(self.blocks) else None
+
+
+def find_needed(
+    places: list[PrefixHolder], side_group: SideGroup, end: int, num_tokens: int | None
+) -> tuple[int, Found | None]:
+    """Return the blocks that a hit of `end` tokens needs of a side group: the number of the first, and all of them.
+
+    If blocks are missing, return the number of the last missing one, and None. If several places have a block, the
+    first place counts. num_tokens: how many tokens the sequence has; None: not known, it may end at `end`. O(blocks).
+    """
+    first, last = side_group.kind.needed_blocks(end, end if num_tokens is None else num_tokens)
+    found: Found = []
+    for number in range(last - 1, first - 1, -1):
+        for place, where in enumerate(places):
+            block = where.attached(side_group, number)
+            if block is not None:
+                found.append((place, block))
+                break
+        else:
+            return number, None
+    return first, found[::-1]
+
+
+def find_all_needed(
+    layout: GroupLayout, places: list[PrefixHolder], end: int, num_tokens: int | None
+) -> list[tuple[int, Found]] | None:
+    """Return the answers of `find_needed` for all side groups; None if a block is missing. O(blocks)."""
+    tables: list[tuple[int, Found]] = []
+    for side_group in layout.side_groups:
+        first, found = find_needed(places, side_group, end, num_tokens)
+        if found is None:
+            return None
+        tables.append((first, found))
+    return tables
+
+
+def find_longest(
+    layout: GroupLayout, places: list[PrefixHolder], num_blocks: int, num_tokens: int | None
+) -> tuple[int, list[tuple[int, Found]]]:
+    """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
+
+    The blocks may be in different places. What it needs is as `find_all_needed` returns it. Without a hit, the answer
+    is 0 and []. O(blocks seen x groups).
+    """
+    end = num_blocks * layout.block_size // layout.alignment * layout.alignment
+    groups = [*layout.side_groups]
+    while end:
+        for number, side_group in enumerate(groups):
+            missing, found = find_needed(places, side_group, end, num_tokens)
+            if found is None:
+                end = missing * side_group.block_size // layout.alignment * layout.alignment
+                groups.insert(0, groups.pop(number))  # the next round begins with it, so a long gap costs O(1) a block
+                break
+        else:
+            return end, find_all_needed(layout, places, end, num_tokens) or []
+    return 0, []

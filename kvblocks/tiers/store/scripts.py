@@ -1,0 +1,63 @@
+"""What the store does in one go: scripts in Lua. All keys of a call lie in one slot of a cluster."""
+
+WRITE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+if ARGV[2] == '' then redis.call('SET', KEYS[2], ARGV[3]) else redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[2]) end
+return 1
+"""
+"""Write a block, if the claim is still the caller's. A deletion takes claims away, too, so no late write follows it.
+
+KEYS: claim, block. ARGV: the claim's token, after how many seconds the block expires ('': never), and the value.
+Returns whether it did.
+"""
+
+DELETE_VALUE = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind == 'none' then return 0 end
+if kind == 'string' and redis.sha1hex(redis.call('GET', KEYS[1])) ~= ARGV[1] then return 0 end
+return redis.call('UNLINK', KEYS[1])
+"""
+"""Delete a key whose value has this SHA-1, or isn't a string. Another value stays. Returns how many were deleted."""
+
+NOTE_USES = """
+local index, most, ttl, first, above = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+if most ~= '' and not redis.call('ZSCORE', index, '') then return false end
+local time = redis.call('TIME')
+local now = math.floor(time[1] * 10 + time[2] / 100000) * 262144 + 262143
+for number = 5, #ARGV do
+  local place = number - 5
+  if place < above then
+    redis.call('ZADD', index, 'XX', string.format('%.0f', now - math.min(place, 262143)), ARGV[number])
+  else
+    place = place - above + first
+    redis.call('ZADD', index, string.format('%.0f', now - math.min(place, 262143)), ARGV[number])
+  end
+end
+if most == '' then return {} end
+if ttl == '' then
+  redis.call('PERSIST', index)
+else
+  redis.call('ZREMRANGEBYSCORE', index, '-inf', string.format('%.0f', now - ttl * 10 * 262144))
+  redis.call('EXPIRE', index, ttl)
+end
+local excess = redis.call('ZCARD', index) - 1 - most
+if excess <= 0 then return {} end
+return redis.call('ZRANGE', index, 0, excess - 1, 'WITHSCORES')
+"""
+"""Count a tenant's blocks as used now, by the store's clock, in tenths of a second, and of one moment by position.
+
+KEYS: the index. ARGV: the quota ('': only note), the life of an entry in seconds ('': no end), the position of the
+first new block, the number of blocks before it, the digests of those, which count only if they are in the index, and
+the digests of the new ones. Returns nil if there is a quota and the index isn't whole. Otherwise it returns digests and
+scores of the blocks beyond the quota.
+"""
+
+DROP = """
+for number = 1, #ARGV, 2 do
+  local score = redis.call('ZSCORE', KEYS[1], ARGV[number])
+  if score and tonumber(score) == tonumber(ARGV[number + 1]) then redis.call('ZREM', KEYS[1], ARGV[number]) end
+end
+return 0
+"""
+"""Take deleted blocks out of an index, except those that were used again. KEYS: the index. ARGV: digests and scores."""

@@ -1,0 +1,93 @@
+"""Random walks of the memory machine with live states: no token is computed from a wrong state, and nothing leaks.
+
+`python tests/states/test_state_walks.py FIRST END STEPS` walks from the seeds FIRST to END - 1, STEPS steps each.
+"""
+
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.state_machine import StateMachine
+
+from kvblocks import ChunkedLocal, FullAttention, SlidingWindow
+from kvblocks.groups import RecurrentState
+from kvblocks.retention.policies import NAMED
+
+ATTENDING = (
+    lambda: [FullAttention(2)],
+    lambda: [FullAttention(1)],
+    lambda: [FullAttention(4)],
+    lambda: [FullAttention(2), SlidingWindow(2, 4)],
+    lambda: [FullAttention(2), SlidingWindow(2, 5, keeps_passed=True)],
+    lambda: [SlidingWindow(1, 3), FullAttention(1)],
+    lambda: [FullAttention(2), FullAttention(4)],
+    lambda: [FullAttention(2), ChunkedLocal(2, 6)],
+)
+
+
+def eight_values(preimage: bytes) -> bytes:
+    return bytes([sum(preimage) % 8])
+
+
+def make_machine(seed: int, *, debug: bool = False) -> StateMachine:
+    """A machine whose groups, state, sizes and options the seed decides."""
+    chosen = random.Random(seed)
+    groups = chosen.choice(ATTENDING)()
+    size = max(group.block_size for group in groups)
+    block_size = size * chosen.choice([1, 1, 1, 2])
+    state = RecurrentState(
+        block_size,
+        num_slots=chosen.choice([2, 3, 4]),
+        num_blocks=chosen.choice([1, 2, 3, 5]),
+        every=chosen.choice([None, None, None, block_size, 2 * block_size]),
+        num_kept=chosen.choice([0, 0, 0, 1, 2]),
+    )
+    options: dict[str, Any] = {"debug": debug}
+    options["hash_algorithm"] = chosen.choice(["xxh3_128", "xxh3_128", eight_values])
+    if chosen.random() < 0.3:
+        options["eviction"] = chosen.choice(sorted(NAMED))
+    num_blocks = chosen.choice([40, 64, 100]) // min(group.block_size for group in groups) + 4 * state.checkpoint_blocks
+    return StateMachine(seed, num_blocks, groups, state, [], **options)
+
+
+def walk(seed: int, num_steps: int, *, debug: bool = False) -> StateMachine:
+    machine = make_machine(seed, debug=debug)
+    machine.walk(num_steps)
+    machine.finish()
+    return machine
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_no_token_is_computed_from_a_wrong_state(first: int, met: Any) -> None:
+    for seed in range(first, first + 10):
+        met["walks"].add(walk(seed, 150, debug=seed % 2 == 0).counts)
+
+
+def test_the_walks_met_all_cases(met: Any) -> None:
+    least = {"cleared": 150, "cuts": 300, "hits": 120, "limited hits": 45, "restored": 60, "saved": 110, "marks": 20}
+    least |= {"present": 6, "passed": 250, "refused": 150, "rewound to the beginning": 15, "truncations refused": 10}
+    met["walks"].check(40, least)
+
+
+if __name__ == "__main__":
+    begin, end, steps = (int(argument) for argument in sys.argv[1:4])
+    start, totals, failures = time.monotonic(), dict[str, int](), 0
+    for number in range(begin, end):
+        try:
+            walker = walk(number, steps, debug=number % 3 == 0)
+        except Exception as error:  # noqa: BLE001  # the next seed may fail in another way
+            failures += 1
+            print(f"seed {number}: {type(error).__name__}: {error} {getattr(error, '__notes__', '')}")
+            traceback.print_tb(error.__traceback__, limit=-3)
+            continue
+        for key, count in walker.counts.items():
+            totals[key] = totals.get(key, 0) + count
+    print(f"{(end - begin) * steps} steps in {time.monotonic() - start:.0f} s, {failures} failures: {totals}")

@@ -1,0 +1,169 @@
+"""What is lost is lost in tiers, too: hits behind which a sequence loads, and what was stored before anybody knew."""
+
+import pytest
+from model.tiered import settle
+
+from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
+
+GROUPS = {"one group": None, "a window": [FullAttention(2), SlidingWindow(2, 30)]}
+PROMPT = range(12)
+
+
+@pytest.fixture(params=GROUPS)
+def groups(request):
+    return GROUPS[request.param]
+
+
+def make_manager(groups, **options):
+    tiers = [Tier("host", 64, 100, **options)]
+    return KVCacheManager(60, 2 if groups is None else None, groups=groups, tiers=tiers, debug=True)
+
+
+def start_loading(groups):
+    """S computes 6 tokens, L hits them and loads 6 more; returns (manager, S, L)."""
+    manager = make_manager(groups)
+    first = Sequence("first", [*PROMPT])
+    manager.allocate_slots(first)
+    manager.free(first)
+    settle(manager)
+    crowd = Sequence("crowd", range(1000, 1000 + 120 // len(manager.groups)))
+    manager.allocate_slots(crowd)
+    manager.abort(crowd, 0)
+    one = Sequence("S", PROMPT[:6])
+    manager.allocate_slots(one)
+    loading = Sequence("L", PROMPT[:5])  # truncations don't go into prompts
+    loading.append_tokens([*PROMPT[5:], 12])
+    hit = manager.get_computed_blocks(loading)
+    loads = manager.tiers.find(hit)
+    assert hit.num_tokens == 6 and sum(load.num_tokens for load in loads) == 6
+    manager.tiers.allocate(loading, hit, loads)
+    return manager, one, loading
+
+
+def hide(manager, how):
+    if how == "reset":
+        manager.reset_prefix_cache()
+    elif how == "salt":
+        manager.forget_salt(None)
+
+
+def lose(manager, one, how):
+    """Some of the 6 tokens of S are not there. Returns how many are, and how many of them L may keep."""
+    if how == "abort":
+        manager.abort(one, 0)
+        return 0, 0
+    if how == "in part":
+        manager.abort(one, 2)
+    else:
+        manager.evict_blocks([one.block_ids[1]])
+    return 2, 2 if len(manager.groups) == 1 else 0
+
+
+def finish(manager):
+    ended = []
+    for transfer in manager.tiers.take_transfers():
+        ended += manager.tiers.complete(transfer, ok=True)
+    return ended
+
+
+def num_found(manager, tokens=PROMPT):
+    """How many tokens somebody would find on the device, and there and below together."""
+    hit = manager.get_computed_blocks(Sequence("later", [*tokens, 999]))
+    return hit.num_tokens, hit.num_tokens + sum(load.num_tokens for load in manager.tiers.find(hit))
+
+
+@pytest.mark.parametrize("how", ["abort", "in part", "evict"])
+@pytest.mark.parametrize("hidden", ["", "reset", "salt"])
+def test_a_load_behind_a_lost_hit_ends_with_what_was_before(groups, hidden, how):
+    manager, one, loading = start_loading(groups)
+    hide(manager, hidden)
+    num_there, kept = lose(manager, one, how)
+    (loaded,) = finish(manager)
+    assert (loaded.num_tokens, loaded.is_whole) == (kept, False)
+    assert loading.num_computed_tokens == loading.num_written_tokens == kept
+    if hidden:
+        manager.renew(loading)
+    assert num_found(manager)[0] <= num_there
+
+
+@pytest.mark.parametrize("how", ["abort", "in part", "evict"])
+@pytest.mark.parametrize("hidden", ["", "reset", "salt"])
+@pytest.mark.parametrize("cut", ["give up", "rewind", "truncate"])
+def test_who_is_cut_while_it_loads_behind_a_lost_hit_keeps_no_more(groups, hidden, how, cut):
+    manager, one, loading = start_loading(groups)
+    hide(manager, hidden)
+    num_there, kept = lose(manager, one, how)
+    if cut == "give up":
+        assert manager.tiers.give_up(loading) == kept
+    elif cut == "rewind":
+        manager.rewind(loading, 7)
+    else:
+        manager.truncate(loading, 7)
+    assert not manager.tiers.is_loading(loading) and loading.num_computed_tokens == kept
+    assert finish(manager) == []
+    manager.allocate_slots(loading, delay_cache_blocks=True)
+    if hidden:
+        manager.renew(loading)
+    assert num_found(manager)[0] <= num_there
+
+
+@pytest.mark.parametrize("number", [0, 6])
+@pytest.mark.parametrize("hidden", ["", "reset", "salt"])
+def test_a_commit_or_renewal_of_who_loads_caches_nothing_lost(groups, hidden, number):
+    manager, one, loading = start_loading(groups)
+    hide(manager, hidden)
+    manager.abort(one, 0)
+    if hidden:
+        manager.renew(loading)
+        assert num_found(manager)[0] == 0
+    if not number:
+        manager.cache_blocks(loading, number)
+        assert (loading.num_written_tokens, num_found(manager)[0]) == (0, 0)
+        assert finish(manager)[0].num_tokens == 0
+    else:  # it says that they are written after all
+        manager.cache_blocks(loading, number)
+        assert (loading.num_written_tokens, num_found(manager)[0]) == (6, 6)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize("how", ["abort", "rewind", "evict", "evict, hidden"])
+def test_a_store_of_what_was_never_written_is_dropped(groups, how, is_answered):
+    manager = make_manager(groups, store="computed")
+    one = Sequence("one", [*PROMPT])
+    manager.allocate_slots(one)
+    transfers = manager.tiers.take_transfers()
+    assert transfers
+    for transfer in transfers if is_answered else ():
+        manager.tiers.complete(transfer, ok=True)
+    settle_after = [] if is_answered else transfers
+    if how == "abort":
+        manager.abort(one, 0)
+    elif how == "rewind":
+        manager.rewind(one, 0)
+    elif how == "evict":
+        manager.evict_blocks([one.block_ids[0]])
+    else:
+        manager.evict_blocks([one.block_ids[0]])
+        for block_id in reversed(one.block_ids):
+            manager.evict_blocks([block_id])
+    for transfer in settle_after:
+        manager.tiers.complete(transfer, ok=True)
+    settle(manager)
+    crowd = Sequence("crowd", range(1000, 1000 + 2 * (manager.num_free_blocks // len(manager.groups))))
+    manager.allocate_slots(crowd)
+    manager.abort(crowd, 0)
+    assert num_found(manager) == (0, 0)
+
+
+def test_copies_of_bad_blocks_are_dropped_one_after_another(groups):
+    manager = make_manager(groups, store="computed")
+    one = Sequence("one", [*PROMPT])
+    manager.allocate_slots(one)
+    settle(manager)
+    assert num_found(manager) == (12, 12)
+    manager.evict_blocks([one.block_ids[5]])  # the last one: what is before stays cached and stored
+    assert num_found(manager) == (10, 10)
+    manager.evict_blocks([one.block_ids[2]])
+    assert num_found(manager) == (4, 4)
+    manager.evict_blocks([one.block_ids[0]])
+    assert num_found(manager) == (0, 0)
