@@ -54,6 +54,16 @@ class Screen:
         """Type a text."""
         os.write(self.terminal, text.encode())
 
+    def interrupt_until(self, condition):
+        """Press Ctrl-C, and again after ten seconds: Python's readline loses one that comes just before it waits."""
+        for _ in range(12):
+            self.type("\x03")
+            try:
+                return wait_for(condition, 10)
+            except AssertionError:
+                continue
+        raise AssertionError(f"Ctrl-C had no effect; the screen ends in {self.text[-500:]!r}")
+
     def wait_for(self, text, count=1):
         """Wait until the text was shown so many times."""
         wait_for(lambda: self.text.count(text) >= count, 120)

@@ -67,10 +67,11 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(tiny_folder):
             server.wait_until_idle()
             screen.type("hello again\n")
             screen.wait_for("from the cache")
-            screen.type("a line that I don't mean\x03")
-            screen.wait_for("[Ctrl-D, or Ctrl-C once more, ends the chat]")
-            screen.type("\x03")
-            assert screen.process.wait(60) == 130
+            screen.type("a line that I don't mean")
+            screen.wait_for("a line that I don't mean")
+            screen.interrupt_until(lambda: "[Ctrl-D, or Ctrl-C once more, ends the chat]" in screen.text)
+            screen.interrupt_until(lambda: screen.process.poll() is not None)
+            assert screen.process.returncode == 130
             assert echoes()
             assert server.service.metrics.counts()["finished"] == 1
         finally:
