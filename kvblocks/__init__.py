@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         UnsupportedEngineError,
     )
     from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
-    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, SlidingWindow
+    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
     from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
     from kvblocks.groups.states.copies import StateCopy
     from kvblocks.groups.states.kind import RecurrentState
@@ -114,7 +114,7 @@ _HOMES = {
         "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
-    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "SlidingWindow"),
+    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow"),
     "groups.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
     "states.calls": ("ManagerStates",),
     "groups.states.copies": ("StateCopy",),
@@ -209,6 +209,7 @@ __all__ = [
     "QuotaUsage",
     "RecurrentState",
     "Refusal",
+    "Scratch",
     "Sequence",
     "SequenceStateError",
     "Sessions",

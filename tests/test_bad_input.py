@@ -24,6 +24,7 @@ from kvblocks import (
     KVLayer,
     PrefixCache,
     RecurrentState,
+    Scratch,
     Sequence,
     SlidingWindow,
     Tier,
@@ -464,6 +465,10 @@ CALLS: dict[str, Call] = dict(
             ),
         ),
         (
+            "Scratch.num_blocks",
+            Call(lambda _: Scratch().num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        (
             "RecurrentState.num_blocks",
             Call(lambda _: RecurrentState(4, 2).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
         ),
@@ -611,7 +616,7 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-KINDS = (ChunkedLocal, FullAttention, RecurrentState, SlidingWindow)
+KINDS = (ChunkedLocal, FullAttention, RecurrentState, Scratch, SlidingWindow)
 EXEMPT |= {"Group": "the base class of all kinds"}
 for _kind in KINDS:
     EXEMPT |= {

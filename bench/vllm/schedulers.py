@@ -35,6 +35,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -56,6 +57,7 @@ HASH = "sha256"  # vLLM's default
 VLLM_VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 # Since 0.33 a block's hash has the token behind it too if a model like EAGLE's makes drafts.
 LOOKS_AHEAD = hasattr(SpeculativeConfig, "disable_lookahead_block_hashes")
+RING = 8  # slots of a ring buffer
 LAYOUT = "BLHNC"  # of tensors, which the attention backend would choose; it makes no difference here
 
 VOCABULARY = 50_272
@@ -87,8 +89,8 @@ class Settings:
     token too, or, before vLLM 0.33 and with drops_block, a hit's last block is dropped. runner: the version of vLLM's
     model runner, 1 or 2. windows: the lengths of sliding windows, chunks: of chunks; each adds a group of layers
     beside the one of full attention. keeps_windows: vLLM caches all blocks of windows; otherwise few, as by default
-    (`prefix_cache_retention_interval`). has_states: a group of recurrent layers is added, without caching. has_events:
-    events report what is cached, and nobody receives them.
+    (`prefix_cache_retention_interval`). has_ring: a group of layers with a ring buffer is added. has_states: a group of
+    recurrent layers is added, without caching. has_events: events report what is cached, and nobody receives them.
     """
 
     num_blocks: int = 4000
@@ -109,6 +111,7 @@ class Settings:
     windows: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     keeps_windows: bool = False
+    has_ring: bool = False
     has_states: bool = False
     has_events: bool = False
 
@@ -193,7 +196,8 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
 def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfig:
     """Return what vLLM's engine makes of these groups of layers, with all options of `config`.
 
-    They are one of full attention, and one for every window, for every kind of chunks, and for recurrent states.
+    They are one of full attention, and one for every window, for every kind of chunks, for ring buffers, and for
+    recurrent states.
     """
     shape: dict[str, Any] = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1}
     specs: list[Any] = [FullAttentionSpec(**shape, dtype=torch.float32)]
@@ -201,6 +205,8 @@ def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfi
     specs += [
         ChunkedLocalAttentionSpec(**shape, dtype=torch.float32, attention_chunk_size=size) for size in settings.chunks
     ]
+    if settings.has_ring:
+        specs.append(CircularBufferSpec(**(shape | {"block_size": RING}), dtype=torch.float32))
     if settings.has_states:
         specs.append(MambaSpec(block_size=settings.max_model_len, shapes=((1, 1),), dtypes=(torch.float32,)))
     return as_engine(config, specs)

@@ -291,7 +291,7 @@ class GroupSlots(SlotAllocator):
             self.pool.release_table(table.blocks, 0, sequence)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
-        return num_tokens % self.alignment != 0
+        return num_tokens % self.alignment != 0 or self._layout.has_scratch
 
     def _need(self, sequence: Sequence, start: int, num_slots: int, num_in_flight: int = 0) -> Need:
         """Return what `num_slots` slots need, with writing from `start` on."""

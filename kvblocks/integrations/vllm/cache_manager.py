@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from kvblocks import BlockHold, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
-from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager
+from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager, zeroed_groups
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
@@ -100,11 +100,11 @@ class KVBlocksCacheManager:
         self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
         self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
-        self._zeroed, self._new_block_ids = kv_cache_config.needs_kv_cache_zeroing, list[int]()
+        self._zeroed, self._new_block_ids = zeroed_groups(kv_cache_config), list[int]()
         self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector, enable_caching)
         self.coordinator = make_coordinator(
             kv_cache_config,
-            [group.block_size for group in groups],
+            [group.block_size if group.has_tokens else None for group in groups],
             self._sequences,
             block_pool=self.block_pool,
             scheduler_block_size=scheduler_block_size,
@@ -332,10 +332,8 @@ class KVBlocksCacheManager:
         if sequence.side_tables is None:
             return GivenBlocks((blocks,)) if skipped else self._given_one(blocks)
         tables = tuple(sequence.new_group_blocks)
-        if self._zeroed:
-            for group, table in enumerate(tables):
-                if group not in skipped:
-                    self._new_block_ids += [block.block_id for block in table]
+        for group in self._zeroed.difference(skipped):
+            self._new_block_ids += [block.block_id for block in tables[group]]
         return GivenBlocks(tables)
 
     def _sequence(self, request: Any) -> Sequence:
@@ -470,8 +468,9 @@ class KVBlocksCacheManager:
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """Have a request's blocks zeroed from a token on, since a failed load left them unwritten."""
-        for group, table in zip(self._groups, self.get_block_ids(request_id), strict=True):
-            self._new_block_ids += table[start_token // group.block_size :] if self._zeroed else []
+        tables = self.get_block_ids(request_id)
+        for group in self._zeroed:
+            self._new_block_ids += tables[group][start_token // self._groups[group].block_size :]
 
     # Calls for other kinds of layers: full attention and windows need none of them.
 

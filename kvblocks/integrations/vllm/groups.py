@@ -6,12 +6,15 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
+    CircularBufferManager,
     FullAttentionManager,
     MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -20,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, SlidingWindow
+from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Scratch, SlidingWindow
 from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_ranks, refuse_states
 
 
@@ -47,15 +50,17 @@ def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = T
             groups.append(None)
         elif kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))
+        elif kind is CircularBufferManager:
+            groups.append(Scratch())
         elif kind in (SlidingWindowManager, ChunkedLocalAttentionManager):
             groups.append(_narrow_group(spec, ranks))
         else:
             raise refuse(
                 f"{type(spec).__name__} in KV cache group {number}",
-                "full attention, sliding windows and chunked local attention are served",
+                "full attention, sliding windows, chunked local attention and ring buffers are served",
             )
     found = [group for group in groups if group is not None]
-    sizes = sorted({group.block_size for group in found})
+    sizes = sorted({group.block_size for group in found if group.has_tokens})
     for small, large in pairwise(sizes):
         if large % small:
             raise refuse(f"KV cache groups with blocks of {small} and of {large} tokens", "one has to divide the other")
@@ -140,6 +145,16 @@ def admission_caps(config: Any, max_in_flight_tokens: int, max_model_len: int) -
             )
         caps.append(cap)
     return caps
+
+
+def zeroed_groups(config: Any) -> set[int]:
+    """Return the groups whose new blocks the worker zeroes before it uses them; none if it doesn't."""
+    zeroed = {
+        number
+        for number, spec in enumerate(_specs(config))
+        if isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
+    }
+    return zeroed if config.needs_kv_cache_zeroing else set()
 
 
 def event_kinds(config: Any) -> list[tuple[str, int | None]]:

@@ -45,6 +45,7 @@ def _missing_parts() -> list[str]:
     from vllm.v1.core.sched import async_scheduler, scheduler
     from vllm.v1.core.single_type_kv_cache_manager import (
         ChunkedLocalAttentionManager,
+        CircularBufferManager,
         FullAttentionManager,
         MambaManager,
         SlidingWindowManager,
@@ -69,6 +70,7 @@ def _missing_parts() -> list[str]:
         scheduler.Scheduler: ("_handle_invalid_blocks", "_update_request_as_session"),
         async_scheduler: ("AsyncScheduler",),
         ChunkedLocalAttentionManager: ("find_longest_cache_hit",),
+        CircularBufferManager: ("find_longest_cache_hit",),
         FullAttentionManager: ("find_longest_cache_hit",),
         MambaManager: ("find_longest_cache_hit",),
         SlidingWindowManager: ("find_longest_cache_hit",),

@@ -225,12 +225,15 @@ class PoolView:
 
 
 def make_coordinator(
-    config: Any, block_sizes: list[int], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
+    config: Any, block_sizes: list[int | None], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
 ) -> Any:
-    """Return what vLLM reads of its coordinator: a record for each group, and other properties."""
+    """Return what vLLM reads of its coordinator: a record for each group, and other properties.
+
+    block_sizes: by group, None where blocks hold no tokens.
+    """
     records = [
         SimpleNamespace(
-            block_size=block_size,
+            block_size=block_size or given.kv_cache_spec.block_size,
             kv_cache_spec=given.kv_cache_spec,
             kv_cache_group_id=number,
             req_to_blocks=TablesView(sequences, number),

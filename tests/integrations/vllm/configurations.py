@@ -115,3 +115,12 @@ STATES = [
     small("states", Settings(num_blocks=SMALL, has_states=True, has_caching=False)),
     small("states, async", Settings(num_blocks=SMALL, has_states=True, has_caching=False, is_async=True)),
 ]
+
+# Ring buffers beside full attention: a request has one block for them, and hits need none.
+RINGS = [
+    Configuration("ring", Settings(has_ring=True)),
+    Configuration("ring, async", Settings(has_ring=True, is_async=True)),
+    Configuration("ring, speculation", Settings(has_ring=True, num_drafts=3)),
+    small("ring", Settings(num_blocks=SMALL, has_ring=True)),
+    small("ring, async", Settings(num_blocks=SMALL, has_ring=True, is_async=True)),
+]

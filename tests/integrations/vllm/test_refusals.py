@@ -136,6 +136,13 @@ def test_an_interval_of_retention_without_effect_is_warned_of(windows, interval)
     assert len(said) == (1 if interval else 0)
 
 
+def test_vllm_itself_does_not_start_with_attention_sinks_in_blocks():
+    """If this fails, vLLM has mended it: then the blocks 1 to sink_len / block_size are the sinks', and can be served."""
+    sinks = make_config(SinkFullAttentionSpec(**SHAPE, sink_len=16))
+    with pytest.raises(TypeError, match="SinkFullAttentionManager"):
+        make_scheduler(Settings(), groups=sinks)
+
+
 def with_options(options: dict[str, Any]) -> VllmConfig:
     """Return a configuration with --additional-config."""
     config = make_vllm_config(Settings(has_caching=False))

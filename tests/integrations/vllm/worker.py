@@ -67,7 +67,7 @@ class Worker:
     """The block tables and the memory of a worker, for the groups of layers that `settings` say.
 
     All groups lie in the same memory, and what a token's slot holds depends on the group. A block of recurrent layers
-    holds the state behind a request's last computed token.
+    holds the state behind a request's last computed token, and a ring buffer what that token left there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -75,8 +75,11 @@ class Worker:
         self.num_drafts = settings.num_drafts
         self.windows: tuple[int | None, ...] = (None, *settings.windows)
         self.chunks = settings.chunks
-        self.num_groups = len(self.windows) + len(self.chunks) + settings.has_states
+        self.num_attending = len(self.windows) + len(self.chunks)
+        self.num_groups = self.num_attending + settings.has_ring + settings.has_states
+        self.ring = self.num_attending if settings.has_ring else None
         self._tables: dict[str, Tables] = {}
+        self._rings: set[str] = set()  # the requests that have written to their ring buffer
         self._chains: dict[str, Chain] = {}
         self._memory: dict[int, list[Any]] = {}
 
@@ -88,6 +91,7 @@ class Worker:
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = [[] for _ in range(self.num_groups)]
+                self._rings.discard(request_id)
             for table, more in zip(self._tables[request_id], block_ids or (), strict=False):
                 table.extend(more)
         return {request_id: self._tables[request_id] for request_id in output.num_scheduled_tokens}
@@ -107,8 +111,10 @@ class Worker:
             else:
                 end = step.starts[request_id] + num_tokens
             for group, table in enumerate(step.tables[request_id]):
-                if group < len(self.windows) + len(self.chunks):
+                if group < self.num_attending:
                     work.append((request_id, group, table, chain, end - num_tokens, end))
+                elif group == self.ring:
+                    self._turn(request_id, table)
                 else:
                     self._move_on(request_id, table, chain, end - num_tokens, end)
         for _, *what in work:
@@ -123,6 +129,14 @@ class Worker:
         if start and self._memory.get(block_id) != [("state", start, chain[start - 1])]:
             raise WrongReadError(f"{request_id}: block {block_id} does not hold the state behind {start} tokens")
         self._memory[block_id] = [("state", end, chain[end - 1])]
+
+    def _turn(self, request_id: str, table: list[int]) -> None:
+        """Write to a request's ring buffer, in the one block of its table."""
+        (block_id,) = table
+        if request_id in self._rings and self._memory[block_id] != [("ring", request_id)]:
+            raise WrongReadError(f"{request_id}: another one wrote to its ring buffer, block {block_id}")
+        self._rings.add(request_id)
+        self._memory[block_id] = [("ring", request_id)]
 
     def load(self, request: Request, table: list[int], num_tokens: int) -> None:
         """Write a request's first tokens into the blocks of a table, as a connector does, in group 0."""
