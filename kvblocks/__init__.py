@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
     from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
     from kvblocks.groups.states.copies import StateCopy
+    from kvblocks.groups.states.in_place import StateInPlace
     from kvblocks.groups.states.kind import RecurrentState
     from kvblocks.manager import KVCacheManager
     from kvblocks.observe.explanation import Explanation
@@ -118,6 +119,7 @@ _HOMES = {
     "groups.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
     "states.calls": ("ManagerStates",),
     "groups.states.copies": ("StateCopy",),
+    "groups.states.in_place": ("StateInPlace",),
     "groups.states.kind": ("RecurrentState",),
     "manager": ("KVCacheManager",),
     "observe.explanation": ("Explanation",),
@@ -217,6 +219,7 @@ __all__ = [
     "SlidingWindow",
     "StaleHitError",
     "StateCopy",
+    "StateInPlace",
     "StateLayer",
     "StateStats",
     "Tier",

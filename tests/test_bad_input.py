@@ -616,7 +616,7 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-KINDS = (ChunkedLocal, FullAttention, RecurrentState, Scratch, SlidingWindow)
+KINDS = (ChunkedLocal, FullAttention, RecurrentState, Scratch, SlidingWindow, StateInPlace)
 EXEMPT |= {"Group": "the base class of all kinds"}
 for _kind in KINDS:
     EXEMPT |= {

@@ -89,8 +89,9 @@ class Settings:
     token too, or, before vLLM 0.33 and with drops_block, a hit's last block is dropped. runner: the version of vLLM's
     model runner, 1 or 2. windows: the lengths of sliding windows, chunks: of chunks; each adds a group of layers
     beside the one of full attention. keeps_windows: vLLM caches all blocks of windows; otherwise few, as by default
-    (`prefix_cache_retention_interval`). has_ring: a group of layers with a ring buffer is added. has_states: a group of
-    recurrent layers is added, without caching. has_events: events report what is cached, and nobody receives them.
+    (`prefix_cache_retention_interval`), and all states. has_ring: a group of layers with a ring buffer is added.
+    num_states: so many groups of recurrent layers are added. saves_within: their kernels can save a state within a
+    chunk, as Mamba2's. has_events: events report what is cached, and nobody receives them.
     """
 
     num_blocks: int = 4000
@@ -112,7 +113,8 @@ class Settings:
     chunks: tuple[int, ...] = ()
     keeps_windows: bool = False
     has_ring: bool = False
-    has_states: bool = False
+    num_states: int = 0
+    saves_within: bool = False
     has_events: bool = False
 
     @property
@@ -169,6 +171,8 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
     cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = settings.num_blocks
     if settings.keeps_windows:
         cache_config.prefix_cache_retention_interval = None
+    if settings.num_states and settings.has_caching:
+        cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such models
     speculative = None
     if settings.num_drafts:
         speculative = SpeculativeConfig(
@@ -207,8 +211,12 @@ def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfi
     ]
     if settings.has_ring:
         specs.append(CircularBufferSpec(**(shape | {"block_size": RING}), dtype=torch.float32))
-    if settings.has_states:
-        specs.append(MambaSpec(block_size=settings.max_model_len, shapes=((1, 1),), dtypes=(torch.float32,)))
+    state: dict[str, Any] = {"shapes": ((1, 1),), "dtypes": (torch.float32,), "block_size": settings.max_model_len}
+    if settings.has_caching:
+        state |= {"block_size": settings.block_size, "mamba_cache_mode": "align"}
+    if settings.saves_within:
+        state |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+    specs += [MambaSpec(**state) for _ in range(settings.num_states)]
     return as_engine(config, specs)
 
 

@@ -18,7 +18,14 @@ from vllm.v1.request import RequestStatus
 from kvblocks import BlockHold, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
-from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager, zeroed_groups
+from kvblocks.integrations.vllm.groups import (
+    admission_caps,
+    check_hash_blocks,
+    event_kinds,
+    find_groups,
+    make_manager,
+    zeroed_groups,
+)
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
@@ -31,6 +38,7 @@ from kvblocks.integrations.vllm.sequences import (
     num_common_blocks,
     num_known,
 )
+from kvblocks.integrations.vllm.states import Before, States
 from kvblocks.integrations.vllm.views import (
     GivenBlocks,
     HitBlocks,
@@ -56,7 +64,7 @@ class KVBlocksCacheManager:
         kv_cache_config: Any,
         max_model_len: int,
         scheduler_block_size: int,
-        hash_block_size: int,  # noqa: ARG002  # nothing is hashed
+        hash_block_size: int,  # nothing is hashed
         max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         use_eagle: bool = False,
@@ -67,13 +75,14 @@ class KVBlocksCacheManager:
         pcp_world_size: int = 1,
         metrics_collector: Any = None,
         watermark: float = 0.0,
-        enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # recurrent states are refused
+        enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # not for hits at blocks' ends
         num_hash_lookahead_tokens: int = 0,
         debug: bool = False,
         hash_algorithm: str = "sha256",
     ) -> None:
         check_calls(KVBlocksCacheManager)
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, enable_caching=enable_caching)
+        check_hash_blocks(groups, hash_block_size)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
@@ -94,6 +103,7 @@ class KVBlocksCacheManager:
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
         self._block_size = self.manager.block_size
+        self._states = States(groups)
         self._has_one_group = len(groups) == 1 and groups[0].sees_all
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up
@@ -121,7 +131,10 @@ class KVBlocksCacheManager:
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int]:
-        """Return the blocks of a request's longest cached prefix, its number of tokens, and 0: no boundary to keep.
+        """Return the blocks of a request's longest cached prefix, its number of tokens, and a boundary to keep.
+
+        The boundary is where its tokens part from those of earlier requests, if recurrent layers have no state there;
+        otherwise 0.
 
         The prefix has at most max_cache_hit_length tokens, and never the last one, whose logits are needed. With EAGLE
         it is one block shorter, since the draft model needs the hidden state before the first computed token.
@@ -131,15 +144,16 @@ class KVBlocksCacheManager:
         sequence = self._sequence(request)
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         hit = self.manager.get_computed_blocks(sequence, most)
+        boundary = self._states.boundary(hit, most) if self._states.groups else 0
         if self.use_eagle and hit.blocks:
             hit = hit.cut(hit.num_tokens - self._block_size)
         num_hit = hit.num_readonly_tokens  # perhaps all tokens of the sequence, if the request has one more
         if not num_hit:
-            return self.empty_kv_cache_blocks, 0, 0
+            return self.empty_kv_cache_blocks, 0, boundary
         if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
             self._events.collect(self.manager.take_events(), None)
             self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
-        return HitBlocks(hit, self.num_kv_cache_groups), num_hit, 0
+        return HitBlocks(hit, self.num_kv_cache_groups), num_hit, boundary
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
@@ -213,6 +227,8 @@ class KVBlocksCacheManager:
                 "num_new_tokens must be greater than 0 when there are no computed tokens to adopt"
             )
         hit = given_hit(new_computed_blocks, num_new_computed_tokens)
+        if self._states.groups and hit is not None and self._states.is_of_step(hit):
+            return None  # its state isn't there before this step ends
         sequence = self._sequence(request) if hit is None else hit.sequence  # the hit was found in this step
         start = min(num_new_computed_tokens + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
@@ -271,10 +287,11 @@ class KVBlocksCacheManager:
         if not self._has_one_group:
             num_in_flight = self._settle(request, sequence)
             num_new = max(0, end - sequence.num_computed_tokens)
+        before = self._states.before(sequence) if self._states.groups else None
         new = self.manager.allocate_slots(
             sequence, num_new, num_total_tokens=max(num_slots, 1), num_in_flight_tokens=num_in_flight
         )
-        return None if new is None else self._given(request, sequence, new, ())
+        return None if new is None else self._given(request, sequence, new, (), before)
 
     def note_failed_load(self, request: Any) -> None:
         """Take note that a running request's tokens from `num_computed_tokens` on are computed again, in place.
@@ -323,18 +340,28 @@ class KVBlocksCacheManager:
         return GivenBlocks((blocks,))
 
     def _given(
-        self, request: Any, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]
+        self,
+        request: Any,
+        sequence: Sequence,
+        blocks: list[KVCacheBlock],
+        skipped: tuple[int, ...],
+        before: Before | None = None,
     ) -> GivenBlocks:
-        """Return new blocks by group, and note those that are to be zeroed: none of the `skipped` groups."""
+        """Return new blocks by group, and note those that are to be zeroed: none of the `skipped` groups.
+
+        before: what the sequence had before; None: it starts, or has no states.
+        """
         self._tell(request)
+        if self._states.groups:
+            self._states.note_step(sequence, before)
         if not blocks:
             return self.empty_kv_cache_blocks
         if sequence.side_tables is None:
             return GivenBlocks((blocks,)) if skipped else self._given_one(blocks)
-        tables = tuple(sequence.new_group_blocks)
+        tables: tuple[Items[KVCacheBlock | None], ...] = tuple(sequence.new_group_blocks)
         for group in self._zeroed.difference(skipped):
-            self._new_block_ids += [block.block_id for block in tables[group]]
-        return GivenBlocks(tables)
+            self._new_block_ids += [block.block_id for block in tables[group] if block is not None]
+        return GivenBlocks(self._states.with_gaps(sequence, tables, before) if before else tables)
 
     def _sequence(self, request: Any) -> Sequence:
         """Return a request's sequence with all known tokens. Makes a new one if the request's tokens have changed."""
@@ -472,10 +499,11 @@ class KVBlocksCacheManager:
         for group in self._zeroed:
             self._new_block_ids += tables[group][start_token // self._groups[group].block_size :]
 
-    # Calls for other kinds of layers: full attention and windows need none of them.
+    # Calls for other kinds of layers: most need none of them.
 
     def new_step_starts(self) -> None:
-        """Do nothing."""
+        """Take note that the states of the last step are there, once the next one runs."""
+        self._states.new_step_starts()
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
         """Return no copies: hits end at the ends of blocks."""

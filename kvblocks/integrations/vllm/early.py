@@ -9,7 +9,7 @@ from typing import Any
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
 from kvblocks import UnsupportedEngineError
-from kvblocks.integrations.vllm.probe import ONE_GROUP, check_options, refuse, refuse_ranks, refuse_states
+from kvblocks.integrations.vllm.probe import ONE_GROUP, check_options, refuse, refuse_drafts, refuse_ranks
 
 # Connectors that use vLLM's block pool by its hashes, which kvblocks doesn't have.
 REFUSED_CONNECTORS = {
@@ -34,9 +34,8 @@ def check_engine_config(config: Any) -> None:
         raise refuse(  # as of vLLM 0.33
             "--enable-return-routed-experts", "this vLLM looks for the experts of cached tokens in its own block pool"
         )
-    model = config.model_config
-    if model.has_inner_state and config.cache_config.enable_prefix_caching:
-        raise refuse_states()
+    if config.model_config.has_inner_state:
+        _check_states(config)
     for connector in _connectors(config.kv_transfer_config):
         if connector in REFUSED_CONNECTORS:
             raise refuse(f"the connector {connector}", REFUSED_CONNECTORS[connector])
@@ -46,6 +45,18 @@ def check_engine_config(config: Any) -> None:
             raise refuse_ranks("sliding windows", "window")
         if "OffloadingConnector" in _connectors(config.kv_transfer_config):
             raise refuse_offloading()
+
+
+def _check_states(config: Any) -> None:
+    """Raise UnsupportedEngineError if a model with recurrent layers asks for something unsupported."""
+    if config.speculative_config is not None:
+        raise refuse_drafts()
+    if config.kv_transfer_config is not None and config.cache_config.enable_prefix_caching:
+        raise refuse(
+            "KV connectors with recurrent states (Mamba)",
+            "the state behind what they load would be missing",
+            "--no-enable-prefix-caching is served",
+        )
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Scratch, SlidingWindow
-from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_ranks, refuse_states
+from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Scratch, SlidingWindow, StateInPlace
+from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_drafts, refuse_ranks
 
 
 def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = True) -> list[Group]:
@@ -46,8 +46,7 @@ def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = T
             )
         ranks = num_context_ranks if getattr(spec, "dcp_sharded", True) else 1
         if kind is MambaManager:
-            _check_states(spec, enable_caching=enable_caching)
-            groups.append(None)
+            groups.append(_state_group(spec, num_context_ranks, enable_caching=enable_caching))
         elif kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))
         elif kind is CircularBufferManager:
@@ -90,12 +89,30 @@ def _narrow_group(spec: Any, ranks: int) -> Group:
     return SlidingWindow(spec.block_size, spec.sliding_window, is_cached=is_cached, keeps_passed=True)
 
 
-def _check_states(spec: Any, *, enable_caching: bool) -> None:
-    """Raise UnsupportedEngineError unless a request's recurrent state stays in one block that is never cached."""
-    if enable_caching or spec.mamba_cache_mode != "none":
-        raise refuse_states()
+def _state_group(spec: Any, ranks: int, *, enable_caching: bool) -> Group | None:
+    """Return the group of recurrent layers; None if a request's state stays in one block that is never cached."""
     if spec.num_speculative_blocks:
-        raise refuse("recurrent states (Mamba) with speculative decoding", "each draft has a state of its own")
+        raise refuse_drafts()
+    if not enable_caching and spec.mamba_cache_mode == "none":
+        return None
+    if not enable_caching or spec.mamba_cache_mode != "align":
+        raise refuse(
+            f"recurrent states with mamba_cache_mode={spec.mamba_cache_mode!r} and enable_caching={enable_caching}",
+            "with caching 'align' is served, without it 'none'",
+        )
+    if ranks > 1:
+        raise refuse_ranks("recurrent states", "state")
+    return StateInPlace(spec.block_size, keeps_passed=True)
+
+
+def check_hash_blocks(groups: list[Group], hash_block_size: int) -> None:
+    """Raise UnsupportedEngineError if vLLM would look for states within blocks."""
+    if any(group.has_gaps and hash_block_size < group.block_size for group in groups):
+        raise refuse(
+            f"recurrent states that are found at multiples of {hash_block_size} tokens",
+            "they are found where blocks end",
+            "without --prefix-match-unit, and with blocks of the same size in all groups, they are served",
+        )
 
 
 def _warn_of_interval(config: Any) -> None:

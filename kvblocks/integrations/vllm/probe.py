@@ -105,13 +105,9 @@ def refuse(feature: str, reason: str, advice: str = "") -> UnsupportedEngineErro
     return probing.refuse(NAME, feature, "; ".join(filter(None, (reason, advice, OTHERWISE))))
 
 
-def refuse_states() -> UnsupportedEngineError:
-    """Return the error for recurrent states that are cached."""
-    return refuse(
-        "recurrent states (Mamba) with prefix caching",
-        "their blocks are states, not tokens",
-        "--no-enable-prefix-caching is served",
-    )
+def refuse_drafts() -> UnsupportedEngineError:
+    """Return the error for recurrent states with drafts."""
+    return refuse("recurrent states (Mamba) with speculative decoding", "each draft has a state of its own")
 
 
 def refuse_ranks(layers: str, seen: str) -> UnsupportedEngineError:

@@ -109,12 +109,30 @@ KEPT_WINDOWS, KEPT_WINDOWS_SMALL = (
 
 # Recurrent layers beside full attention: a request's state is one block, and nothing is cached.
 STATES = [
-    Configuration("states", Settings(has_states=True, has_caching=False)),
-    Configuration("states, async", Settings(has_states=True, has_caching=False, is_async=True)),
-    Configuration("states, chunked", Settings(has_states=True, has_caching=False, max_num_batched_tokens=128)),
-    small("states", Settings(num_blocks=SMALL, has_states=True, has_caching=False)),
-    small("states, async", Settings(num_blocks=SMALL, has_states=True, has_caching=False, is_async=True)),
+    Configuration("states", Settings(num_states=1, has_caching=False)),
+    Configuration("states, async", Settings(num_states=1, has_caching=False, is_async=True)),
+    Configuration("states, chunked", Settings(num_states=1, has_caching=False, max_num_batched_tokens=128)),
+    small("states", Settings(num_blocks=SMALL, num_states=1, has_caching=False)),
+    small("states, async", Settings(num_blocks=SMALL, num_states=1, has_caching=False, is_async=True)),
 ]
+# With caching, states stay in blocks where chunks ended. vLLM caches all of them, as kvblocks does, or few, its default.
+_CACHED_STATES = {
+    "cached states": Settings(num_blocks=20_000, num_states=1),
+    "three groups": Settings(num_blocks=20_000, num_states=3, max_num_batched_tokens=128),
+    "async": Settings(num_blocks=20_000, num_states=1, is_async=True),
+    "beside windows": Settings(num_blocks=20_000, num_states=1, windows=(64,)),
+    "saved within chunks": Settings(num_blocks=20_000, num_states=1, saves_within=True),
+}
+_CACHED_STATES_SMALL = {
+    "cached states": Settings(num_blocks=161, num_states=1),
+    "cached states, async": Settings(num_blocks=161, num_states=1, is_async=True),
+}
+CACHED_STATES = [Configuration(name, settings) for name, settings in _CACHED_STATES.items()]
+CACHED_STATES_SMALL = [small(name, settings) for name, settings in _CACHED_STATES_SMALL.items()]
+KEPT_STATES, KEPT_STATES_SMALL = (
+    [replace(c, name=f"{c.name}, kept", settings=replace(c.settings, keeps_windows=True)) for c in configurations]
+    for configurations in (CACHED_STATES, CACHED_STATES_SMALL)
+)
 
 # Ring buffers beside full attention: a request has one block for them, and hits need none.
 RINGS = [
