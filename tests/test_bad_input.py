@@ -27,6 +27,7 @@ from kvblocks import (
     Scratch,
     Sequence,
     SlidingWindow,
+    StateInPlace,
     Tier,
     plan,
 )
@@ -467,6 +468,11 @@ CALLS: dict[str, Call] = dict(
         (
             "Scratch.num_blocks",
             Call(lambda _: Scratch().num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        ("StateInPlace", Call(lambda _: StateInPlace, {"block_size": INT})),
+        (
+            "StateInPlace.num_blocks",
+            Call(lambda _: StateInPlace(4).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
         ),
         (
             "RecurrentState.num_blocks",

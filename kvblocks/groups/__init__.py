@@ -11,4 +11,13 @@ from kvblocks.groups.states.copies import StateCopy
 from kvblocks.groups.states.in_place import StateInPlace
 from kvblocks.groups.states.kind import RecurrentState
 
-__all__ = ["ChunkedLocal", "FullAttention", "Group", "RecurrentState", "Scratch", "SlidingWindow", "StateCopy", "StateInPlace"]
+__all__ = [
+    "ChunkedLocal",
+    "FullAttention",
+    "Group",
+    "RecurrentState",
+    "Scratch",
+    "SlidingWindow",
+    "StateCopy",
+    "StateInPlace",
+]

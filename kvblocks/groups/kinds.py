@@ -292,7 +292,9 @@ class Scratch(Group):
 
     def layer_bytes(self, bytes_per_token: int) -> int:
         """As in `Group`. Such layers keep nothing for each token, so a plan can't have them."""
-        raise InvalidArgumentError(f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}")
+        raise InvalidArgumentError(
+            f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
+        )
 
     def __repr__(self) -> str:
         return "Scratch()"

@@ -53,12 +53,12 @@ class GroupLayout:
     """What follows from the groups. Read-only.
 
     primary: the number of the primary group, None where no group has full attention. block_size: tokens in a primary
-    block. alignment: the largest block size of a group that holds tokens; every hit is a multiple of it. smallest_block_size: the
-    smallest block size of a group that has a table. has_gaps: whether tables have gaps.
-    has_scratch: whether a group's blocks hold no tokens. state: the number of the group whose layers keep a state, None
-    where there is none. side_groups: the groups that have a table, but for the primary one. row_size:
-    columns of a row. table_numbers: by group that has a table, in order, the number of its table: its index in
-    side_groups, or len(side_groups) for the primary group. table_groups: by table, its group.
+    block. alignment: the largest block size of a group that holds tokens; every hit is a multiple of it.
+    smallest_block_size: the smallest block size of a group that has a table. has_gaps: whether a group's tables have
+    gaps. has_scratch: whether a group's blocks hold no tokens. state: the number of the group whose layers keep a state
+    outside of its table, None where there is none. side_groups: the groups that have a table, but for the primary one.
+    row_size: columns of a row. table_numbers: by group that has a table, in order, the number of its table: its index
+    in side_groups, or len(side_groups) for the primary group. table_groups: by table, its group.
     """
 
     __slots__ = (
@@ -80,8 +80,8 @@ class GroupLayout:
         self.groups = groups
         sizes = [group.block_size for group in groups]
         self.alignment = max([group.block_size for group in groups if group.has_tokens])
-        self.has_gaps = any([group.has_gaps for group in groups])
-        self.has_scratch = not all([group.has_tokens for group in groups])
+        self.has_gaps = any(group.has_gaps for group in groups)
+        self.has_scratch = not all(group.has_tokens for group in groups)
         self.smallest_block_size = min([group.block_size for group in groups if group.has_table], default=min(sizes))
         self.primary: int | None = None
         self.state: int | None = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from kvblocks.arguments import check_count, check_flag
+from kvblocks.arguments import check_count
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import Group
 
@@ -18,22 +18,14 @@ class StateInPlace(Group):
     next call. If the call before ended exactly at its last token, it is cached, and a hit may end there. So an engine
     ends calls at multiples of `block_size`, unless they end in the block where they began.
 
-    The state is behind all slots of the last call. So `num_total_tokens` counts tokens that the step computes, also those
-    that aren't known yet, and nothing else.
+    The state is behind all slots of the last call. So `num_total_tokens` counts tokens that the step computes, also
+    those that aren't known yet, and nothing else.
 
     A cached state is found at once, though it exists only after its step: an engine must not start a sequence from a
     state of the same step. A sequence can't be truncated, and not be rewound but to its beginning.
 
-    block_size: hits end at multiples of it. At least 2. keeps_passed: as in `SlidingWindow`, with states in place of
-    windows. Raises InvalidArgumentError.
+    block_size: hits end at multiples of it. Raises InvalidArgumentError.
     """
-
-    keeps_passed: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("block_size", self.block_size, 2)
-        object.__setattr__(self, "keeps_passed", check_flag("keeps_passed", self.keeps_passed))
 
     @property
     def label(self) -> str:
@@ -54,6 +46,10 @@ class StateInPlace(Group):
         """Return the token before `position`, behind which the state is that it needs. Only for the manager."""
         return position - 1 if position else 0
 
+    def needed_blocks(self, end: int, num_tokens: int) -> tuple[int, int]:  # noqa: ARG002  # a hit never has all tokens
+        """As in `Group`: the block with the state behind the hit. Only for the manager."""
+        return max(0, end // self.block_size - 1), end // self.block_size
+
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return at most 2: the live state, and the one before."""
         check_count("num_step_tokens", num_step_tokens, 1)
@@ -61,4 +57,6 @@ class StateInPlace(Group):
 
     def layer_bytes(self, bytes_per_token: int) -> int:
         """As in `Group`. Such layers keep nothing for each token, so a plan can't have them."""
-        raise InvalidArgumentError(f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}")
+        raise InvalidArgumentError(
+            f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
+        )

@@ -49,7 +49,7 @@ class Admission:
     def num_blocks(self, sequence: Sequence, hit: CacheHit | None, num_tokens: int) -> int:
         """Return how many free blocks a sequence takes until it has `num_tokens` tokens.
 
-        A window gives up blocks meanwhile, so its group counts at most its cap. A recurrent state moves on to one block.
+        A window gives up blocks meanwhile, so its group counts at most its cap. A recurrent state takes one block.
         """
         number = 0
         for group, (kind, cap) in enumerate(zip(self._groups, self._caps, strict=True)):

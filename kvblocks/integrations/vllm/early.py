@@ -51,7 +51,7 @@ def _check_states(config: Any) -> None:
     """Raise UnsupportedEngineError if a model with recurrent layers asks for something unsupported."""
     if config.speculative_config is not None:
         raise refuse_drafts()
-    if config.kv_transfer_config is not None and config.cache_config.enable_prefix_caching:
+    if config.cache_config.enable_prefix_caching and _connectors(config.kv_transfer_config):
         raise refuse(
             "KV connectors with recurrent states (Mamba)",
             "the state behind what they load would be missing",
@@ -62,6 +62,8 @@ def _check_states(config: Any) -> None:
 def check_scheduler(scheduler: Any) -> None:
     """Raise UnsupportedEngineError if a scheduler, which knows its groups, has something unsupported."""
     check_engine_config(scheduler.vllm_config)
+    if scheduler.kv_cache_config.has_mamba_layers:
+        _check_states(scheduler.vllm_config)
     connectors = _connectors(scheduler.vllm_config.kv_transfer_config)
     if "OffloadingConnector" in connectors and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
         raise refuse_offloading()

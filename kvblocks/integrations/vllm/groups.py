@@ -102,7 +102,7 @@ def _state_group(spec: Any, ranks: int, *, enable_caching: bool) -> Group | None
         )
     if ranks > 1:
         raise refuse_ranks("recurrent states", "state")
-    return StateInPlace(spec.block_size, keeps_passed=True)
+    return StateInPlace(spec.block_size)
 
 
 def check_hash_blocks(groups: list[Group], hash_block_size: int) -> None:

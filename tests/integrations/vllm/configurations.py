@@ -115,7 +115,7 @@ STATES = [
     small("states", Settings(num_blocks=SMALL, num_states=1, has_caching=False)),
     small("states, async", Settings(num_blocks=SMALL, num_states=1, has_caching=False, is_async=True)),
 ]
-# With caching, states stay in blocks where chunks ended. vLLM caches all of them, as kvblocks does, or few, its default.
+# With caching, states stay in blocks where chunks ended. kvblocks caches all of them, vLLM by default few.
 _CACHED_STATES = {
     "cached states": Settings(num_blocks=20_000, num_states=1),
     "three groups": Settings(num_blocks=20_000, num_states=3, max_num_batched_tokens=128),
@@ -123,16 +123,14 @@ _CACHED_STATES = {
     "beside windows": Settings(num_blocks=20_000, num_states=1, windows=(64,)),
     "saved within chunks": Settings(num_blocks=20_000, num_states=1, saves_within=True),
 }
-_CACHED_STATES_SMALL = {
-    "cached states": Settings(num_blocks=161, num_states=1),
-    "cached states, async": Settings(num_blocks=161, num_states=1, is_async=True),
-}
 CACHED_STATES = [Configuration(name, settings) for name, settings in _CACHED_STATES.items()]
-CACHED_STATES_SMALL = [small(name, settings) for name, settings in _CACHED_STATES_SMALL.items()]
-KEPT_STATES, KEPT_STATES_SMALL = (
-    [replace(c, name=f"{c.name}, kept", settings=replace(c.settings, keeps_windows=True)) for c in configurations]
-    for configurations in (CACHED_STATES, CACHED_STATES_SMALL)
-)
+KEPT_STATES = [
+    replace(c, name=f"{c.name}, kept", settings=replace(c.settings, keeps_windows=True)) for c in CACHED_STATES
+]
+CACHED_STATES_SMALL = [
+    small("cached states", Settings(num_blocks=161, num_states=1)),
+    small("cached states, async", Settings(num_blocks=161, num_states=1, is_async=True)),
+]
 
 # Ring buffers beside full attention: a request has one block for them, and hits need none.
 RINGS = [
