@@ -19,7 +19,8 @@ OURS = "kvblocks.integrations.vllm.KVBlocksAsyncScheduler"
 VOCABULARY = 512
 WINDOW = 64
 NUM_BLOCKS = 400
-WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3}  # random between minus and plus this, so that answers vary
+# Random weights are between minus and plus this, so that answers vary.
+WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3, "lfm2": 0.3, "qwen3-next": 0.3}
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -54,6 +55,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "mistral",
         "num_hidden_layers": 2,
         "sliding_window": WINDOW,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 64,
+        "block_dim": 64,
+        "block_ff_dim": 64,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0, 1],
     },
     "bert": {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 1, "type_vocab_size": 2},
 }

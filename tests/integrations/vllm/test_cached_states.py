@@ -25,7 +25,7 @@ PROMPT = list(range(100, 100 + 5 * BLOCK))
 @pytest.fixture(autouse=True)
 def _mended(monkeypatch):
     """vLLM 0.33's rule: a state that is cached already isn't one of this step."""
-    original = MambaManager._cache_partial_tail_block
+    original = MambaManager._cache_partial_tail_block  # noqa: SLF001  vLLM has no other place for its rule
 
     def cache(self, request, num_tokens, retention_interval):
         blocks, index = self.req_to_blocks[request.request_id], -(-num_tokens // self.block_size) - 1
