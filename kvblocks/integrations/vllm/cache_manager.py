@@ -18,14 +18,7 @@ from vllm.v1.request import RequestStatus
 from kvblocks import BlockHold, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
-from kvblocks.integrations.vllm.groups import (
-    admission_caps,
-    check_hash_blocks,
-    event_kinds,
-    find_groups,
-    make_manager,
-    zeroed_groups,
-)
+from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager, zeroed_groups
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
@@ -39,6 +32,7 @@ from kvblocks.integrations.vllm.sequences import (
     num_known,
 )
 from kvblocks.integrations.vllm.states import Before, States
+from kvblocks.integrations.vllm.unused import UnusedCalls
 from kvblocks.integrations.vllm.views import (
     GivenBlocks,
     HitBlocks,
@@ -52,7 +46,7 @@ from kvblocks.integrations.vllm.views import (
 RUNNING = RequestStatus.RUNNING
 
 
-class KVBlocksCacheManager:
+class KVBlocksCacheManager(UnusedCalls):
     """Replaces vLLM's KVCacheManager. manager: the kvblocks one, with all calls that vLLM lacks.
 
     The parameters are vLLM's, except two. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for the
@@ -64,7 +58,7 @@ class KVBlocksCacheManager:
         kv_cache_config: Any,
         max_model_len: int,
         scheduler_block_size: int,
-        hash_block_size: int,  # nothing is hashed
+        hash_block_size: int,
         max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         use_eagle: bool = False,
@@ -81,8 +75,8 @@ class KVBlocksCacheManager:
         hash_algorithm: str = "sha256",
     ) -> None:
         check_calls(KVBlocksCacheManager)
-        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, enable_caching=enable_caching)
-        check_hash_blocks(groups, hash_block_size)
+        match_unit = hash_block_size if enable_caching else None
+        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, match_unit)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
@@ -94,8 +88,6 @@ class KVBlocksCacheManager:
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.num_kv_cache_groups = len(groups)
         self.empty_kv_cache_blocks = NoBlocks(len(groups))
-        self.mamba_shared_prefix_checkpoint = False
-        self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
         named = hash_algorithm if self.enable_kv_cache_events else None
         self.manager = make_manager(kv_cache_config, groups, enable_caching, named, debug)
@@ -227,13 +219,11 @@ class KVBlocksCacheManager:
                 "num_new_tokens must be greater than 0 when there are no computed tokens to adopt"
             )
         hit = given_hit(new_computed_blocks, num_new_computed_tokens)
-        if self._states.groups and hit is not None and self._states.is_of_step(hit):
-            return None  # its state isn't there before this step ends
         sequence = self._sequence(request) if hit is None else hit.sequence  # the hit was found in this step
         start = min(num_new_computed_tokens + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         room = self._room(request, num_slots, full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)
-        if self._admission.is_held_back(request, sequence, hit, room):
+        if self._states.is_of_step(hit) or self._admission.is_held_back(request, sequence, hit, room):
             return None
         num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # otherwise loaded within the step
         new = self.manager.allocate_slots(
@@ -418,11 +408,6 @@ class KVBlocksCacheManager:
         uncache(self.manager, sequence, max(request.num_computed_tokens, sequence.num_readonly_tokens))
         return [self.manager.holds.detach(sequence)]
 
-    def remove_skipped_blocks(
-        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
-    ) -> None:
-        """Do nothing: windows slide when their sequence gets slots."""
-
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Stop caching what these blocks hold, because a load of them failed."""
         ids = [block_id for block_id in block_ids if block_id]
@@ -499,20 +484,6 @@ class KVBlocksCacheManager:
         for group in self._zeroed:
             self._new_block_ids += tables[group][start_token // self._groups[group].block_size :]
 
-    # Calls for other kinds of layers: most need none of them.
-
     def new_step_starts(self) -> None:
         """Take note that the states of the last step are there, once the next one runs."""
         self._states.new_step_starts()
-
-    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Return no copies: hits end at the ends of blocks."""
-        return [], []
-
-    def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """Return no states of recurrent layers."""
-        return {}
-
-    def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:  # noqa: ARG002
-        """Return no states of recurrent layers."""
-        return []

@@ -27,11 +27,12 @@ from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Scratch
 from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_drafts, refuse_ranks
 
 
-def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = True) -> list[Group]:
-    """Return the groups of a KV cache configuration, for a manager that caches or doesn't.
+def find_groups(config: Any, num_context_ranks: int, match_unit: int | None) -> list[Group]:
+    """Return the groups of a KV cache configuration.
 
     num_context_ranks: over how many ranks a block's tokens are spread (context parallelism). Blocks are so many times
-    as large. Raises UnsupportedEngineError.
+    as large. match_unit: at multiples of how many tokens vLLM's hits end; None: nothing is cached. Raises
+    UnsupportedEngineError.
     """
     if not config.kv_cache_groups:
         raise refuse("a model without KV cache groups", "there is nothing to cache")
@@ -46,7 +47,7 @@ def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = T
             )
         ranks = num_context_ranks if getattr(spec, "dcp_sharded", True) else 1
         if kind is MambaManager:
-            groups.append(_state_group(spec, num_context_ranks, enable_caching=enable_caching))
+            groups.append(_state_group(spec, num_context_ranks, match_unit))
         elif kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))
         elif kind is CircularBufferManager:
@@ -89,30 +90,25 @@ def _narrow_group(spec: Any, ranks: int) -> Group:
     return SlidingWindow(spec.block_size, spec.sliding_window, is_cached=is_cached, keeps_passed=True)
 
 
-def _state_group(spec: Any, ranks: int, *, enable_caching: bool) -> Group | None:
+def _state_group(spec: Any, ranks: int, match_unit: int | None) -> Group | None:
     """Return the group of recurrent layers; None if a request's state stays in one block that is never cached."""
     if spec.num_speculative_blocks:
         raise refuse_drafts()
-    if not enable_caching and spec.mamba_cache_mode == "none":
+    mode = spec.mamba_cache_mode
+    if match_unit is None and mode == "none":
         return None
-    if not enable_caching or spec.mamba_cache_mode != "align":
-        raise refuse(
-            f"recurrent states with mamba_cache_mode={spec.mamba_cache_mode!r} and enable_caching={enable_caching}",
-            "with caching 'align' is served, without it 'none'",
-        )
+    if match_unit is None or mode != "align":
+        caching = "without" if match_unit is None else "with"
+        raise refuse(f"recurrent states in mode {mode!r} {caching} caching", "'align' is for caching, 'none' for none")
     if ranks > 1:
         raise refuse_ranks("recurrent states", "state")
-    return StateInPlace(spec.block_size)
-
-
-def check_hash_blocks(groups: list[Group], hash_block_size: int) -> None:
-    """Raise UnsupportedEngineError if vLLM would look for states within blocks."""
-    if any(group.has_gaps and hash_block_size < group.block_size for group in groups):
+    if match_unit < spec.block_size:
         raise refuse(
-            f"recurrent states that are found at multiples of {hash_block_size} tokens",
+            f"recurrent states that are found at multiples of {match_unit} tokens",
             "they are found where blocks end",
             "without --prefix-match-unit, and with blocks of the same size in all groups, they are served",
         )
+    return StateInPlace(spec.block_size)
 
 
 def _warn_of_interval(config: Any) -> None:

@@ -49,9 +49,9 @@ class States:
                 if name is not None:
                     self._of_step.add(name)
 
-    def is_of_step(self, hit: CacheHit) -> bool:
+    def is_of_step(self, hit: CacheHit | None) -> bool:
         """Whether a hit needs a state that this step brings. Whoever has such a hit starts in a later step."""
-        return bool(self._of_step) and hit.blocks[-1].block_hash in self._of_step
+        return hit is not None and bool(self._of_step) and hit.blocks[-1].block_hash in self._of_step
 
     def new_step_starts(self) -> None:
         """Take note that a step begins."""

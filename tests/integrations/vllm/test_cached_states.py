@@ -7,9 +7,19 @@ equal while nothing is evicted. vLLM 0.32 makes requests wait for a step without
 from dataclasses import replace
 
 import pytest
+import torch
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.request import RequestStatus
 
-from bench.vllm.schedulers import VLLM_VERSION, Settings, our_scheduler
+from bench.vllm.schedulers import (
+    VLLM_VERSION,
+    Settings,
+    as_engine,
+    make_scheduler,
+    make_vllm_config,
+    our_scheduler,
+)
 from integrations.vllm.configurations import CACHED_STATES, CACHED_STATES_SMALL, KEPT_STATES
 from integrations.vllm.decisions import decide, first_difference
 from integrations.vllm.stand import BLOCK, Stand, request
@@ -121,3 +131,18 @@ def test_only_blocks_of_attention_are_zeroed():
     stand.add(request("runs", [*PROMPT, 1], 9))
     output = stand.step()
     assert sorted(output.new_block_ids_to_zero) == sorted(stand.manager.get_block_ids("runs")[0])
+
+
+def test_a_model_of_states_alone_is_served():
+    """Mamba: anchors stand in for full attention."""
+    config = make_vllm_config(STATES)
+    spec = MambaSpec(block_size=BLOCK, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    scheduler = make_scheduler(STATES, our_scheduler(STATES), config=config, groups=as_engine(config, [spec]))
+    scheduler.add_request(request("first", [*PROMPT, 1]))
+    assert scheduler.schedule().num_scheduled_tokens == {"first": 5 * BLOCK}
+    manager = scheduler.kv_cache_manager
+    (ids,) = manager.get_block_ids("first")
+    assert ids[:4] == [0] * 4 and ids[4]
+    scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    blocks, number, _ = manager.get_computed_blocks(request("same", [*PROMPT, 1]))
+    assert number == 5 * BLOCK and blocks.get_block_ids() == (ids,)

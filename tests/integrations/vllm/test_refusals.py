@@ -53,11 +53,11 @@ def make_manager(config: KVCacheConfig, **what: Any) -> KVBlocksCacheManager:
 
 
 REFUSED = {
-    "recurrent states without a mode": (make_config(FULL, UNCACHED_MAMBA), {}, "mamba_cache_mode='none' and enable_ca"),
+    "recurrent states without a mode": (make_config(FULL, UNCACHED_MAMBA), {}, "in mode 'none' with caching"),
     "recurrent states that aren't cached": (
         make_config(FULL, MAMBA),
         {"enable_caching": False},
-        "mamba_cache_mode='align' and enable_caching=False",
+        "in mode 'align' without caching",
     ),
     "recurrent states within blocks": (
         make_config(FULL, MambaSpec(**STATE, block_size=32, mamba_cache_mode="align")),
