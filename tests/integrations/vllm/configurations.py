@@ -44,7 +44,13 @@ CONFIGURATIONS = [
     small("no caching", Settings(num_blocks=SMALL, has_caching=False)),
 ]
 
-# Beside the eighteen: drafts of a model, which writes keys and values behind the known tokens.
+# Beside the eighteen: MLA and its sparse indexer, which share a block table.
+LATENT = [
+    Configuration("latent", Settings(is_latent=True)),
+    small("latent, async", Settings(num_blocks=SMALL, is_latent=True, is_async=True)),
+]
+
+# Drafts of a model, which writes keys and values behind the known tokens.
 EAGLE = [
     Configuration("eagle", Settings(num_drafts=3, is_eagle=True)),
     Configuration("eagle, async", Settings(num_drafts=3, is_eagle=True, is_async=True)),

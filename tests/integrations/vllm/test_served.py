@@ -40,6 +40,7 @@ def environment(tmp_path):
         TOLD: str(tmp_path / "told"),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(LIMIT),
         "VLLM_NO_USAGE_STATS": "1",
     }
     return os.environ | ENVIRONMENT | own
@@ -67,7 +68,7 @@ def serving(environment, log, *options):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = with_tokenizer(model_folder())
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--port", str(port), *options]
+    command = [sys.executable, "-m", "integrations.vllm.serve", "serve", folder, "--port", str(port), *options]
     command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--load-format", "dummy", "--enforce-eager"]
     command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "256", "--num-gpu-blocks-override", "50"]
     command += ["--enable-prompt-tokens-details"]
