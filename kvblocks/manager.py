@@ -516,6 +516,8 @@ class KVCacheManager:
         sequence = self._check_owned(sequence, "fork")
         if self._state_slots is not None:
             self._state_slots.check_fork(sequence)
+        if sequence.side_tables is not None:
+            sequence.side_tables.check_back(sequence.num_computed_tokens, sequence, "fork")
         twin = sequence.fork(sequence_id)
         self._claim(twin, "fork")
         self._slots.fork(sequence, twin)

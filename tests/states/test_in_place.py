@@ -196,6 +196,8 @@ def test_a_token_that_is_not_known_yet_is_computed_nevertheless() -> None:
     manager.allocate_slots(sequence, 7, num_total_tokens=8)
     with pytest.raises(SequenceStateError, match="expected to keep all 8 tokens"):
         manager.rewind(sequence, 7)
+    with pytest.raises(SequenceStateError, match="fork: expected to keep all 8 tokens"):
+        manager.fork(sequence, "twin")
     sequence.append_tokens([7])
     assert manager.get_computed_blocks(Sequence("b", range(20))).num_tokens == 0
     manager.allocate_slots(sequence, 1, num_total_tokens=9)

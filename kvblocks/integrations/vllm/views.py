@@ -92,7 +92,7 @@ class HitBlocks(GivenBlocks):
     """The blocks of a lookup. hit: kvblocks' hit."""
 
     def __init__(self, hit: CacheHit, num_groups: int) -> None:
-        super().__init__((hit.blocks,) if num_groups == 1 else tuple(hit.group_blocks(g) for g in range(num_groups)))
+        super().__init__(tuple(hit.group_blocks(group) for group in range(num_groups)))
         self.hit = hit
 
 
