@@ -19,5 +19,5 @@ def test_a_request_without_its_salt_is_found():
             request.salt = salt
             return found
 
-    with pytest.raises(verify.VerificationError, match="wrong KV: .* with salt"):
+    with pytest.raises(verify.VerificationError, match=r"wrong KV: .* with salt"):
         verify.run(Unsalted, 20_000)
