@@ -19,7 +19,8 @@ def verify(
     only: Annotated[str | None, typer.Option(help="Run this case alone.")] = None,
     seed: Annotated[str, typer.Option(help="Equal seeds draw equal prompts.")] = "1",
     salts: Annotated[
-        bool | None, typer.Option("--salts/--no-salts", help="Whether cache_salt must separate. Default: if it's taken.")
+        bool | None,
+        typer.Option("--salts/--no-salts", help="Whether cache_salt must separate. Default: if it's taken."),
     ] = None,
     reset_path: Annotated[
         str | None, typer.Option(help="A path that resets the prefix cache when it is posted to; else none is reset.")
@@ -28,9 +29,7 @@ def verify(
         int, typer.Option(min=0, help="Without salts and resets: so many other prompts displace all that is cached.")
     ] = 0,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Requests at once, at most.")] = 4,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key.")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page, too.")] = None,
 ) -> None:

@@ -65,12 +65,16 @@ def foreign(patient: Patient, seed: str) -> list[Finding]:
         for number, (prompt, warm) in enumerate(zip(prompts, replies, strict=True)):
             where = "the one from which others part" if not number else f"which parts at word {places[number - 1]}"
             expected = cold[number] or first[number]
-            found += patient.compare("foreign", f"a conversation of {len(prompt)} words, {where}", prompt, expected, warm)
+            found += patient.compare(
+                "foreign", f"a conversation of {len(prompt)} words, {where}", prompt, expected, warm
+            )
     return found
 
 
 def middles(patient: Patient, seed: str) -> list[Finding]:
     """Words that stand in one prompt behind others are computed anew where they stand elsewhere."""
+    if not patient.knows_lengths:
+        return []
     words, salt = patient.words(seed), patient.salt()
     found = []
     for size in _BLOCK_SIZES[: 2 + words.integer(0, 1)]:
@@ -83,7 +87,9 @@ def middles(patient: Patient, seed: str) -> list[Finding]:
         patient.ask(beginning + words.draw(size), salt)
         what = f"{len(shared)} words that were cached behind {length} others"
         found += patient.compare("middles", f"{what}, at the beginning", moved, cold[0], patient.ask(moved, salt))
-        found += patient.compare("middles", f"{what}, behind another beginning", joined, cold[1], patient.ask(joined, salt))
+        found += patient.compare(
+            "middles", f"{what}, behind another beginning", joined, cold[1], patient.ask(joined, salt)
+        )
     return found
 
 
@@ -171,7 +177,7 @@ def salts(patient: Patient, seed: str) -> list[Finding]:
 
 def usage(patient: Patient, seed: str) -> list[Finding]:
     """No answer tells more cached tokens than its prompt shares with what was asked before."""
-    if not patient.tells_cached or patient.coldness.by not in {"salt", "reset"}:
+    if not (patient.tells_cached and patient.knows_lengths and patient.coldness.by in {"salt", "reset"}):
         return []
     words, salt = patient.words(seed), patient.salt()
     if salt is None:

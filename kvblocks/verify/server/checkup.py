@@ -1,5 +1,6 @@
 """Runs cases against a server until the time is over, and repeats what it finds."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -46,15 +47,22 @@ class Checkup:
     seconds: float = 0.0
 
     def run(self, note: Callable[[str], None] = lambda _: None) -> None:
-        """Run all cases in turns. A case that found something isn't run again. note: hears what is going on.
+        """Run all cases in turns, until the time or the requests are used up. note: hears what is going on.
 
-        Raises TargetError if the server goes away.
+        A case that found something isn't run again. Raises TargetError if the server goes away.
         """
+        self._run(time.monotonic() + 60 * self.options.minutes, None, note)
+
+    def run_turns(self, number: int) -> None:
+        """Run each case so many times, however long it takes, as far as there are requests left. As `run`."""
+        self._run(math.inf, number, lambda _: None)
+
+    def _run(self, end_s: float, num_turns: int | None, note: Callable[[str], None]) -> None:
         start_s = time.monotonic()
-        end_s = start_s + 60 * self.options.minutes
         names = list(CASES) if self.options.only is None else [self.options.only]
-        turn = 0
-        while names and not self._is_over(end_s):
+        for turn in itertools.count():
+            if not names or turn == num_turns or self._is_over(end_s):
+                break
             seed = self.options.seed if turn == 0 else f"{self.options.seed}.{turn}"
             for name in list(names):
                 if self._is_over(end_s):
@@ -65,8 +73,7 @@ class Checkup:
                 if found:
                     self.findings.append(self._repeat(name, seed, found[0]))
                     names.remove(name)
-            turn += 1
-        self.seconds = time.monotonic() - start_s
+        self.seconds += time.monotonic() - start_s
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it, as JSON's types."""

@@ -14,10 +14,9 @@ def as_text(checkup: Checkup) -> str:
     """Return a report of a few lines, and one paragraph for each finding."""
     patient, target = checkup.patient, checkup.patient.target
     lines = [
-        f"{target.url}, model {target.model}: {target.num_requests} requests in {checkup.seconds:.0f} s,"
-        f" seed {checkup.options.seed}.",
-        f"Cold answers by: {patient.coldness.by}. Tolerance: {patient.tolerance.nats:.4f} nats, learned from cold"
-        f" answers, which were up to {patient.tolerance.noise:.6f} apart.",
+        f"{target.url}, model {target.model}: {target.num_requests} requests in {checkup.seconds:.0f} s.",
+        f"Seed: {checkup.options.seed}. Cold answers by: {patient.coldness.by}.",
+        f"Tolerance: {patient.tolerance.nats:.4f} nats; cold answers were up to {patient.tolerance.noise:.6f} apart.",
         *(f"Note: {note}." for note in patient.notes),
     ]
     for name, number in checkup.num_tries.items():
@@ -60,7 +59,9 @@ def _paragraph(finding: Finding) -> list[str]:
 
 
 def _section(finding: Finding) -> str:
-    prompts = "".join(f"<details><summary>the prompt</summary><p>{html.escape(p)}</p></details>" for p in finding.prompts)
+    prompts = "".join(
+        f"<details><summary>the prompt</summary><p>{html.escape(p)}</p></details>" for p in finding.prompts
+    )
     return (
         f"<h2>{html.escape(finding.case)}</h2><p>{html.escape(CASES[finding.case].__doc__ or '')}</p>"
         f"<p><b>But:</b> {html.escape(finding.what)} ({html.escape(finding.how_sure)}).</p>"

@@ -40,9 +40,13 @@ class Patient:
         self._numbers = itertools.count()
         self._flush = Words(self._run)
         target.find_out()
-        probe = target.ask(text(Words(self._run).draw(24)), 1)
-        self.num_extra_tokens = max(0, (probe.num_prompt_tokens or 24) - 24)  # such as one for the beginning
-        self.tells_cached = probe.num_cached_tokens is not None
+        short, long = (target.ask(text(Words(self._run).draw(number)), 1) for number in (20, 60))
+        told = (long.num_prompt_tokens or 0) - (short.num_prompt_tokens or 0)
+        self.knows_lengths = told == 40  # a word is a token, so that it is known where blocks end
+        self.num_extra_tokens = max(0, (short.num_prompt_tokens or 20) - 20)  # such as one for the beginning
+        self.tells_cached = long.num_cached_tokens is not None
+        if not self.knows_lengths:
+            self.notes.append(f"40 words are {told} tokens, so it isn't known where blocks end")
         self.takes_salts = expects_salts is not False and self._takes_salts()
         self.separates_salts = self.takes_salts and self._separates_salts()
         self.expects_salts = self.takes_salts if expects_salts is None else expects_salts
@@ -77,9 +81,7 @@ class Patient:
                 self.target.ask(text(self._flush.draw(_WORDS_OF_A_FLUSH)), 1)
         return self.target.ask(text(prompt), max_tokens, salt=self.salt(), model=model)
 
-    def ask(
-        self, prompt: list[str], salt: str | None, *, max_tokens: int = 8, model: str | None = None
-    ) -> Reply:
+    def ask(self, prompt: list[str], salt: str | None, *, max_tokens: int = 8, model: str | None = None) -> Reply:
         """Return an answer, whatever is cached for this salt."""
         return self.target.ask(text(prompt), max_tokens, salt=salt, model=model)
 

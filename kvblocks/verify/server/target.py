@@ -92,9 +92,7 @@ class Target:
         assert self._reset_path is not None
         self._post(self._reset_path, {})
 
-    def ask(
-        self, prompt: str, max_tokens: int = 8, *, salt: str | None = None, model: str | None = None
-    ) -> Reply:
+    def ask(self, prompt: str, max_tokens: int = 8, *, salt: str | None = None, model: str | None = None) -> Reply:
         """Return the greedy continuation of a prompt. Raises TargetError.
 
         It uses /v1/completions, and /v1/chat/completions of a server that has no other.

@@ -1,0 +1,1 @@
+"""`kvblocks replay`, and what it prints and writes."""
