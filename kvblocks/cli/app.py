@@ -34,7 +34,7 @@ from kvblocks.cli.models import (  # noqa: E402
     load_model,
     show_progress,
 )
-from kvblocks.cli.replay.commands import replay_commands  # noqa: E402
+from kvblocks.cli.replay import replay_commands  # noqa: E402
 from kvblocks.cli.server import server_commands  # noqa: E402
 from kvblocks.cli.verify import verify_commands  # noqa: E402
 

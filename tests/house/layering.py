@@ -79,6 +79,7 @@ FLOORS = {
     "kvblocks.server.endpoints": 17,
     "kvblocks.server.app": 18,
     "kvblocks.server.run": 18,
+    "kvblocks.cli.replay": 18,
     "kvblocks.cli": 19,
     "kvblocks.__main__": 20,
 }
