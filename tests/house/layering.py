@@ -114,7 +114,10 @@ WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
-FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.tiers.disk", "kvblocks.wire.extra_keys"})
+FACADE = frozenset(
+    {"kvblocks", "kvblocks.hashing", "kvblocks.retention.session_gate", "kvblocks.tiers.disk"}
+    | {"kvblocks.wire.extra_keys"}
+)
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
