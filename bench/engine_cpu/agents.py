@@ -8,7 +8,8 @@ and sends everything again with `--result` random tokens more, as after a tool c
 the same for all runs, by seed. The pool holds the last prompts and answers of `--fitting` agents. Agents begin within
 `--within` seconds, and the pauses are exponential with a mean of `--pause` seconds, and at most four times as long.
 
-A row is a run. "completion_s" is the time until all agents are done. The delay of a session is the time from its
+A row is a run. "completion_s" is the time until all agents are done; "cpu_s" the processor's time of it, which other
+work on the machine changes less. The delay of a session is the time from its
 beginning to its end without its pauses. "computed_share" is the share of all prompts' tokens that were computed.
 Both runs of a round follow each other, and the rounds take turns in which one is first. One torch thread.
 
@@ -69,7 +70,7 @@ def make_agents(given: argparse.Namespace, seed: int) -> list[ScriptedAgent]:
 
 def run(engine: Engine, agents: list[ScriptedAgent], num_answer: int) -> dict[str, float]:
     """Return what came of a run."""
-    started = time.monotonic()
+    started, began_cpu = time.monotonic(), time.process_time()
     coming = [(agent.begins_s, number, agent.prompt, 0) for number, agent in enumerate(agents)]
     heapq.heapify(coming)
     asked: dict[Any, tuple[int, list[int], int]] = {}
@@ -106,6 +107,7 @@ def run(engine: Engine, agents: list[ScriptedAgent], num_answer: int) -> dict[st
                 heapq.heappush(coming, (now + agent.pauses_s[turn], number, following, turn + 1))
     return {
         "completion_s": time.monotonic() - started,
+        "cpu_s": time.process_time() - began_cpu,
         "delay_mean_s": mean(delays),
         "delay_most_s": max(delays),
         "ttft_mean_s": mean(ttfts),
@@ -157,6 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(row)
             print(
                 f"seed {row['seed']} {'gate' if row['gate'] else 'no gate':7}  completion {row['completion_s']:7.1f} s"
+                f"  cpu {row['cpu_s']:6.1f} s"
                 f"  delay mean {row['delay_mean_s']:7.1f} most {row['delay_most_s']:7.1f} s"
                 f"  ttft mean {row['ttft_mean_s']:6.2f} most {row['ttft_most_s']:6.1f} s"
                 f"  computed {row['computed_share']:.3f}",

@@ -19,6 +19,7 @@ def test_agents_are_run_with_and_without_a_gate(tiny_folder, tmp_path, capsys):
     assert len({row["num_prompt_tokens"] for row in found["results"]}) == 1
     for row in found["results"]:
         assert 0 < row["computed_share"] <= 1
+        assert row["cpu_s"] > 0
         assert 0 < row["delay_mean_s"] <= row["delay_most_s"] <= row["completion_s"]
     assert "no gate" in capsys.readouterr().out
 

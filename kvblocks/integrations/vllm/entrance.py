@@ -108,11 +108,13 @@ class SchedulerEntrance:
         One that gets its prompt in turns (`resumable`) counts as one without a session: the gate knows its first turn.
         """
         session = None if request.resumable else request.session_id or None
-        num_tokens, num_cached = max(1, request.num_prompt_tokens), self._count_cached(request)
+        num_cached = self._count_cached(request)
+        num_tokens = max(1, request.num_prompt_tokens)
         return self.gate.ask(request.request_id, session, request.cache_salt or None, num_tokens, num_cached, now)
 
     def _count_cached(self, request: Any) -> int:
-        return min(self._find_cached(request), max(1, request.num_prompt_tokens))
+        num_tokens: int = max(1, request.num_prompt_tokens)
+        return min(self._find_cached(request), num_tokens)
 
     def note_end(self, request: Any) -> None:
         """Note that a request has finished or was aborted, wherever it was. O(1)."""
