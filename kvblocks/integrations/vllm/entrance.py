@@ -7,7 +7,6 @@ can be aborted. Preempted requests are in vLLM's queue already, and pass the gat
 
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 from kvblocks import InvalidArgumentError
@@ -50,7 +49,7 @@ class SchedulerEntrance:
         gate: SessionGate,
         find_cached: Callable[[Any], int],
         min_step_tokens: int,
-        clock: Callable[[], float] = monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.gate = gate
         self.held: dict[str, Any] = {}

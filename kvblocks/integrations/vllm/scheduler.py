@@ -8,6 +8,7 @@ replace two names in memory, which `uninstall` restores:
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -166,7 +167,7 @@ def _make_entrance(scheduler: Any) -> SchedulerEntrance | None:
         return None
     manager: KVBlocksCacheManager = scheduler.kv_cache_manager
     return SchedulerEntrance(
-        SessionGate(room or manager.most_pool_tokens), manager.num_cached, manager.manager.block_size
+        SessionGate(room or manager.most_pool_tokens), manager.num_cached, manager.manager.block_size, time.monotonic
     )
 
 
