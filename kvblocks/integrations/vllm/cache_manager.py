@@ -75,8 +75,7 @@ class KVBlocksCacheManager:
         check_calls(KVBlocksCacheManager)
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, enable_caching=enable_caching)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
-        self.kv_cache_config = kv_cache_config
-        self.max_model_len = max_model_len
+        self.kv_cache_config, self.max_model_len = kv_cache_config, max_model_len
         self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
         self.use_eagle, self._num_ahead = use_eagle, num_hash_lookahead_tokens
         self.log_stats = log_stats
