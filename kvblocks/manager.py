@@ -1097,10 +1097,6 @@ class KVCacheManager:
         from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
-        if given and self._state_slots is not None:
-            raise InvalidArgumentError(
-                "tiers: expected none where layers keep a state, since tiers don't store states yet"
-            )
         if given and self._slots.has_side_groups:
             from kvblocks.tiers.grouped.traffic import GroupTraffic
 
