@@ -880,7 +880,7 @@ class KVCacheManager:
         None: there is nothing to do. start: position of the first token. total: num_total_tokens.
         """
         if self._state_slots is not None:
-            self._state_slots.check_room(sequence, num_external, total)
+            self._state_slots.check_room(sequence, hit, num_external, total)
         known, first = sequence.num_tokens, start + num_external
         readonly = start if hit is None else hit.num_readonly_tokens
         if num_external > known - readonly:

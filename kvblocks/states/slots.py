@@ -148,9 +148,9 @@ class StateSlots(GroupSlots):
             num_missing += sum([block.ref_cnt == 0 for block in hit.checkpoint.blocks])
         return num_missing
 
-    def check_room(self, sequence: Sequence, num_external: int, num_total: int | None) -> None:
+    def check_room(self, sequence: Sequence, hit: CacheHit | None, num_external: int, num_total: int | None) -> None:
         """Raise InvalidArgumentError if tokens come without their state, or too many drafts are asked for."""
-        if num_external:
+        if num_external and not isinstance(hit, LoadingHit):  # loads bring the state, too
             raise InvalidArgumentError(
                 "num_external_computed_tokens: expected 0 where layers keep a state, since the state after these tokens"
                 f" would be missing, got {num_external}"

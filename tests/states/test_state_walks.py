@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.state_machine import StateMachine
 
-from kvblocks import ChunkedLocal, FullAttention, SlidingWindow
+from kvblocks import ChunkedLocal, EventOptions, FullAttention, SlidingWindow, Tier
 from kvblocks.groups import RecurrentState
 from kvblocks.retention.policies import NAMED
 
@@ -36,8 +36,27 @@ def eight_values(preimage: bytes) -> bytes:
     return bytes([sum(preimage) % 8])
 
 
-def make_machine(seed: int, *, debug: bool = False) -> StateMachine:
-    """A machine whose groups, state, sizes and options the seed decides."""
+def make_tiers(chosen: random.Random) -> list[Tier]:
+    """One or two tiers."""
+    sizes = (("host", [20, 60, 120], ["freed", "computed", "reused"]), ("disk", [60, 200], ["freed", "reused"]))
+    return [
+        Tier(
+            name,
+            chosen.choice(numbers),
+            100,
+            store=chosen.choice(kinds),
+            min_store_tokens=chosen.choice([None, 8]),
+            window_store_tokens=chosen.choice([None, 2, 8]),
+            max_transfer_blocks=chosen.choice([1, 2, 32]),
+            is_persistent=chosen.random() < 0.6,
+            medium=f"{name} memory",
+        )
+        for name, numbers, kinds in sizes[: chosen.choice([1, 2, 2])]
+    ]
+
+
+def make_machine(seed: int, *, debug: bool = False, has_tiers: bool = False) -> StateMachine:
+    """A machine whose groups, state, sizes and options the seed decides. has_tiers: with one or two tiers."""
     chosen = random.Random(seed)
     groups = chosen.choice(ATTENDING)()
     size = max(group.block_size for group in groups)
@@ -54,11 +73,13 @@ def make_machine(seed: int, *, debug: bool = False) -> StateMachine:
     if chosen.random() < 0.3:
         options["eviction"] = chosen.choice(sorted(NAMED))
     num_blocks = chosen.choice([40, 64, 100]) // min(group.block_size for group in groups) + 4 * state.checkpoint_blocks
-    return StateMachine(seed, num_blocks, groups, state, [], **options)
+    if has_tiers and chosen.random() < 0.3:  # names that tell apart prefixes which share one
+        options |= {"enable_events": EventOptions(hits=True, tiers=True), "hash_algorithm": "xxh3_128"}
+    return StateMachine(seed, num_blocks, groups, state, make_tiers(chosen) if has_tiers else [], **options)
 
 
-def walk(seed: int, num_steps: int, *, debug: bool = False) -> StateMachine:
-    machine = make_machine(seed, debug=debug)
+def walk(seed: int, num_steps: int, *, debug: bool = False, has_tiers: bool = False) -> StateMachine:
+    machine = make_machine(seed, debug=debug, has_tiers=has_tiers)
     machine.walk(num_steps)
     machine.finish()
     return machine
