@@ -196,13 +196,13 @@ class TierPool:
         return False
 
     @property
-    def num_parts(self) -> int:
-        """Slots of a checkpoint, where layers keep a state; else 0. O(1)."""
-        return 0
+    def part_columns(self) -> range:
+        """The columns of `BlockIdentity` for the parts of a checkpoint, where layers keep a state; else none. O(1)."""
+        return range(0)
 
-    def is_part(self, column: int) -> bool:  # noqa: ARG002  # for subclasses
-        """Whether a column of `BlockIdentity` is one of a checkpoint's. O(1)."""
-        return False
+    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:  # noqa: ARG002  # for subclasses
+        """Return the slots of the checkpoint at a cached slot, in the order of their columns; perhaps none. O(1)."""
+        return []
 
     def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:  # noqa: ARG002
         """Attach a checkpoint to a cached slot, if all of its parts are there. slots: by column. O(slots)."""

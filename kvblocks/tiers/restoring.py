@@ -159,7 +159,7 @@ class _Restoring:
         parts: dict[int, dict[int, int]] = {}  # of checkpoints: by the number above and the column, the newest number
         for number in sorted(numbers, reverse=True):
             above, column = self._above[number], self._identities[number].column
-            if self._pool.is_part(column):
+            if column in self._pool.part_columns:
                 parts.setdefault(above, {}).setdefault(column, number)
             elif self._pool.attach(self._blocks[above], column, self._blocks[number]):
                 self._attached.append(number)
@@ -223,7 +223,8 @@ def note_found(
 ) -> int:
     """Have a tier's map say that it holds the first `num_blocks` blocks of a prefix, and nothing behind them.
 
-    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column).
+    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column);
+    and the parts of checkpoints, in the columns behind. A checkpoint that isn't there as a whole is forgotten.
     names: as `first_names` returned. Slots are taken as for a store, so there may be fewer than needed. Returns how
     many first blocks the map has after the call. O(blocks).
     """
@@ -245,6 +246,10 @@ def note_found(
             len(held),
             None if names is None else Digests(names[len(held) * pool.index.epoch.num_digest_bytes :]),
         )
+    there = set(attached)
+    for index, primary in enumerate(held):
+        if not there.issuperset([(index, column) for column in pool.part_columns]):  # a lookup must not count on it
+            pool.drop(pool.parts_at(primary)[:1])
     found = [*held, *slots]
     beside = _attach(pool, prefix, found, attached)
     pool.let_go(found)
@@ -262,17 +267,17 @@ def _attach(
     """Attach slots for the side groups' blocks that were found, and return these slots. O(attached)."""
     missing = [(index, column) for index, column in attached if index < len(found)]
     missing = [(index, column) for index, column in missing if not pool.is_attached(found[index], column)]
-    alone = [(index, column) for index, column in missing if not pool.is_part(column)]
+    alone = [(index, column) for index, column in missing if column not in pool.part_columns]
     slots = _take(pool, len(alone), prefix.salt)
     for (index, column), slot in zip(alone, slots, strict=False):  # quotas may have allowed fewer
         if pool.attach(found[index], column, slot):
             pool.note_attached(found[: index + 1], prefix.tokens, column)
     parts: dict[int, set[int]] = {}
     for index, column in missing:
-        if pool.is_part(column):
+        if column in pool.part_columns:
             parts.setdefault(index, set()).add(column)
     for index, columns in parts.items():  # a checkpoint is there if all of its parts are
-        of_state = _take(pool, pool.num_parts, prefix.salt) if len(columns) == pool.num_parts else []
+        of_state = _take(pool, len(pool.part_columns), prefix.salt) if len(columns) == len(pool.part_columns) else []
         if pool.attach_parts(found[index], dict(zip(sorted(columns), of_state))):  # noqa: B905  # perhaps fewer
             pool.note_attached(found[: index + 1], prefix.tokens, min(columns))
         slots += of_state

@@ -125,13 +125,20 @@ class StateMemory(TierMemory):
 
     def read_rows(self, rows: list[list[int]], position: int) -> int:
         """As `read`, of what the blocks hold, or slots of a tier."""
-        found = [self.pages.get(row[0]) if len({*row}) == 1 else None for row in rows]
+        found = [self._page(row) for row in rows]
         what = f"the checkpoint after {position} tokens in {rows}"
         assert None not in found, f"{what}: its pages are {found}"
         parts = [page for page in found if page is not None]
         assert [place for place, _, _ in parts] == [*range(len(parts))], f"{what}: its pages are {parts}"
         assert len({page[1:] for page in parts}) == 1 and parts[0][2] == position, f"{what}: its pages are {parts}"
         return parts[0][1]
+
+    def page_in(self, block_id: int) -> tuple[int, int, int] | None:
+        """The page of a checkpoint that a block holds: its place, its context and its position."""
+        return self._page(self.now[block_id])
+
+    def _page(self, row: list[int]) -> tuple[int, int, int] | None:
+        return self.pages.get(row[0]) if len({*row}) == 1 else None
 
     def _advance(self, sequence: kvblocks.Sequence, positions: list[int]) -> None:
         """A step computes a sequence's tokens at `positions`, from its live state on."""

@@ -1,6 +1,7 @@
 """Random walks of the memory machine with live states: no token is computed from a wrong state, and nothing leaks.
 
-`python tests/states/test_state_walks.py FIRST END STEPS` walks from the seeds FIRST to END - 1, STEPS steps each.
+`python tests/states/test_state_walks.py FIRST END STEPS [tiers]` walks from the seeds FIRST to END - 1, STEPS steps
+each; with tiers below, if you say so.
 """
 
 import random
@@ -98,12 +99,32 @@ def test_the_walks_met_all_cases(met: Any) -> None:
     met["walks"].check(40, least)
 
 
+@pytest.mark.every(3)
+@pytest.mark.parametrize("first", range(0, 36, 12))
+def test_no_state_comes_from_a_tier_that_is_another_s(first: int, met: Any) -> None:
+    for seed in range(first, first + 12):
+        met["below"].add(walk(seed, 250, debug=seed == first, has_tiers=True).counts)
+
+
+def test_the_walks_with_tiers_met_all_cases(met: Any) -> None:
+    least = {"stores": 1200, "states found below": 800, "loads": 60, "loaded": 15, "failed": 200, "crowds": 600}
+    least |= {
+        "attached found again": 200,
+        "restored": 700,
+        "told below": 20_000,
+        "saved": 500,
+        "freed while loading": 20,
+    }
+    met["below"].check(36, least)
+
+
 if __name__ == "__main__":
     begin, end, steps = (int(argument) for argument in sys.argv[1:4])
+    below = sys.argv[4:] == ["tiers"]
     start, totals, failures = time.monotonic(), dict[str, int](), 0
     for number in range(begin, end):
         try:
-            walker = walk(number, steps, debug=number % 3 == 0)
+            walker = walk(number, steps, debug=number % 3 == 0, has_tiers=below)
         except Exception as error:  # noqa: BLE001  # the next seed may fail in another way
             failures += 1
             print(f"seed {number}: {type(error).__name__}: {error} {getattr(error, '__notes__', '')}")

@@ -71,20 +71,20 @@ class GroupTierPool(TierPool):
                     self.drop(stored.blocks[:1])
 
     @property
-    def num_parts(self) -> int:
-        """As `TierPool`."""
-        kind = self.group_index.layout.state_kind
-        return 0 if kind is None else kind.checkpoint_blocks
+    def part_columns(self) -> range:
+        """As `TierPool`. They come behind those of side groups."""
+        layout = self.group_index.layout
+        first, kind = layout.row_size + 1, layout.state_kind
+        return range(first, first + (0 if kind is None else kind.checkpoint_blocks))
 
-    def is_part(self, column: int) -> bool:
+    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:
         """As `TierPool`."""
-        first = self.group_index.layout.row_size + 1
-        return first <= column < first + self.num_parts
+        found = None if self.group_index.checkpoints is None else self.group_index.checkpoints.at(primary)
+        return [] if found is None else found.blocks
 
     def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:
         """As `TierPool`. Returns False if parts are missing, or the primary block has a checkpoint."""
-        checkpoints = self.group_index.checkpoints
-        if checkpoints is None or len(slots) < self.num_parts or checkpoints.at(primary) is not None:
+        if not slots or len(slots) < len(self.part_columns) or self.parts_at(primary):
             return False
         self.group_index.attach_checkpoint(
             primary, Checkpoint([slots[column] for column in sorted(slots)], is_landmark=True)
@@ -97,15 +97,15 @@ class GroupTierPool(TierPool):
 
     def is_attached(self, primary: KVCacheBlock, column: int) -> bool:
         """As `TierPool`."""
-        if self.is_part(column):
-            return self.group_index.checkpoints is not None and self.group_index.checkpoints.at(primary) is not None
+        if column in self.part_columns:
+            return bool(self.parts_at(primary))
         is_column = 0 < column <= self.group_index.layout.row_size
         return is_column and self.group_index.attached(primary, column - 1) is not None
 
     def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
         """As `TierPool`."""
         if self.group_index.events is not None:
-            if self.is_part(column):
+            if column in self.part_columns:
                 checkpoint = (
                     None if self.group_index.checkpoints is None else self.group_index.checkpoints.at(chain[-1])
                 )
