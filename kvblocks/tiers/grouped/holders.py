@@ -93,12 +93,10 @@ def find_longest(
     """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
     The blocks may be in different places. Where layers keep a state, the hit ends where one of the places has a
-    checkpoint, before the sequence's last token. What it needs is as `find_all_needed` returns it. Without a hit, the
+    checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the
     answer is 0 and []. O(blocks seen x groups).
     """
     end = num_blocks * layout.block_size // layout.alignment * layout.alignment
-    if layout.state is not None and num_tokens is not None:
-        end = min(end, (num_tokens - 1) // layout.alignment * layout.alignment)
     groups = [*layout.side_groups]
     while end:
         if layout.state is not None:
