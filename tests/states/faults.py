@@ -20,8 +20,7 @@ SLOTS, LIVE = "states/slots.py", "groups/states/live.py"
 CHECKPOINT, HIT, INDEX = "groups/states/checkpoint.py", "groups/hit.py", "groups/index.py"
 LAYOUT, MANAGER, GROUP_SLOTS = "groups/layout.py", "manager.py", "groups/slots.py"
 ARRIVING, HOLDERS, JOBS = "states/arriving.py", "tiers/grouped/holders.py", "tiers/grouped/jobs.py"
-TIER_HIT, TIER_POOL, TIER_PREFIX = "tiers/grouped/hit.py", "tiers/grouped/pool.py", "tiers/grouped/prefix.py"
-TIER_TRAFFIC = "tiers/grouped/traffic.py"
+TIER_POOL, TIER_PREFIX = "tiers/grouped/pool.py", "tiers/grouped/prefix.py"
 
 Change = tuple[str, str, str]
 """A file, a text that it has once, and what replaces it."""
@@ -194,14 +193,6 @@ FAULTS: dict[str, list[Change]] = {
     ],
     "a load in part counts as whole": [
         (JOBS, "return self.end_token if all(arrived) else self.start_for(sequence)", "return self.end_token")
-    ],
-    "a state that another's abort lost stays in a tier": [(TIER_TRAFFIC, "pool.drop_states(owner, lost)", "pass")],
-    "a stale load of a state is accepted": [
-        (
-            TIER_HIT,
-            "        return self.places[number].checkpoint(self.first_token + self.num_tokens) is checkpoint\n",
-            "        return True\n",
-        )
     ],
     "pages are stored in another order": [
         (TIER_PREFIX, "            self.blocks += blocks\n", "            self.blocks += blocks[::-1]\n")

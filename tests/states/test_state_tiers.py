@@ -14,6 +14,7 @@ from kvblocks import (
     RecurrentState,
     Sequence,
     SequenceStateError,
+    StaleHitError,
     StateCopy,
     Tier,
 )
@@ -225,14 +226,28 @@ def test_an_abort_takes_back_a_state_whose_kv_the_tier_has_from_an_earlier_time(
     pool = manager._traffic.pools[0]  # type: ignore[union-attr]  # noqa: SLF001
     (checkpoint,) = pool.index.checkpoints.all()
     pool.drop(checkpoint.blocks[:1])
+    compute(manager, Sequence("filler", range(600, 620)))  # so that the next one gets other blocks than the first
+    settle(manager)
     again = Sequence("again", PROMPT)
     manager.allocate_slots(again, 36, manager.get_computed_blocks(again))
     manager.states.take_copies()
     settle(manager)
-    assert pool.index.checkpoints.num_blocks == 3
+    assert pool.index.checkpoints.num_blocks == 2 * 3
     manager.abort(again, 0)
-    assert pool.index.checkpoints.num_blocks == 0, "the step that was to write this state died"
+    assert ends(manager) == [], "the step that was to write this state died"
+    assert len(pool.match(memoryview(again.tokens), None, 10)) == 10, "the tier's KV is good"
     manager.check()
+
+
+def test_a_load_whose_state_has_left_the_tier_is_stale() -> None:
+    manager = stored()
+    sequence, hit, loads = look_up(manager)
+    pool = manager._traffic.pools[0]  # type: ignore[union-attr]  # noqa: SLF001
+    (checkpoint,) = pool.index.checkpoints.all()
+    pool.drop(checkpoint.blocks[1:2])
+    with pytest.raises(StaleHitError):
+        manager.tiers.allocate(sequence, hit, loads)
+    assert not sequence.is_allocated and manager.states.num_free_slots == 4
 
 
 def test_a_fork_of_a_loading_sequence_waits_for_the_same_state() -> None:
