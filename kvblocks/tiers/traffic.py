@@ -421,8 +421,7 @@ class Traffic:
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
             moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
             number = min([number, *moving])
-            slots = pool.take_whole(prefix, first, number)
-            if not slots:
+            if not (slots := pool.take_whole(prefix, first, number)):
                 for held in above:
                     pool.let_go(held)  # the stored part was used, so it is reused last
                 if number and pool.storing and not prefix.num_whole(first, number):
@@ -471,8 +470,8 @@ class Traffic:
         num_stored = job.finish()
         pool.num_stored_blocks += num_stored
         pool.num_dropped_blocks += num_arrived - num_stored
-        if num_arrived < len(job.blocks):
-            pool.wishes.drop(job.run)  # not tried again until it is wished for again
+        if num_arrived < len(job.blocks):  # not tried again until it is wished for again
+            pool.wishes.drop(job.run)
         pool.wishes.resume()
         tables = job.good_tables()
         for table in tables:
