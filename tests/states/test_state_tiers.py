@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 from tiers.store.servers import running
+from wire.hints_help import make as make_executor
+from wire.hints_help import say
 
 from kvblocks import (
     BlockRemoved,
@@ -307,6 +309,25 @@ def test_a_pin_holds_the_checkpoint_that_a_load_brought() -> None:
     assert pin.num_held_blocks == 12
     spill(manager)
     assert manager.get_computed_blocks(Sequence("again", LATER)).num_tokens == 36
+
+
+def test_a_prefetch_brings_the_state_too_and_leaves_the_last_slot() -> None:
+    manager = stored(num_blocks=96)
+    executor = make_executor(manager, max_prefetch_share=0.5)
+    free = manager.num_free_blocks
+    answer = say(executor, "prefetch", token_ids=[*PROMPT])
+    assert (answer["outcome"], answer["num_loading_blocks"], manager.states.num_free_slots) == ("clipped", 9, 3)
+    (load,) = executor._prefetches.loads  # noqa: SLF001
+    assert free - manager.num_free_blocks == 12 <= load.num_held_blocks
+    settle(manager)
+    executor.step(1.0)
+    hit = manager.get_computed_blocks(Sequence("later", LATER))
+    assert (hit.num_tokens, manager.states.num_free_slots, manager.states.take_copies()) == (36, 4, ([], []))
+    spill(manager)
+    for number in range(3):
+        compute(manager, Sequence(number, range(number, number + 5)))
+    assert say(executor, "prefetch", token_ids=[*PROMPT])["num_loading_blocks"] == 0
+    assert manager.states.num_free_slots == 1
 
 
 def page(identity: Any) -> bytes:
