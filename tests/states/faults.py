@@ -197,7 +197,6 @@ FAULTS: dict[str, list[Change]] = {
     "pages are stored in another order": [
         (TIER_PREFIX, "            self.blocks += blocks\n", "            self.blocks += blocks[::-1]\n")
     ],
-    "a checkpoint is restored from a part of its slots": [(TIER_POOL, "len(slots) < len(self.part_columns) or ", "")],
     "pages are restored from a disk in another order": [
         (TIER_POOL, "for column in sorted(slots)]", "for column in sorted(slots)[::-1]]")
     ],

@@ -326,7 +326,7 @@ def test_a_prefetch_brings_the_state_too_and_leaves_the_last_slot() -> None:
     spill(manager)
     for number in range(3):
         compute(manager, Sequence(number, range(number, number + 5)))
-    assert say(executor, "prefetch", token_ids=[*PROMPT])["num_loading_blocks"] == 0
+    assert say(executor, "prefetch", token_ids=[*PROMPT])["outcome"] == "deferred"
     assert manager.states.num_free_slots == 1
 
 
