@@ -884,7 +884,7 @@ class KVCacheManager:
         None: there is nothing to do. start: position of the first token. total: num_total_tokens.
         """
         if self._state_slots is not None:
-            self._state_slots.check_room(sequence, num_external, total)
+            self._state_slots.check_room(sequence, hit, num_external, total)
         known, first = sequence.num_tokens, start + num_external
         readonly = start if hit is None else hit.num_readonly_tokens
         if num_external > known - readonly:
@@ -1101,10 +1101,6 @@ class KVCacheManager:
         from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
-        if given and self._state_slots is not None:
-            raise InvalidArgumentError(
-                "tiers: expected none where layers keep a state, since tiers don't store states yet"
-            )
         if given and self._slots.has_side_groups:
             from kvblocks.tiers.grouped.traffic import GroupTraffic
 

@@ -80,6 +80,13 @@ class TierPool:
         tenant.add(-num_charged)
         return taken
 
+    def take_whole(self, prefix: Prefix, first: int, num_blocks: int) -> list[KVCacheBlock]:
+        """`take` for the blocks of a prefix from index `first` on, but no slots for a part of a checkpoint."""
+        slots = self.take(prefix.num_whole(first, num_blocks), prefix.salt)
+        number = prefix.num_whole(first, len(slots))
+        self.pool.release_table(slots[number:])
+        return slots[:number]
+
     def _has_spare(self) -> bool:
         """Whether the next slot to be taken holds nothing, or a tenant beyond its quota has a free slot."""
         first = self.pool.queue.first
@@ -186,6 +193,19 @@ class TierPool:
 
         With one group there are no columns.
         """
+        return False
+
+    @property
+    def part_columns(self) -> range:
+        """The columns of `BlockIdentity` for the parts of a checkpoint, where layers keep a state; else none. O(1)."""
+        return range(0)
+
+    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:  # noqa: ARG002  # for subclasses
+        """Return the slots of the checkpoint at a cached slot, in the order of their columns; perhaps none. O(1)."""
+        return []
+
+    def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:  # noqa: ARG002
+        """Attach a checkpoint to a cached slot, if all of its parts are there. slots: by column. O(slots)."""
         return False
 
     def is_attached(self, primary: KVCacheBlock, column: int) -> bool:  # noqa: ARG002  # for subclasses

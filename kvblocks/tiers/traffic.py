@@ -239,8 +239,7 @@ class Traffic:
 
     def num_writable(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens may be reported as written: those before the load. O(1)."""
-        job = self._loading.get(sequence)
-        return num_tokens if job is None else min(num_tokens, job.start)
+        return min(num_tokens, self._loading[sequence].start) if sequence in self._loading else num_tokens
 
     def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None) -> None:
         """Forget what tiers have of these lost blocks of the device. Called before the blocks stop being cached.
@@ -386,9 +385,8 @@ class Traffic:
 
     def _wish_for_used(self, block: KVCacheBlock) -> None:
         """Wish for the prefix up to this cached block, which a second sequence uses."""
-        for pool in self.pools:
-            if pool.stores_reused:
-                pool.wish(block.node)
+        for pool in [pool for pool in self.pools if pool.stores_reused]:
+            pool.wish(block.node)
 
     def _wish_for_computed(self) -> None:
         """Wish for what sequences have cached since the last look, for tiers that store what is computed."""
@@ -423,11 +421,13 @@ class Traffic:
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
             moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
             number = min([number, *moving])
-            slots = pool.take(number, prefix.salt)
-            if not slots:
+            if not (slots := pool.take_whole(prefix, first, number)):
                 for held in above:
                     pool.let_go(held)  # the stored part was used, so it is reused last
-                pool.num_dropped_blocks += len(prefix.blocks) - first
+                if number and pool.storing and not prefix.num_whole(first, number):
+                    pool.wishes.put_aside(run, num_blocks)  # until there is room for the whole checkpoint
+                else:
+                    pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
             self._begin_store(self._make_store(pool, run, prefix, above, slots), transfers)
             if first + len(slots) < len(prefix.blocks):
@@ -470,8 +470,8 @@ class Traffic:
         num_stored = job.finish()
         pool.num_stored_blocks += num_stored
         pool.num_dropped_blocks += num_arrived - num_stored
-        if num_arrived < len(job.blocks):
-            pool.wishes.drop(job.run)  # not tried again until it is wished for again
+        if num_arrived < len(job.blocks):  # not tried again until it is wished for again
+            pool.wishes.drop(job.run)
         pool.wishes.resume()
         tables = job.good_tables()
         for table in tables:
