@@ -155,6 +155,20 @@ def test_a_store_of_what_was_never_written_is_dropped(groups, how, is_answered):
     assert num_found(manager) == (0, 0)
 
 
+def test_a_store_that_read_a_lost_block_is_not_kept_because_the_block_is_written_again(groups):
+    manager = make_manager(groups, store="computed")
+    one, duplicate = Sequence("one", [*PROMPT]), Sequence("duplicate", [*PROMPT])
+    manager.allocate_slots(one)
+    manager.allocate_slots(duplicate)  # keeps the prefix cached, so that the block comes back to the same place
+    transfers = manager.tiers.take_transfers()
+    manager.evict_blocks([one.block_ids[1]])
+    manager.cache_blocks(one, 12)
+    assert manager.blocks[one.block_ids[1]].is_cached
+    for transfer in transfers:
+        manager.tiers.complete(transfer, ok=True)
+    assert [tier.num_cached_blocks for tier in manager.tiers] == [1]
+
+
 def test_copies_of_bad_blocks_are_dropped_one_after_another(groups):
     manager = make_manager(groups, store="computed")
     one = Sequence("one", [*PROMPT])
