@@ -228,7 +228,7 @@ CASES = {
     "refused": Worst("refused, blocks pinned", 100_000, _refused),
     "refused-first": Worst("refused for the first time", 100_000, _refused_first),
     "given-up": Worst("100 blocks that pins give up", 100_000, _given_up),
-    "abort-storing": Worst("abort beside open stores", 20_000, _abort_storing),
+    "abort-storing": Worst("abort beside open stores", 16_000, _abort_storing),
     "left-holds": Worst("count after 4,000 holds", 20_000, _left_holds),
 }
 
