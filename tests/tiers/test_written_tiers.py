@@ -181,3 +181,24 @@ def test_copies_of_bad_blocks_are_dropped_one_after_another(groups):
     assert num_found(manager) == (4, 4)
     manager.evict_blocks([one.block_ids[0]])
     assert num_found(manager) == (0, 0)
+
+
+@pytest.mark.parametrize("first_bad", [3, 4])
+def test_copies_of_bad_blocks_are_dropped_after_the_abort_that_uncached_the_blocks(groups, first_bad):
+    """The tier has the first 6 tokens from earlier. So the abort leaves them, and what was stored behind them."""
+    manager = make_manager(groups, store="computed")
+    earlier, crowd = Sequence("earlier", PROMPT[:6]), Sequence("crowd", range(1000, 1000 + 120 // len(manager.groups)))
+    manager.allocate_slots(earlier)
+    settle(manager)
+    manager.free(earlier)
+    manager.allocate_slots(crowd)
+    manager.abort(crowd, 0)
+    manager.allocate_slots(Sequence("pad", range(2000, 2014)))  # so that S has other blocks than the earlier one
+    one, other = Sequence("S", PROMPT[:6]), Sequence("L", [*PROMPT])
+    manager.allocate_slots(one)
+    manager.allocate_slots(other, hit=manager.get_computed_blocks(other))
+    settle(manager)
+    manager.abort(one, 0)
+    assert num_found(manager) == (0, 12)
+    manager.evict_blocks(other.block_ids[first_bad:])
+    assert num_found(manager) == (0, 2 * first_bad)
