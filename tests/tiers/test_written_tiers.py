@@ -202,3 +202,21 @@ def test_copies_of_bad_blocks_are_dropped_after_the_abort_that_uncached_the_bloc
     assert num_found(manager) == (0, 12)
     manager.evict_blocks(other.block_ids[first_bad:])
     assert num_found(manager) == (0, 2 * first_bad)
+
+
+@pytest.mark.parametrize("how", ["abort", "evict"])
+def test_who_loads_what_was_stored_before_its_step_died_gets_nothing_of_it(how):
+    """With several groups nobody loads what the device has."""
+    manager = make_manager(None, store="computed")
+    one, loading = Sequence("S", [*PROMPT]), Sequence("L", [*PROMPT, 12])
+    manager.allocate_slots(one)
+    settle(manager)
+    hit = manager.get_computed_blocks(loading).cut(0)  # so none of L's blocks is one of S's
+    manager.tiers.allocate(loading, hit, manager.tiers.find(hit))
+    if how == "abort":
+        manager.abort(one, 0)
+    else:
+        manager.evict_blocks([one.block_ids[0]])
+    (loaded,) = finish(manager)
+    assert (loaded.num_tokens, loaded.is_whole) == (0, False)
+    assert num_found(manager) == (0, 0)
