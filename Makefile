@@ -67,9 +67,8 @@ help:
 	@echo '  BENCH_ARGS=--quick         a `make bench` of a few seconds'
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
 	@echo '  HYPOTHESIS_PROFILE=thorough  forty times as many generated cases, new ones in every run'
-	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
-	@echo '                             for the CPU build (about 200 MB):'
-	@echo '                             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
+	@echo '  PIP_ARGS="..."             more arguments for pip. Where it would bring CUDA (several GB), and no NVIDIA GPU is'
+	@echo '                             there, torch'"'"'s CPU build is installed (200 MB), unless PIP_ARGS names an index'
 
 demo: $(ENGINE_STAMP)
 	$(BIN)/kvblocks demo
@@ -232,7 +231,7 @@ endef
 $(ENGINE_STAMP): $(PINS)
 	$(make_venv)
 	@echo '[2/3] installing the build tool and torch (the largest download)'
-	@$(PIP) setuptools torch
+	@$(PIP) $$($(BIN)/python tools/torch_for_cpu.py $(PIP_ARGS)) setuptools torch
 	@echo '[3/3] installing kvblocks[engine,server] and what it needs'
 	@$(PIP) --no-build-isolation -e '.[engine,server]'
 	@touch $@
@@ -240,7 +239,7 @@ $(ENGINE_STAMP): $(PINS)
 $(DEV_STAMP): $(PINS)
 	$(make_venv)
 	@echo '[2/3] installing the build tool and torch (the largest download)'
-	@$(PIP) setuptools torch
+	@$(PIP) $$($(BIN)/python tools/torch_for_cpu.py $(PIP_ARGS)) setuptools torch
 	@echo '[3/3] installing kvblocks[engine,server,bench,test,dev] and what it needs'
 	@$(PIP) --no-build-isolation -e '.[engine,server,bench,test,dev]'
 	@touch $@ $(ENGINE_STAMP)

@@ -6,7 +6,7 @@
 
 An index knows what workers have cached. There are two, with the same calls: our own mirror of the workers' events, and
 Dynamo's indexer (`python -m dynamo.indexer`, --dynamo http://127.0.0.1:8090), which listens to the same events. Without
-arguments it shows three workers without a model, in this process. Needs `pip install 'kvblocks[wire]'`.
+arguments it shows three workers without a model, in this process. Needs `pip install '.[wire]'`.
 """
 
 import argparse

@@ -190,7 +190,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences, pins and holds own, 0.0 to 1.0. O(1)."""
+        """Share of the pool that sequences, pins and holds own, 0.0 to 1.0; for statistics, as in vLLM. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
 
     @property
@@ -404,9 +404,10 @@ class KVCacheManager:
     ) -> list[tuple[int, int, int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
-        token_ids: one for each sequence. Returns (index in `sequences`, group, index in its block table, block id) for
-        each table entry that got a block: all that an engine has to write to the step's block tables. Returns None,
-        with nothing changed for any sequence, when the pool can't serve all of them.
+        For engines that decode many sequences in a step. token_ids: one for each sequence. Returns (index in
+        `sequences`, group, index in its block table, block id) for each table entry that got a block: all that an
+        engine has to write to the step's block tables. Returns None, with nothing changed for any sequence, when the
+        pool can't serve all of them.
 
         Raises SequenceStateError, InvalidTokensError, and InvalidArgumentError for repeated sequences or another number
         of tokens than of sequences. O(sequences x groups).
@@ -743,7 +744,10 @@ class KVCacheManager:
         return self._inspector
 
     def sequences(self) -> list[Sequence]:
-        """Return the allocated sequences, in the order in which they began. Changes nothing. O(sequences)."""
+        """Return the allocated sequences, in the order in which they began. Changes nothing. O(sequences).
+
+        For engines that have to end or report all of them, after an error for example.
+        """
         self._change.check_whole()
         return list(self._sequences.values())
 

@@ -156,7 +156,7 @@ class StateMemory(TierMemory):
         assert state == self.context(owner, position), f"{copy}: the slot holds {self.what(state)}, of {owner}"
         assert len(copy.block_ids) == self.num_pages == len({*copy.block_ids}), f"{copy}: in {copy.block_ids}"
         for place, block_id in enumerate(copy.block_ids):
-            number = -3 - self._number(("page", place, state, position))
+            number = -3 - self.contexts.root("page", place, state, position)
             self.pages[number] = place, state, position
             self.now[block_id] = [number] * len(self.now[block_id])
             self.num_uses[block_id] += 1
