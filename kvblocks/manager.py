@@ -1034,15 +1034,25 @@ class KVCacheManager:
         The blocks stop being cached, here and in the tiers, and so does what is chained to them. All sequences that own
         one of them lose what is from there on, but for the first `num_written` tokens. writer: who was to write them,
         and is being cut or freed; None: they are bad. O(blocks + blocks of pins); and, only if a block has an owner
-        other than the writer, O(blocks of all sequences).
+        other than the writer and stores, O(blocks of all sequences and loads).
         """
+        are_shared = self._are_shared(blocks, writer)
         if self._traffic is not None:
-            self._traffic.note_lost(blocks, writer)
+            self._traffic.note_lost(blocks, writer, are_shared=are_shared)
         self._pool.uncache(blocks, "dropped" if writer is None else "aborted")
-        if max([block.ref_cnt for block in blocks], default=0) > (writer is not None):
+        if are_shared:
             self._slots.lose(set(blocks), num_written, self._sequences.values())
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
+
+    def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
+        """Whether one of these blocks has an owner other than its writer, if it has one, and stores. O(blocks)."""
+        num_own = 0 if writer is None else 1
+        shared = [block for block in blocks if block.ref_cnt > num_own]
+        if shared and self._traffic is not None:
+            stores = [pool.storing for pool in self._traffic.pools]
+            return any(block.ref_cnt > num_own + sum([block in storing for storing in stores]) for block in shared)
+        return bool(shared)
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first `num_tokens` tokens, which end a block, and stop caching them."""

@@ -23,9 +23,11 @@ class TierPool:
     """The slots of a tier and what is wished for. Counters as in `TierStats`.
 
     rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at
-    most max_storing, with their salts. copies: by block of the device, the slot that was last stored from it, whatever
-    either holds by now. quotas: of tenants; None without quotas. changes: what is to be remembered if the tier is
-    persistent; else None. num_loading_bytes: of loads that haven't ended, begun or not.
+    most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began. At its
+    end would be too late to ask: they may be written by then, and cached again. copies: by block of the device, the
+    slot that was last stored from it, whatever either holds by now. quotas: of tenants; None without quotas. changes:
+    what is to be remembered if the tier is persistent; else None. num_loading_bytes: of loads that haven't ended, begun
+    or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -33,6 +35,7 @@ class TierPool:
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
+        self.lost: set[KVCacheBlock] = set()
         self.copies: dict[KVCacheBlock, KVCacheBlock] = {}
         self.max_storing = max_storing
         self.name: str = tier.name
