@@ -7,7 +7,7 @@ here. The environment variable KVBLOCKS_VLLM_ADAPTER names another module, such 
 import json
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -42,8 +42,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -93,7 +91,7 @@ class Settings:
     model runner, 1 or 2. windows: the lengths of sliding windows, chunks: of chunks; each adds a group of layers
     beside the one of full attention. keeps_windows: vLLM caches all blocks of windows; otherwise few, as by default
     (`prefix_cache_retention_interval`), and all states. has_ring: a group of layers with a ring buffer is added.
-    is_latent: full attention is MLA with a sparse indexer, whose caches share a block table. num_states: so many groups
+    is_latent: full attention is MLA; a sparse indexer's cache is in its block table, too. num_states: so many groups
     of recurrent layers are added. saves_within: their kernels can save a state within a chunk, as Mamba2's. has_events:
     events report what is cached, and nobody receives them.
     """
@@ -211,9 +209,7 @@ def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfi
     shape: dict[str, Any] = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1}
     specs: list[Any] = [FullAttentionSpec(**shape, dtype=torch.float32)]
     if settings.is_latent:
-        latent = MLAAttentionSpec(**shape, dtype=torch.float32)
-        indexer = replace(latent, cache_role=SparseCacheRole.INDEXER)
-        specs = [UniformTypeKVCacheSpecs.from_specs({"layer 0": latent, "layer 0.indexer": indexer})]
+        specs = [MLAAttentionSpec(**shape, dtype=torch.float32)]
     specs += [SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window) for window in settings.windows]
     specs += [
         ChunkedLocalAttentionSpec(**shape, dtype=torch.float32, attention_chunk_size=size) for size in settings.chunks
@@ -232,10 +228,7 @@ def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfi
 def as_engine(config: VllmConfig, specs: list[Any]) -> KVCacheConfig:
     """Return the configuration that vLLM's engine makes of a group for each spec, with all options of `config`."""
     config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or LAYOUT
-    groups = [
-        KVCacheGroupSpec(list(getattr(spec, "kv_cache_specs", [f"layer {number}"])), spec)
-        for number, spec in enumerate(specs)
-    ]
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
     return get_kv_cache_config_from_groups(config, groups, available_memory=0)
 
 

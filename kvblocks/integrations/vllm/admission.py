@@ -63,6 +63,13 @@ class Admission:
             number += min(1, lacking) if kind.has_gaps else lacking
         return number
 
+    def most_pool_tokens(self, num_tokens: int) -> int:
+        """Return how many tokens the pool has room for, if all sequences have `num_tokens` tokens."""
+        each = 0
+        for kind, cap in zip(self._groups, self._caps, strict=True):
+            each += kind.num_blocks(num_tokens) if kind.has_gaps else min(-(-num_tokens // kind.block_size), cap)
+        return self._manager.num_blocks * num_tokens // each
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from kvblocks import BlockHold, InvalidArgumentError, KVCacheBlock, Sequence
+from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager, zeroed_groups
@@ -32,13 +32,13 @@ from kvblocks.integrations.vllm.sequences import (
     num_known,
 )
 from kvblocks.integrations.vllm.states import Before, States
-from kvblocks.integrations.vllm.unused import UnusedCalls
 from kvblocks.integrations.vllm.views import (
     GivenBlocks,
     HitBlocks,
     NoBlocks,
     PoolView,
     TableBlocks,
+    UnusedCalls,
     given_hit,
     make_coordinator,
 )
@@ -78,8 +78,7 @@ class KVBlocksCacheManager(UnusedCalls):
         match_unit = hash_block_size if enable_caching else None
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, match_unit)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
-        self.kv_cache_config = kv_cache_config
-        self.max_model_len = max_model_len
+        self.kv_cache_config, self.max_model_len = kv_cache_config, max_model_len
         self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
         self.use_eagle, self._num_ahead = use_eagle, num_hash_lookahead_tokens
         self.log_stats = log_stats
@@ -100,6 +99,7 @@ class KVBlocksCacheManager(UnusedCalls):
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up
         self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
+        self.most_pool_tokens = self._admission.most_pool_tokens(max_model_len)
         self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
         self._zeroed, self._new_block_ids = zeroed_groups(kv_cache_config), list[int]()
@@ -133,12 +133,9 @@ class KVBlocksCacheManager(UnusedCalls):
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        sequence = self._sequence(request)
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        hit = self.manager.get_computed_blocks(sequence, most)
+        hit = self._find(request, most)
         boundary = self._states.boundary(hit, most) if self._states.groups else 0
-        if self.use_eagle and hit.blocks:
-            hit = hit.cut(hit.num_tokens - self._block_size)
         num_hit = hit.num_readonly_tokens  # perhaps all tokens of the sequence, if the request has one more
         if not num_hit:
             return self.empty_kv_cache_blocks, 0, boundary
@@ -146,6 +143,15 @@ class KVBlocksCacheManager(UnusedCalls):
             self._events.collect(self.manager.take_events(), None)
             self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
         return HitBlocks(hit, self.num_kv_cache_groups), num_hit, boundary
+
+    def num_cached(self, request: Any) -> int:
+        """Return how many tokens `get_computed_blocks` would find. This lookup is in no event."""
+        is_on = self.prefix_cache_lookup_enabled(request)
+        return self._find(request, request.num_tokens - 1).num_readonly_tokens if is_on else 0
+
+    def _find(self, request: Any, most_tokens: int) -> CacheHit:
+        hit = self.manager.get_computed_blocks(self._sequence(request), most_tokens)
+        return hit.cut(hit.num_tokens - self._block_size) if self.use_eagle and hit.blocks else hit
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
