@@ -82,9 +82,9 @@ class GroupTraffic(Traffic):
         if pool.index.events is not None:
             note_restored_rows(_index_of(pool))
 
-    def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None) -> None:
+    def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None, *, are_shared: bool) -> None:
         """As `Traffic.note_lost`. What was stored of checkpoints behind lost tokens goes, too."""
-        super().note_lost(blocks, sequence)
+        super().note_lost(blocks, sequence, are_shared=are_shared)
         if self._group_index().checkpoints is not None:
             lost = set(blocks)
             for owner in [sequence] if sequence is not None else self._sequences.values():
