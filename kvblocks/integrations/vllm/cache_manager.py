@@ -31,7 +31,7 @@ from kvblocks.integrations.vllm.sequences import (
     num_common_blocks,
     num_known,
 )
-from kvblocks.integrations.vllm.states import Before, States
+from kvblocks.integrations.vllm.states import Before, CachedStates
 from kvblocks.integrations.vllm.views import (
     GivenBlocks,
     HitBlocks,
@@ -94,7 +94,7 @@ class KVBlocksCacheManager(UnusedCalls):
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
         self._block_size = self.manager.block_size
-        self._states = States(groups)
+        self._states = CachedStates(groups)
         self._has_one_group = len(groups) == 1 and groups[0].sees_all
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up

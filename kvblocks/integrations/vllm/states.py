@@ -19,7 +19,7 @@ class Before(NamedTuple):
     lengths: list[int]
 
 
-class States:
+class CachedStates:
     """What a manager has to know of states. groups: the numbers of the groups that have any."""
 
     def __init__(self, groups: Items[Group]) -> None:
