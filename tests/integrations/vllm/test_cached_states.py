@@ -61,6 +61,7 @@ def test_all_decisions_are_vllms_while_nothing_is_evicted(configuration, seed):
     assert theirs.num_cached and not theirs.num_preempted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", CACHED_STATES, ids=lambda configuration: configuration.name)
 def test_by_default_no_less_is_found_than_in_vllm(configuration, seed):
     settings = configuration.settings
