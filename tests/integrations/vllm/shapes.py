@@ -20,7 +20,7 @@ VOCABULARY = 512
 WINDOW = 64
 NUM_BLOCKS = 400
 # Random weights are between minus and plus this, so that answers vary.
-WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3, "lfm2": 0.3, "qwen3-next": 0.3}
+WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3, "lfm2": 0.3}
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -69,20 +69,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_multiple_of": 32,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
-    },
-    "qwen3-next": {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 0,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [0, 1],
     },
     "bert": {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 1, "type_vocab_size": 2},
 }
