@@ -15,6 +15,8 @@ from kvblocks.server.answers.logprobs import ChoiceWriter, Echo
 from kvblocks.server.errors import ApiError
 from kvblocks.server.requests import AnswerKind, AnswerRequest
 from kvblocks.server.service_metrics import RequestOutcome
+from kvblocks.server.tools.calls import ToolCall
+from kvblocks.server.tools.reader import CallReader
 from kvblocks.server.wire import Json
 
 _PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-", "warm": "warm-"}
@@ -55,6 +57,8 @@ class Answer:
         self._pieces: deque[Piece] = deque()  # not taken yet
         self._completions: dict[int, Completion] = {}  # by choice
         self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has sent a part
+        self._readers: dict[int, CallReader] = {}  # of choices that may call tools
+        self._num_called: Counter[int] = Counter()  # calls of each choice that a stream has sent
         self._error: ApiError | None = None
         self._news = asyncio.Event()
 
@@ -104,7 +108,8 @@ class Answer:
             return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
         choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
         kind = "chat.completion" if self.asked.kind == "chat" else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        warnings: Json = {"warnings": list(self.asked.warnings)} if self.asked.warnings else {}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **warnings}
 
     def _whole_choice(self, index: int, completion: Completion) -> Json:
         written, logprobs = self._new_writer(index).write(
@@ -112,8 +117,11 @@ class Answer:
         )
         text: Json = {"text": written}
         if self.asked.kind == "chat":
-            text = {"message": {"role": "assistant", "content": written, "refusal": None}}
-        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+            said, calls = self.read(index, written, is_last=True)
+            called: Json = {"tool_calls": [_call_json(call) for call in calls]} if calls else {}
+            content = said or None if calls else said
+            text = {"message": {"role": "assistant", "content": content, "refusal": None, **called}}
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": self.reason(index, completion)}
         return self._with_ids(choice, completion.token_ids)
 
     def chunks(self, piece: Piece) -> list[Json]:
@@ -133,16 +141,51 @@ class Answer:
             written, logprobs = writer.write(
                 piece.text, token_ids, None if piece.logprobs is None else [piece.logprobs], piece.prompt_logprobs
             )
-            content = {"content": written} if written or completion is None else {}
-            text: Json = {"delta": content} if is_chat else {"text": written}
-            reason = None if completion is None else completion.finish_reason
-            said = {"index": choice, **text, "logprobs": logprobs, "finish_reason": reason}
-            chunks.append(self._chunk([self._with_ids(said, token_ids)], self._usage_so_far(piece)))
+            deltas: list[Json] = [{"text": written}]
+            if is_chat:
+                deltas = self._deltas(choice, written, is_last=completion is not None)
+            if not deltas and (self.asked.return_token_ids or writer.must_write):
+                deltas = [{"delta": {"content": ""}}]
+            for index, delta in enumerate(deltas):
+                is_end = index == len(deltas) - 1
+                reason = self.reason(choice, completion) if completion is not None and is_end else None
+                said = {"index": choice, **delta, "logprobs": logprobs if is_end else None, "finish_reason": reason}
+                ids = token_ids if is_end else []
+                chunks.append(self._chunk([self._with_ids(said, ids)], self._usage_so_far(piece)))
         return chunks
+
+    def _deltas(self, choice: int, written: str, *, is_last: bool) -> list[Json]:
+        """A chat's next deltas: text, then calls, each with its name first; none if nothing is certain yet."""
+        said, calls = self.read(choice, written, is_last=is_last)
+        deltas: list[Json] = [{"delta": {"content": said}}] if said else []
+        for call in calls:
+            index, begun = self._num_called[choice], _call_json(call)
+            self._num_called[choice] += 1
+            begun["function"] = {"name": call.name, "arguments": ""}
+            deltas.append({"delta": {"tool_calls": [{"index": index, **begun}]}})
+            more = {"index": index, "function": {"arguments": call.arguments}}
+            deltas.append({"delta": {"tool_calls": [more]}})
+        return [*deltas, {"delta": {}}] if is_last and (calls or not deltas) else deltas
+
+    def read(self, choice: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+        """Return the text and the calls that are certain with a choice's next text; without tools it is all text."""
+        tools = self.asked.tools
+        if tools is None or not tools.is_read:
+            return text, []
+        if choice not in self._readers:
+            self._readers[choice] = CallReader(self.asked.tool_format, is_one=tools.is_one)
+        return self._readers[choice].feed(text, is_last=is_last)
+
+    def reason(self, choice: int, completion: Completion) -> str:
+        """Return why a choice ended, as Chat Completions says it."""
+        reader = self._readers.get(choice)
+        has_called = reader is not None and reader.num_calls > 0
+        return "tool_calls" if has_called and completion.finish_reason == "stop" else completion.finish_reason
 
     def usage_chunk(self) -> Json:
         """Return the last chunk, which a client asks for by `include_usage`. O(choices)."""
-        return {**self._chunk([]), "usage": self._usage()}
+        warnings: Json = {"warnings": list(self.asked.warnings)} if self.asked.warnings else {}
+        return {**self._chunk([]), "usage": self._usage(), **warnings}
 
     def _choice(self, piece: Piece) -> int:
         """The index of the choice that a piece belongs to."""
@@ -204,3 +247,8 @@ class Answer:
         loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
         num_cached_tokens = sum(one.num_cached_tokens for one in completions)
         return {"device": num_cached_tokens - sum(loaded.values()), **loaded}
+
+
+def _call_json(call: ToolCall) -> Json:
+    """A call as Chat Completions has it."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

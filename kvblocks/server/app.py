@@ -207,7 +207,9 @@ class Api:
         """Return a body as a request, and its bytes, which count until they are released. Raises ApiError."""
 
         def check(body: Any) -> AnswerRequest:
+            service = self._service
             asked = parse(body).asked_by(caller_of(request.scope))
+            asked = asked.speaking(service.tool_format, has_special_marks=service.has_special_marks)
             request.scope["state"]["request_id"] = asked.request_id
             check_model(self._names, asked.model)
             return asked

@@ -23,16 +23,21 @@ from kvblocks.server.body.messages import (
     parse_messages,
     parse_template_values,
 )
-from kvblocks.server.body.neutral import REFUSED, WITHOUT_EFFECT
+from kvblocks.server.body.neutral import REFUSED, TOLD, WITHOUT_EFFECT
 from kvblocks.server.body.response_format import Form, parse_form
 from kvblocks.server.body.sampling import (
     check_size,
     most_scored_tokens,
     parse_echo,
+    parse_logit_bias,
     parse_logprobs,
+    parse_priority,
     parse_sampling,
 )
 from kvblocks.server.errors import ApiError, as_api_error
+from kvblocks.server.tools.choice import CallsForm, ToolUse, parse_tools
+from kvblocks.server.tools.formats import FORMATS, ToolFormat
+from kvblocks.server.tools.teaching import encode_chat
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
@@ -86,6 +91,7 @@ class AnswerRequest:
     a stream's end; continuous_usage: in each of its chunks too. template_values: values that a chat's template may
     read. add_special_tokens: whether texts get the tokens that the tokenizer adds to prompts. request_id: the client's
     own, for logs. echo: whether answers begin with their prompts. form: the form of the answers' texts, not compiled.
+    tools: what it says of tools; tool_format: how the model writes calls. warnings: fields that weren't carried out.
     """
 
     kind: Kind
@@ -98,7 +104,10 @@ class AnswerRequest:
     include_usage: bool
     return_token_ids: bool
     echo: bool = False
-    form: Form | None = None
+    form: Form | CallsForm | None = None
+    tools: ToolUse | None = None
+    tool_format: ToolFormat = FORMATS["hermes"]
+    warnings: tuple[str, ...] = ()
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -111,6 +120,16 @@ class AnswerRequest:
         """Return the request with this caller and its salts. Raises ApiError for a salt that the caller may not use."""
         options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
         return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
+
+    def speaking(self, tool_format: ToolFormat, *, has_special_marks: bool) -> Self:
+        """Return the request for a model that writes calls like this. has_special_marks: with special tokens."""
+        if self.tools is None:
+            return replace(self, tool_format=tool_format)
+        form = CallsForm(self.tools, tool_format) if self.tools.choice == "required" else self.form
+        options = self.options
+        if has_special_marks and self.tools.is_read:  # the marks are not to be left out of the text
+            options = OptionValues(**{**options, "skip_special_tokens": False})
+        return replace(self, tool_format=tool_format, form=form, options=options)
 
     def constrained(self, grammar: Grammar) -> Self:
         """Return the request with its form compiled to a grammar."""
@@ -150,7 +169,7 @@ class AnswerRequest:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
         check_size([()], self.options, echo=False)
-        return [tokenizer.apply_chat_template(list(self.messages), variables=self.template_values)]
+        return [encode_chat(tokenizer, self.messages, self.template_values, self.tools, self.tool_format)]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
@@ -294,7 +313,10 @@ def _finish(
         skip_special_tokens=_parse_skip_special(fields),
         salt=fields.kept_text("cache_salt"),
         session=fields.kept_text("prompt_cache_key"),
+        logit_bias=parse_logit_bias(fields),
+        priority=parse_priority(fields),
     )
+    tools = parse_tools(fields) if kind == "chat" else refuse_tools(fields)
     stream = fields.flag("stream")
     include_usage, continuous_usage = _parse_stream_options(fields, stream=stream)
     values = parse_template_values(fields) if kind == "chat" else {}
@@ -304,13 +326,15 @@ def _finish(
         model=fields.text("model"),
         prompts=prompts,
         messages=messages,
-        num_chars=tuple(texts) if kind == "completion" else (num_message_chars(messages) + num_chars(values),),
+        num_chars=tuple(texts) if kind == "completion" else (_num_chat_chars(messages, values, tools),),
         options=options,
         stream=stream,
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
         echo=echo,
-        form=parse_form(fields, n * max(1, len(prompts))),
+        form=parse_form(fields, n * max(1, len(prompts)), must_call=tools is not None and tools.choice == "required"),
+        tools=tools,
+        warnings=parse_told(fields),
         continuous_usage=continuous_usage,
         template_values=values,
         add_special_tokens=_parse_add_special(fields, kind),
@@ -320,6 +344,26 @@ def _finish(
     fields.ignore(WITHOUT_EFFECT)
     fields.refuse_unknown()
     return request
+
+
+def parse_told(fields: Fields) -> tuple[str, ...]:
+    """Read fields that are told rather than carried out, and return a warning for each."""
+    given = {name: fields.take(name) for name in TOLD}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise fields.error(name, "a text")
+    return tuple([f"{name}: {TOLD[name]}" for name, value in given.items() if value not in {None, "none"}])
+
+
+def refuse_tools(fields: Fields) -> None:
+    """Refuse tools where there are no messages. Raises ApiError."""
+    fields.refuse("tools", ([],), "/v1/chat/completions has tools")
+    fields.refuse("tool_choice", ("none", "auto"), "/v1/chat/completions has tools")
+    fields.ignore(("parallel_tool_calls",))
+
+
+def _num_chat_chars(messages: tuple[Message, ...], values: Mapping[str, Any], tools: ToolUse | None) -> int:
+    return num_message_chars(messages) + num_chars(values) + (0 if tools is None else num_chars(tools.definitions))
 
 
 def _parse_min_tokens(fields: Fields, most: int | None) -> int:
