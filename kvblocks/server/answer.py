@@ -13,6 +13,8 @@ from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.server.answers.logprobs import ChoiceWriter, Echo
 from kvblocks.server.errors import ApiError
+from kvblocks.server.misses.comparison import Comparison
+from kvblocks.server.misses.record import openais
 from kvblocks.server.requests import AnswerKind, AnswerRequest
 from kvblocks.server.service_metrics import RequestOutcome
 from kvblocks.server.tools.calls import ToolCall
@@ -31,7 +33,7 @@ class Answer:
 
     answer_id: its name for clients and logs. start_s: when its request came, on `time.monotonic`; None: now. prompts:
     as tokens, once it is submitted. has_begun: whether any token has been generated. outcome: None until it ends.
-    timer: ends it after the time limit.
+    timer: ends it after the time limit. compared: with what its request named, before the first piece comes.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Answer:
         self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has sent a part
         self._readers: dict[int, CallReader] = {}  # of choices that may call tools
         self._num_called: Counter[int] = Counter()  # calls of each choice that a stream has sent
+        self.compared: Comparison | None = None
         self._error: ApiError | None = None
         self._news = asyncio.Event()
 
@@ -108,8 +111,7 @@ class Answer:
             return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
         choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
         kind = "chat.completion" if self.asked.kind == "chat" else "text_completion"
-        warnings: Json = {"warnings": list(self.asked.warnings)} if self.asked.warnings else {}
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **warnings}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **self._told()}
 
     def _whole_choice(self, index: int, completion: Completion) -> Json:
         written, logprobs = self._new_writer(index).write(
@@ -184,8 +186,14 @@ class Answer:
 
     def usage_chunk(self) -> Json:
         """Return the last chunk, which a client asks for by `include_usage`. O(choices)."""
-        warnings: Json = {"warnings": list(self.asked.warnings)} if self.asked.warnings else {}
-        return {**self._chunk([]), "usage": self._usage(), **warnings}
+        return {**self._chunk([]), "usage": self._usage(), **self._told()}
+
+    def _told(self) -> Json:
+        """What an answer tells beside itself: fields that weren't carried out, and a comparison that was asked for."""
+        told: Json = {"warnings": list(self.asked.warnings)} if self.asked.warnings else {}
+        asked, num_tokens = self.asked.compares_with, len(self.prompts[0]) if self.prompts else 0
+        found = openais(self.compared, asked, num_tokens, 1)
+        return told if found is None else {**told, "prompt_cache_diagnostics": found}
 
     def _choice(self, piece: Piece) -> int:
         """The index of the choice that a piece belongs to."""

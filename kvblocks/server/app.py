@@ -28,8 +28,8 @@ from kvblocks.server.access.origins import Origins
 from kvblocks.server.access.unread import UnreadBodies
 from kvblocks.server.answer import Answer
 from kvblocks.server.body.fields import meant, show
-from kvblocks.server.cache_api import CacheApi
 from kvblocks.server.endpoints.about import About, check_model
+from kvblocks.server.endpoints.cache_api import CacheApi
 from kvblocks.server.endpoints.tokens import TokensApi
 from kvblocks.server.errors import ApiError, as_api_error, late_error
 from kvblocks.server.page import show_page

@@ -26,6 +26,7 @@ from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.server.answer import Answer
 from kvblocks.server.arrivals import Arrivals
 from kvblocks.server.errors import ApiError, as_api_error, step_error, stopping_error
+from kvblocks.server.misses.comparison import Comparison
 from kvblocks.server.pin_book import PinBook
 from kvblocks.wire.hints import HintExecutor, HintLimits
 
@@ -51,7 +52,14 @@ class Warmed:
     completion: Completion
 
 
-Item = Piece | Warmed | ApiError | Mark
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A prompt was compared with the one that its request named; None: that isn't known."""
+
+    found: Comparison | None
+
+
+Item = Piece | Warmed | Compared | ApiError | Mark
 Publish = Callable[[list[tuple[Answer, Item]]], None]
 
 
@@ -70,7 +78,8 @@ class EngineThread:
     ) -> None:
         self.engine = engine
         self._recorder = recorder
-        self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
+        keeps = keep_reasons and engine.manager.enable_caching
+        self.arrivals = Arrivals(engine.scheduler.lookups, engine.model.tokenizer, keep_reasons=keeps)
         self.pins = PinBook(engine.manager)
         # Each salt may pin a quarter of what all pins may have. An operator may evict anybody's blocks.
         budget = engine.manager.pins.max_blocks // 4
@@ -169,6 +178,7 @@ class EngineThread:
 
     def _step(self) -> None:
         self.pins.expire()
+        self.arrivals.times.note(time.time(), self.engine.manager.stats.num_taken_blocks)
         for generation in self.engine.step():
             answer = self._answers.get(generation)
             if answer is not None:
@@ -220,7 +230,11 @@ class EngineThread:
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]
             # None of the answer's own blocks is cached before the next step.
-            self.arrivals.note(answer.answer_id, answer.asked.caller.tenant, first_samples)
+            self.arrivals.note(answer.answer_id, answer.asked, first_samples)
+            if answer.asked.compares_with is not None:
+                (arrival, *_) = self.arrivals.find(answer.answer_id, answer.asked.caller) or (None,)
+                found = None if arrival is None else self.arrivals.compare(arrival, answer.asked.compares_with)
+                self._put(answer, Compared(found))
         except Exception as error:
             if not isinstance(error, KVBlocksError):
                 logger.exception("request %s could not be begun", answer.answer_id)

@@ -92,6 +92,7 @@ class AnswerRequest:
     read. add_special_tokens: whether texts get the tokens that the tokenizer adds to prompts. request_id: the client's
     own, for logs. echo: whether answers begin with their prompts. form: the form of the answers' texts, not compiled.
     tools: what it says of tools; tool_format: how the model writes calls. warnings: fields that weren't carried out.
+    compares_with: the id of an earlier answer, if the answer is to say where the two prompts part.
     """
 
     kind: Kind
@@ -108,6 +109,7 @@ class AnswerRequest:
     tools: ToolUse | None = None
     tool_format: ToolFormat = FORMATS["hermes"]
     warnings: tuple[str, ...] = ()
+    compares_with: str | None = None
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -316,7 +318,9 @@ def _finish(
         logit_bias=parse_logit_bias(fields),
         priority=parse_priority(fields),
     )
-    tools = parse_tools(fields) if kind == "chat" else refuse_tools(fields)
+    tools = parse_tools(fields) if kind == "chat" else None
+    if kind == "completion":
+        refuse_tools(fields)
     stream = fields.flag("stream")
     include_usage, continuous_usage = _parse_stream_options(fields, stream=stream)
     values = parse_template_values(fields) if kind == "chat" else {}
@@ -335,6 +339,7 @@ def _finish(
         form=parse_form(fields, n * max(1, len(prompts)), must_call=tools is not None and tools.choice == "required"),
         tools=tools,
         warnings=parse_told(fields),
+        compares_with=parse_cache_options(fields),
         continuous_usage=continuous_usage,
         template_values=values,
         add_special_tokens=_parse_add_special(fields, kind),
@@ -353,6 +358,18 @@ def parse_told(fields: Fields) -> tuple[str, ...]:
         if value is not None and not isinstance(value, str):
             raise fields.error(name, "a text")
     return tuple([f"{name}: {TOLD[name]}" for name, value in given.items() if value not in {None, "none"}])
+
+
+def parse_cache_options(fields: Fields) -> str | None:
+    """Read OpenAI's `prompt_cache_options`: the id of an answer to compare with; None: none. Raises ApiError."""
+    value = fields.take("prompt_cache_options")
+    if value is None:
+        return None
+    options = Fields(value, "prompt_cache_options")
+    found = options.text("comparison_response_id", MAX_REQUEST_ID)
+    options.ignore(("mode", "ttl"))
+    options.refuse_unknown()
+    return found
 
 
 def refuse_tools(fields: Fields) -> None:

@@ -26,7 +26,7 @@ from kvblocks.server.access.compiling import Compilers
 from kvblocks.server.access.encoding import Encoders
 from kvblocks.server.answer import Answer
 from kvblocks.server.body.response_format import Form
-from kvblocks.server.engine_thread import EngineThread, Item, Mark, Warmed
+from kvblocks.server.engine_thread import Compared, EngineThread, Item, Mark, Warmed
 from kvblocks.server.errors import ApiError, as_api_error, busy_error, late_error, length_error, stopping_error
 from kvblocks.server.service_metrics import RequestOutcome, ServiceMetrics
 from kvblocks.server.settings import ServerSettings
@@ -276,6 +276,8 @@ class Service:
                 pass  # it was dropped, or its time was over
             elif isinstance(item, Piece):
                 self._put(answer, item)
+            elif isinstance(item, Compared):
+                answer.compared = item.found
             elif isinstance(item, Warmed):
                 answer.put_warmed(item.prompt_index, item.completion)
                 if answer.is_whole:

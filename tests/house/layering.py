@@ -73,6 +73,7 @@ FLOORS = {
     "kvblocks.server.access": 15,
     "kvblocks.server.answers": 15,
     "kvblocks.server.tools": 15,
+    "kvblocks.server.misses": 15,
     "kvblocks.server": 16,
     "kvblocks.server.endpoints": 17,
     "kvblocks.server.app": 18,

@@ -113,7 +113,8 @@ class Tokenizer:
     @property
     def special_texts(self) -> dict[str, int]:
         """The texts of the special tokens, with their ids. O(special tokens)."""
-        return {text: self._markup.token_to_id(text) for text in self._special_texts}
+        added = self._markup.get_added_tokens_decoder().items()
+        return {token.content: index for index, token in added if token.special}
 
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.

@@ -38,7 +38,8 @@ def read_calls(text: str, separators: str = " \n\r\t;,") -> list[Written] | None
 
     O(text).
     """
-    decoder, index, found = json.JSONDecoder(parse_constant=_refuse), 0, []
+    decoder, index = json.JSONDecoder(parse_constant=_refuse), 0
+    found: list[Written] = []
     while True:
         while index < len(text) and text[index] in separators:
             index += 1
