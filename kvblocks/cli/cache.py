@@ -1,6 +1,7 @@
 """`kvblocks cache`: commands that ask a running server about its cache, or change it."""
 
 import json as json_module
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -248,6 +249,24 @@ def explain(
     for entry in values["prompts"]:
         for line in explain_lines(entry):
             print(line)
+
+
+@cache_commands.command()
+def top(
+    sort: Annotated[str, typer.Option(help="saved, share, held, evicted, pins or requests.")] = "saved",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How often to ask again.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    url: _Url = _URL,
+    api_key: _Key = None,
+    json: _Json = False,
+) -> None:
+    """Show live, by tenant and by tier: hit share, tokens saved, blocks held, evicted, pins. Ctrl-C ends it."""
+    from kvblocks.cli.top import check_order, show_top
+
+    field = check_order(sort)
+    with _client(url, api_key) as client:
+        values = partial(_ask, client, "tenants", "GET", "/v1/cache/top")
+        show_top(values, field, seconds=seconds, once=once, as_json=json)
 
 
 @cache_commands.command()

@@ -15,6 +15,7 @@ from kvblocks.server.answers.logprobs import ChoiceWriter, Echo
 from kvblocks.server.errors import ApiError
 from kvblocks.server.misses.comparison import Comparison
 from kvblocks.server.misses.record import openais
+from kvblocks.server.pins.marked_pins import MarkOutcome
 from kvblocks.server.requests import AnswerKind, AnswerRequest
 from kvblocks.server.service_metrics import RequestOutcome
 from kvblocks.server.tools.calls import ToolCall
@@ -33,7 +34,8 @@ class Answer:
 
     answer_id: its name for clients and logs. start_s: when its request came, on `time.monotonic`; None: now. prompts:
     as tokens, once it is submitted. has_begun: whether any token has been generated. outcome: None until it ends.
-    timer: ends it after the time limit. compared: with what its request named, before the first piece comes.
+    timer: ends it after the time limit. compared: with what its request named, before the first piece comes. marked:
+    what became of its request's marks, likewise. model: its name.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class Answer:
         start_s: float | None = None,
     ) -> None:
         self.asked = asked
+        self.model = model
         self.prompts: list[list[int]] = []
         self._tiers = tiers
         self._tokenizer = tokenizer
-        self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
+        self.answer_id = (asked.id_prefix or _PREFIXES[asked.kind]) + uuid.uuid4().hex
         self.start_s = time.monotonic() if start_s is None else start_s
         self.has_begun = False
         self.outcome: RequestOutcome | None = None
@@ -62,6 +65,7 @@ class Answer:
         self._readers: dict[int, CallReader] = {}  # of choices that may call tools
         self._num_called: Counter[int] = Counter()  # calls of each choice that a stream has sent
         self.compared: Comparison | None = None
+        self.marked: tuple[MarkOutcome, ...] = ()
         self._error: ApiError | None = None
         self._news = asyncio.Event()
 
@@ -104,6 +108,20 @@ class Answer:
         pieces = list(self._pieces)
         self._pieces.clear()
         return pieces
+
+    def completions(self) -> list[Completion]:
+        """Return the completions of all choices that have ended, in order. O(choices)."""
+        return [completion for _, completion in sorted(self._completions.items())]
+
+    def stop_string(self, completion: Completion) -> str | None:
+        """Return the stop string that has ended a choice; None if none has. O(text)."""
+        stops = self.asked.options.get("stop") or ()
+        if not stops or completion.finish_reason != "stop" or self._tokenizer is None:
+            return None
+        skips = self.asked.options.get("skip_special_tokens", True)
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=skips)
+        found = [(at, -len(stop), stop) for stop in stops if (at := text.find(stop, len(completion.text))) >= 0]
+        return min(found)[2] if found else None
 
     def body(self) -> Json:
         """Return the whole answer; it must be whole. O(tokens)."""

@@ -83,6 +83,14 @@ class PrefixBody:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A prefix of a chat that is to stay cached for so many seconds. variant: a chat that has it, and then parts."""
+
+    ttl_s: float
+    variant: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerRequest:
     """One body, checked. `kind` says which one of `prompts`, `messages` and `prefixes` isn't empty.
 
@@ -92,7 +100,8 @@ class AnswerRequest:
     read. add_special_tokens: whether texts get the tokens that the tokenizer adds to prompts. request_id: the client's
     own, for logs. echo: whether answers begin with their prompts. form: the form of the answers' texts, not compiled.
     tools: what it says of tools; tool_format: how the model writes calls. warnings: fields that weren't carried out.
-    compares_with: the id of an earlier answer, if the answer is to say where the two prompts part.
+    compares_with: the id of an earlier answer, if the answer is to say where the two prompts part. id_prefix: of the
+    answer's id; "": that of its kind. marks: prefixes to keep cached; marked_tokens: how many tokens each has.
     """
 
     kind: Kind
@@ -110,6 +119,9 @@ class AnswerRequest:
     tool_format: ToolFormat = FORMATS["hermes"]
     warnings: tuple[str, ...] = ()
     compares_with: str | None = None
+    id_prefix: str = ""
+    marks: tuple[Mark, ...] = ()
+    marked_tokens: tuple[int, ...] = ()
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -158,6 +170,24 @@ class AnswerRequest:
         if most is not None:
             return OptionValues(**{**self.options, "max_tokens": max(1, min(most, room()))})
         return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options
+
+    def find_marks(self, tokenizer: Tokenizer | None, tokens: list[int]) -> tuple[int, ...]:
+        """Return how many first tokens of the prompt each marked prefix has; 0 where the template refuses it.
+
+        O(length) for each mark.
+        """
+        found = []
+        for mark in self.marks:
+            assert tokenizer is not None, "the chat was encoded with it"
+            try:
+                other = encode_chat(
+                    tokenizer, mark.variant, self.template_values, self.tools, self.tool_format, begins_answer=False
+                )
+            except KVBlocksError:
+                other = []
+            pairs = enumerate(zip(tokens, other, strict=False))
+            found.append(next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(other))))
+        return tuple(found)
 
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""

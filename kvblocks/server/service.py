@@ -26,7 +26,7 @@ from kvblocks.server.access.compiling import Compilers
 from kvblocks.server.access.encoding import Encoders
 from kvblocks.server.answer import Answer
 from kvblocks.server.body.response_format import Form
-from kvblocks.server.engine_thread import Compared, EngineThread, Item, Mark, Warmed
+from kvblocks.server.engine_thread import Compared, EngineThread, Item, Mark, Marked, Warmed
 from kvblocks.server.errors import ApiError, as_api_error, busy_error, late_error, length_error, stopping_error
 from kvblocks.server.service_metrics import RequestOutcome, ServiceMetrics
 from kvblocks.server.settings import ServerSettings
@@ -73,6 +73,9 @@ class Service:
         # The last generated token needs room in the context, but none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
         self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher, recorder)
+        if settings.metrics_by_tenant:
+            self.thread.publishes_usage = True
+            self.metrics.show_tenants(self.thread.usage)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()
@@ -278,6 +281,8 @@ class Service:
                 self._put(answer, item)
             elif isinstance(item, Compared):
                 answer.compared = item.found
+            elif isinstance(item, Marked):
+                answer.marked = item.outcomes
             elif isinstance(item, Warmed):
                 answer.put_warmed(item.prompt_index, item.completion)
                 if answer.is_whole:

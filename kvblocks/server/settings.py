@@ -304,6 +304,7 @@ class ServerSettings:
         " Default: as its chat template says.",
         _SERVER,
     )
+    metrics_by_tenant: bool = flag("Show tenants' names in /metrics, which needs no key.", _SERVER, default=False)
     allow_anyone: bool = flag("Serve other machines without a key.", _SERVER, default=False)
     max_requests: int = flag(
         "The most unfinished answers, waiting ones too; more get 429.", _SERVER, default=256, least=1

@@ -120,16 +120,15 @@ def test_waiting_would_have_hit(server, http):
     gate = Gate(server.engine)
     prompt = [(token * 5) % 250 for token in range(400)]
     gate.shut()
-    with server.http() as other:
-        with ThreadPoolExecutor(2) as threads:
-            first = threads.submit(other.post, "/v1/completions", json={"prompt": prompt, "max_tokens": 1})
-            gate.wait_for_step()
-            second = threads.submit(http.post, "/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    with server.http() as other, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(other.post, "/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+        gate.wait_for_step()
+        second = threads.submit(http.post, "/v1/completions", json={"prompt": prompt, "max_tokens": 1})
 
-            wait_for(lambda: server.service.num_open == 2)
-            gate.open()
-            assert first.result(60).status_code == 200
-            found = explain(http, request_id=second.result(60).json()["id"])
+        wait_for(lambda: server.service.num_open == 2)
+        gate.open()
+        assert first.result(60).status_code == 200
+        found = explain(http, request_id=second.result(60).json()["id"])
     assert found["cache"]["num_pending_tokens"] > 300
 
 

@@ -1,5 +1,6 @@
 """With the real SmolLM2-135M: each required call parses and fits its schema, whatever is asked."""
 
+import itertools
 import json
 from contextlib import contextmanager
 
@@ -53,25 +54,25 @@ def check(call):
         assert (call.function.name, values) == ("ping", {})
 
 
-@pytest.mark.parametrize(
-    ("questions", "temperatures"),
-    [(QUESTIONS[:1], (0,)), pytest.param(QUESTIONS, (0, 1.0, 1.8), marks=pytest.mark.exhaustive)],
-)
-def test_every_required_call_parses_and_fits_its_schema(smollm2_folder, questions, temperatures):
+CASES = [(QUESTIONS[0], (0,)), *[pytest.param(one, (0, 1.5), marks=pytest.mark.exhaustive) for one in QUESTIONS]]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("question", "temperatures"), CASES)
+def test_every_required_call_parses_and_fits_its_schema(smollm2_folder, question, temperatures):
+    choices = ("required", {"type": "function", "function": {"name": "order"}})
     with serving(smollm2_folder) as client:
-        for question in questions:
-            for temperature in temperatures:
-                for choice in ("required", {"type": "function", "function": {"name": "order"}}):
-                    answer = client.chat.completions.create(
-                        model="smollm2",
-                        messages=[{"role": "user", "content": question}],
-                        tools=TOOLS,
-                        tool_choice=choice,
-                        parallel_tool_calls=False,
-                        temperature=temperature,
-                        seed=5,
-                        max_tokens=150,
-                    ).choices[0]
-                    (call,) = answer.message.tool_calls
-                    assert answer.finish_reason == "tool_calls"
-                    check(call)
+        for temperature, choice in itertools.product(temperatures, choices):
+            answer = client.chat.completions.create(
+                model="smollm2",
+                messages=[{"role": "user", "content": question}],
+                tools=TOOLS,
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                temperature=temperature,
+                seed=5,
+                max_tokens=150,
+            ).choices[0]
+            (call,) = answer.message.tool_calls
+            assert answer.finish_reason == "tool_calls"
+            check(call)

@@ -42,7 +42,9 @@ class Gate:
             try:
                 self._check(scope)
             except ApiError as error:
-                await send_json(send, error.to_json(), error.status, {**error.headers, "Connection": "close"})
+                await send_json(
+                    send, error.to_json_for(scope["path"]), error.status, {**error.headers, "Connection": "close"}
+                )
                 return
         await self._app(scope, receive, send)
 

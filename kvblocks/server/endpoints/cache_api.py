@@ -76,6 +76,15 @@ class CacheApi:
             "requests": self._service.metrics.counts(),
         }
 
+    async def top(self, request: Request) -> Response:
+        """What each tenant asked, hit, holds and lost, and what each tier has."""
+        del request
+        tenants = await self._call(self._service.thread.usage.read)
+        values = self.stats_json()
+        device = {name: values[name] for name in ("num_blocks", "num_entries", "num_evicted_blocks")}
+        device["num_pinned_blocks"] = values["pins"]["num_pinned_blocks"]
+        return json_response({"time": time.time(), "tenants": tenants, "device": device, "tiers": values["tiers"]})
+
     def _remembered_json(self) -> Json | None:
         """Statistics of remembered prompts; None if the engine remembers none."""
         of = self._engine.scheduler.remembered
@@ -214,6 +223,7 @@ class CacheApi:
         def forget() -> Forgetting:
             self._service.thread.hints.forget(salt)
             self._service.thread.arrivals.prompts.forget(salt)
+            self._service.thread.marks.forget(salt)
             return self._engine.begin_forgetting(salt)
 
         forgetting: Forgetting = await self._call(forget)

@@ -14,6 +14,8 @@ Json = dict[str, Any]
 
 _ANTHROPICS = {"tools": "tools_changed", "system": "system_changed", "settings": "unavailable"}
 _OPENAIS = {"tools": "tools_changed"}
+_GOES_ON = frozenset({None, "answer"})
+"""Both services compare requests, of which neither knows the answers' tokens."""
 
 
 def compared_json(found: Comparison | None, block_size: int) -> Json | None:
@@ -60,7 +62,7 @@ def cache_json(explanation: Explanation | None, around: Surroundings, *, sees_ot
 
 def anthropics(found: Comparison | None, asked: str | None, num_tokens: int) -> Json | None:
     """Return `diagnostics`, as Anthropic's Messages have it. asked: the id that was to be compared with."""
-    if asked is None or (found is not None and found.part is None):
+    if asked is None or (found is not None and found.part in _GOES_ON):
         return None
     if found is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
@@ -76,7 +78,7 @@ def openais(found: Comparison | None, asked: str | None, num_tokens: int, block_
         return None
     if found is None:
         return {"type": "comparison_response_not_found"}
-    if found.part is None:
+    if found.part in _GOES_ON:
         return {"type": "cache_hit"}
     return {
         "type": "cache_miss",
