@@ -255,7 +255,7 @@ class Answer:
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {
                 "cached_tokens": num_cached_tokens,
-                "cached_tokens_by_tier": self._by_tier(first_samples),
+                "cached_tokens_by_tier": self.by_tier(first_samples),
             },
         }
 
@@ -263,13 +263,13 @@ class Answer:
         return {
             "num_prompt_tokens": completion.num_prompt_tokens,
             "num_cached_tokens": completion.num_cached_tokens,
-            "num_cached_tokens_by_tier": self._by_tier([completion]),
+            "num_cached_tokens_by_tier": self.by_tier([completion]),
             "num_computed_tokens": completion.num_computed_tokens,
             "seconds": round(completion.ttft_s, 6),
         }
 
-    def _by_tier(self, completions: list[Completion]) -> dict[str, int]:
-        """The cached tokens of prompts, by the tier where they were found."""
+    def by_tier(self, completions: list[Completion]) -> dict[str, int]:
+        """Return the cached tokens of prompts, by the tier where they were found."""
         loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
         num_cached_tokens = sum(one.num_cached_tokens for one in completions)
         return {"device": num_cached_tokens - sum(loaded.values()), **loaded}

@@ -31,11 +31,15 @@ from kvblocks.server.answer import Answer
 from kvblocks.server.body.fields import meant, show
 from kvblocks.server.endpoints.about import About, check_model
 from kvblocks.server.endpoints.cache_api import CacheApi
+from kvblocks.server.endpoints.openapi import OpenApi
 from kvblocks.server.endpoints.tokens import TokensApi
 from kvblocks.server.errors import ApiError, as_api_error, late_error
-from kvblocks.server.page import show_page
+from kvblocks.server.page import show_docs, show_page
 from kvblocks.server.protocols.messages_body import parse_count, parse_message
 from kvblocks.server.protocols.messages_voice import MessagesVoice
+from kvblocks.server.protocols.response_store import ResponseStore
+from kvblocks.server.protocols.responses_body import parse_response
+from kvblocks.server.protocols.responses_voice import ResponsesVoice
 from kvblocks.server.protocols.voice import Voice
 from kvblocks.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
 from kvblocks.server.service import Service, outcome_of
@@ -52,6 +56,7 @@ from kvblocks.server.wire import (
 STOP_TIMEOUT_S = 30.0
 
 Parse = Callable[[Any], AnswerRequest]
+Voiced = Callable[[Answer], Voice]
 Prepared = tuple[AnswerRequest, list[list[int]]]
 """A request, ready for the engine, and its prompts as tokens."""
 
@@ -70,11 +75,15 @@ def make_app(service: Service, model: str) -> Starlette:
         await service.stop(STOP_TIMEOUT_S)
 
     names = service.settings.model_names or (model,)
-    api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
+    store = ResponseStore()
+    api, cache = Api(service, names, store), CacheApi(service, store.forget)
+    about, tokens = About(service, names), TokensApi(service, names)
     routes = [
         Route("/", show_page),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
+        Route("/ping", api.ping),
+        Route("/load", api.load),
         Route("/version", about.version),
         Route("/model_info", about.model_info),
         Route("/get_model_info", about.model_info),
@@ -87,6 +96,10 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/models/{name:path}", about.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/embeddings", about.embeddings, methods=["POST"]),
+        Route("/v1/responses", api.responses, methods=["POST"]),
+        Route("/v1/responses/{response_id}", api.response, methods=["GET"]),
+        Route("/v1/responses/{response_id}", api.drop_response, methods=["DELETE"]),
         Route("/v1/messages", api.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/v1/cache/stats", cache.stats),
@@ -103,6 +116,8 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/warm", api.warm, methods=["POST"]),
     ]
+    described = OpenApi(routes)
+    routes += [Route("/openapi.json", described.show), Route("/docs", show_docs)]
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         KVBlocksError: _show_error,
         HTTPException: partial(_show_http_exception, routes),
@@ -123,9 +138,10 @@ def make_app(service: Service, model: str) -> Starlette:
 class Api:
     """The endpoints of OpenAI's API, and those for monitoring."""
 
-    def __init__(self, service: Service, names: Sequence[str]) -> None:
+    def __init__(self, service: Service, names: Sequence[str], store: ResponseStore) -> None:
         self._service = service
         self._names = names
+        self._store = store
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
 
     async def health(self, request: Request) -> Response:
@@ -134,6 +150,16 @@ class Api:
         is_healthy, has_keys = self._service.is_healthy, self._service.settings.has_keys
         status = "ok" if is_healthy else "stopping"
         return json_response({"status": status, "needs_key": has_keys}, 200 if is_healthy else 503)
+
+    async def ping(self, request: Request) -> Response:
+        """200 while the server takes requests, else 503, without a body."""
+        del request
+        return Response(status_code=200 if self._service.is_healthy else 503)
+
+    async def load(self, request: Request) -> Response:
+        """How many answers are unfinished, in vLLM's shape."""
+        del request
+        return json_response({"server_load": self._service.num_open})
 
     async def metrics(self, request: Request) -> Response:
         """All metrics in Prometheus' text format."""
@@ -149,6 +175,26 @@ class Api:
         """Answer a chat."""
         del request
         return partial(self._respond, parse_chat, Voice)
+
+    async def responses(self, request: Request) -> ASGIApp:
+        """Answer a chat, as OpenAI's Responses do."""
+        parse = partial(parse_response, store=self._store, caller=caller_of(request.scope))
+        return partial(self._respond, parse, partial(ResponsesVoice, self._store))
+
+    async def response(self, request: Request) -> Response:
+        """A response that is kept."""
+        response_id, caller = request.path_params["response_id"], caller_of(request.scope)
+        found = self._store.find(response_id, caller.tenant)
+        if found is None:
+            raise _no_such_response(response_id)
+        return json_response(found.body)
+
+    async def drop_response(self, request: Request) -> Response:
+        """Drop a response that is kept."""
+        response_id, caller = request.path_params["response_id"], caller_of(request.scope)
+        if not self._store.drop(response_id, caller.tenant):
+            raise _no_such_response(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def messages(self, request: Request) -> ASGIApp:
         """Answer a chat, as Anthropic's Messages do."""
@@ -172,7 +218,7 @@ class Api:
         del request
         return partial(self._respond, parse_warm, Voice)
 
-    async def _respond(self, parse: Parse, voiced: type[Voice], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, parse: Parse, voiced: Voiced, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as an ASGI application. Raises ApiError, before anything is sent, if the answer can't be begun."""
         service, seconds = self._service, self._service.settings.request_timeout_s
         start_s = time.monotonic()
@@ -250,6 +296,11 @@ class Api:
             if error.status == 429:
                 self._service.metrics.count(RequestOutcome.REFUSED)
             raise
+
+
+def _no_such_response(response_id: str) -> ApiError:
+    message = f"response_id: expected the id of an answer that is kept, got {show(response_id)}"
+    return ApiError(404, message, param="response_id", code="no_such_response")
 
 
 def _result(encoding: "asyncio.Task[Prepared]") -> Prepared:

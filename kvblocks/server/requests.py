@@ -15,6 +15,7 @@ from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
 from kvblocks.server.access.callers import ANYONE, AnswerSlots, Caller
 from kvblocks.server.body.fields import Fields, check_unicode, show
+from kvblocks.server.body.mark import Mark
 from kvblocks.server.body.messages import (
     Message,
     check_number,
@@ -24,6 +25,7 @@ from kvblocks.server.body.messages import (
     parse_template_values,
 )
 from kvblocks.server.body.neutral import REFUSED, TOLD, WITHOUT_EFFECT
+from kvblocks.server.body.origin import Origin
 from kvblocks.server.body.response_format import Form, parse_form
 from kvblocks.server.body.sampling import (
     check_size,
@@ -83,14 +85,6 @@ class PrefixBody:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A prefix of a chat that is to stay cached for so many seconds. variant: a chat that has it, and then parts."""
-
-    ttl_s: float
-    variant: tuple[Message, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerRequest:
     """One body, checked. `kind` says which one of `prompts`, `messages` and `prefixes` isn't empty.
 
@@ -102,6 +96,8 @@ class AnswerRequest:
     tools: what it says of tools; tool_format: how the model writes calls. warnings: fields that weren't carried out.
     compares_with: the id of an earlier answer, if the answer is to say where the two prompts part. id_prefix: of the
     answer's id; "": that of its kind. marks: prefixes to keep cached; marked_tokens: how many tokens each has.
+    clamps: whether an answer for which the context has less room than max_tokens is given, and ends there. origin: what
+    a body of Responses said; None for others.
     """
 
     kind: Kind
@@ -122,6 +118,8 @@ class AnswerRequest:
     id_prefix: str = ""
     marks: tuple[Mark, ...] = ()
     marked_tokens: tuple[int, ...] = ()
+    clamps: bool = False
+    origin: Origin | None = None
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -167,6 +165,8 @@ class AnswerRequest:
     def options_of(self, index: int, room: Callable[[], int]) -> OptionValues:
         """Return the options of a prompt. room: returns how many tokens may follow it; called only where needed."""
         most = most_scored_tokens(self.options) if self.options["max_tokens"] is None else None
+        if self.clamps and self.options["max_tokens"] is not None:
+            most = self.options["max_tokens"]
         if most is not None:
             return OptionValues(**{**self.options, "max_tokens": max(1, min(most, room()))})
         return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -34,10 +34,11 @@ MAX_DESCRIPTION = 256
 
 
 class CacheApi:
-    """The endpoints below /v1/cache."""
+    """The endpoints below /v1/cache. forget_answers: drops the answers that are kept of a salt."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, forget_answers: Callable[[str], None]) -> None:
         self._service = service
+        self._forget_answers = forget_answers
         self._engine = service.engine
 
     async def stats(self, request: Request) -> Response:
@@ -226,6 +227,7 @@ class CacheApi:
             self._service.thread.marks.forget(salt)
             return self._engine.begin_forgetting(salt)
 
+        self._forget_answers(salt)
         forgetting: Forgetting = await self._call(forget)
         parts = [asyncio.wrap_future(part) for part in forgetting.parts.values()]
         if parts:

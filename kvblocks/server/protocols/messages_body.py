@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvblocks.server.body.fields import Fields
+from kvblocks.server.body.mark import Mark
 from kvblocks.server.body.messages import check_number, parse_messages
 from kvblocks.server.errors import ApiError
-from kvblocks.server.requests import MAX_REQUEST_ID, AnswerRequest, Mark, parse_chat
+from kvblocks.server.requests import MAX_REQUEST_ID, AnswerRequest, parse_chat
 
 Json = dict[str, Any]
 
@@ -36,7 +37,7 @@ def parse_message(body: Any) -> AnswerRequest:
     translated = _translate(fields)
     fields.refuse_unknown()
     asked = parse_chat({**chat, **translated.chat})
-    return replace(asked, id_prefix="msg_", marks=tuple(translated.marks), compares_with=compares_with)
+    return replace(asked, id_prefix="msg_", marks=tuple(translated.marks), compares_with=compares_with, clamps=True)
 
 
 def parse_count(body: Any) -> AnswerRequest:
@@ -60,7 +61,7 @@ def _translate(fields: Fields) -> _Translated:
     if not isinstance(messages, list) or not messages:
         raise fields.error("messages", "a list of messages")
     check_number("messages", messages)
-    blocks = [_parse_message(item, f"messages[{index}]") for index, item in enumerate(messages)]
+    blocks = _fold([_parse_message(item, f"messages[{index}]") for index, item in enumerate(messages)])
     chat = [*_system_message(system), *[one for role, parts in blocks for one in _chat_messages(role, parts)]]
     tools, tool_marks = _parse_tools(fields)
     found.chat = {"messages": chat, **tools}
@@ -88,6 +89,19 @@ def _translate(fields: Fields) -> _Translated:
     if len(marks) > MAX_MARKS:
         raise ApiError(400, f"cache_control: expected at most {MAX_MARKS} in a request, got {len(marks)}")
     found.marks = marks
+    return found
+
+
+def _fold(messages: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
+    """Make system texts among the turns text of the user: most templates take only one system text, the first."""
+    found: list[tuple[str, list[Any]]] = []
+    for role, parts in messages:
+        if role != "system":
+            found.append((role, parts))
+        elif found and found[-1][0] == "user":
+            found[-1] = ("user", [*found[-1][1], *parts])
+        else:
+            found.append(("user", parts))
     return found
 
 

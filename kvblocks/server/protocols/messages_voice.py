@@ -104,9 +104,12 @@ class MessagesVoice(Voice):
         answer = self.answer
         stop = answer.stop_string(completion)
         reason = answer.reason(0, completion)
-        said = {"length": "max_tokens", "tool_calls": "tool_use"}.get(
-            reason, "end_turn" if stop is None else "stop_sequence"
-        )
+        most = answer.asked.options["max_tokens"]
+        if reason == "length" and most is not None and len(completion.token_ids) < most:
+            reason = "model_context_window_exceeded"
+        names = {"length": "max_tokens", "tool_calls": "tool_use"}
+        names["stop"] = "end_turn" if stop is None else "stop_sequence"
+        said = names.get(reason, reason)
         usage = {**self._prompt_usage(completion.num_cached_tokens), "output_tokens": len(completion.token_ids)}
         return {"stop_reason": said, "stop_sequence": stop if said == "stop_sequence" else None, "usage": usage}
 
