@@ -78,7 +78,29 @@ def make_app(service: Service, model: str) -> Starlette:
     store = ResponseStore()
     api, cache = Api(service, names, store), CacheApi(service, store.forget)
     about, tokens = About(service, names), TokensApi(service, names)
-    routes = [
+    routes = [*_routes(api, about, tokens), *_cache_routes(cache, api)]
+    described = OpenApi(routes)
+    routes += [Route("/openapi.json", described.show), Route("/docs", show_docs)]
+    handlers: dict[Any, Callable[[Request, Any], Any]] = {
+        KVBlocksError: _show_error,
+        HTTPException: partial(_show_http_exception, routes),
+        ClientDisconnect: _show_nothing,
+        Exception: _show_bug,
+    }
+    settings = service.settings
+    middleware = [
+        Middleware(AccessLog),
+        Middleware(UnreadBodies),
+        Middleware(Gate, callers=settings.callers, hosts=settings.hosts),
+    ]
+    if settings.allowed_origins:
+        middleware.insert(-1, Middleware(Origins, origins=settings.allowed_origins))  # before the gate
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+
+def _routes(api: "Api", about: About, tokens: TokensApi) -> list[Route]:
+    """The routes of answers, of the model, and for monitoring."""
+    return [
         Route("/", show_page),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
@@ -102,6 +124,12 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/responses/{response_id}", api.drop_response, methods=["DELETE"]),
         Route("/v1/messages", api.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
+    ]
+
+
+def _cache_routes(cache: CacheApi, api: "Api") -> list[Route]:
+    """The routes below /v1/cache."""
+    return [
         Route("/v1/cache/stats", cache.stats),
         Route("/v1/cache/top", cache.top),
         Route("/v1/cache/pins", cache.list_pins, methods=["GET"]),
@@ -116,23 +144,6 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
         Route("/v1/cache/warm", api.warm, methods=["POST"]),
     ]
-    described = OpenApi(routes)
-    routes += [Route("/openapi.json", described.show), Route("/docs", show_docs)]
-    handlers: dict[Any, Callable[[Request, Any], Any]] = {
-        KVBlocksError: _show_error,
-        HTTPException: partial(_show_http_exception, routes),
-        ClientDisconnect: _show_nothing,
-        Exception: _show_bug,
-    }
-    settings = service.settings
-    middleware = [
-        Middleware(AccessLog),
-        Middleware(UnreadBodies),
-        Middleware(Gate, callers=settings.callers, hosts=settings.hosts),
-    ]
-    if settings.allowed_origins:
-        middleware.insert(-1, Middleware(Origins, origins=settings.allowed_origins))  # before the gate
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
 class Api:
