@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvblocks.cli.explained import explain_lines
+from kvblocks.cli.shown.explained import explain_lines
 from kvblocks.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def top(
     json: _Json = False,
 ) -> None:
     """Show live, by tenant and by tier: hit share, tokens saved, blocks held, evicted, pins. Ctrl-C ends it."""
-    from kvblocks.cli.top import check_order, show_top
+    from kvblocks.cli.shown.top import check_order, show_top
 
     field = check_order(sort)
     with _client(url, api_key) as client:

@@ -15,7 +15,6 @@ from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
 from kvblocks.server.access.callers import ANYONE, AnswerSlots, Caller
 from kvblocks.server.body.fields import Fields, check_unicode, show
-from kvblocks.server.body.mark import Mark
 from kvblocks.server.body.messages import (
     Message,
     check_number,
@@ -26,6 +25,7 @@ from kvblocks.server.body.messages import (
 )
 from kvblocks.server.body.neutral import REFUSED, TOLD, WITHOUT_EFFECT
 from kvblocks.server.body.origin import Origin
+from kvblocks.server.body.prefix_mark import PrefixMark
 from kvblocks.server.body.response_format import Form, parse_form
 from kvblocks.server.body.sampling import (
     check_size,
@@ -116,7 +116,7 @@ class AnswerRequest:
     warnings: tuple[str, ...] = ()
     compares_with: str | None = None
     id_prefix: str = ""
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[PrefixMark, ...] = ()
     marked_tokens: tuple[int, ...] = ()
     clamps: bool = False
     origin: Origin | None = None

@@ -8,7 +8,7 @@ URL, MODEL = sys.argv[1].removesuffix("/v1"), sys.argv[2]
 client = anthropic.Anthropic(base_url=URL, api_key="none")
 SYSTEM = [{"type": "text", "text": "The kettle holds 1.2 litres. " * 12, "cache_control": {"type": "ephemeral"}}]
 ask = [{"role": "user", "content": "How much?"}]
-options = {"model": MODEL, "max_tokens": 6, "system": SYSTEM, "temperature": 0}
+options = {"model": MODEL, "max_tokens": 6, "system": SYSTEM, "extra_body": {"temperature": 0}}
 whole = client.messages.create(messages=ask, **options)
 again = client.messages.create(messages=ask, **options)
 assert whole.usage.cache_creation_input_tokens > 64, whole.usage
@@ -25,7 +25,11 @@ SCHEMA = {
 }
 tools = [{"name": "find_kettle", "description": "Find a kettle.", "input_schema": SCHEMA}]
 called = client.messages.create(
-    model=MODEL, max_tokens=900, messages=ask, tools=tools, tool_choice={"type": "any", "disable_parallel_tool_use": True}
+    model=MODEL,
+    max_tokens=900,
+    messages=ask,
+    tools=tools,
+    tool_choice={"type": "any", "disable_parallel_tool_use": True},
 )
 (block,) = called.content
 assert (called.stop_reason, block.type) == ("tool_use", "tool_use")

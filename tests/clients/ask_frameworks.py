@@ -75,7 +75,9 @@ def openai_agents():
         return f"{colour}: sold"
 
     settings = agents.ModelSettings(max_tokens=60)
-    agent = agents.Agent(name="Shop", instructions="You sell.", model=MODEL, tools=[find_kettle], model_settings=settings)
+    agent = agents.Agent(
+        name="Shop", instructions="You sell.", model=MODEL, tools=[find_kettle], model_settings=settings
+    )
     result = agents.Runner.run_sync(agent, ASK)
     assert result.raw_responses[0].usage.input_tokens > 0
     typed = agents.Agent(name="Shop", model=MODEL, output_type=Kettle)

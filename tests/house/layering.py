@@ -80,6 +80,7 @@ FLOORS = {
     "kvblocks.server.protocols": 17,
     "kvblocks.server.app": 18,
     "kvblocks.server.run": 18,
+    "kvblocks.cli.shown": 18,
     "kvblocks.cli": 19,
     "kvblocks.__main__": 20,
 }

@@ -7,7 +7,7 @@ import pytest
 from server.server_harness import MODEL, running_server, series, tiny_loaded
 
 from kvblocks.cli import app as cli
-from kvblocks.cli.top import sort, tables
+from kvblocks.cli.shown.top import sort, tables
 from kvblocks.server.access.callers import Caller, TenantKey, digest_of
 from kvblocks.server.tenant_usage import tenant_of
 

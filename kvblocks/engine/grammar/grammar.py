@@ -47,6 +47,9 @@ _SHOWN = 200
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Whitespace of calls. Templates write earlier calls like this, so the next turn begins with the answer's tokens."""
 
+_PLAIN = frozenset({"enum", "const", "default", "examples"})
+"""Parts of a schema that are no schemas."""
+
 MAX_CALLS = 16
 """The most calls of functions in one answer."""
 
@@ -125,7 +128,8 @@ class GrammarCompiler:
         functions: what a call of each begins with, what it ends with, and the JSON schema of the arguments between.
         around: what is written before a call, between two calls, and behind a call. is_list: before and behind are
         written once, around all calls. special: texts in these that are special tokens. is_one: exactly one call.
-        Raises InvalidArgumentError.
+        Objects get no properties that a schema doesn't name, unless it says that it allows others, since models would
+        go on for long. Raises InvalidArgumentError.
         """
         first, between, last = (_literal(text, special) for text in around)
         most = 1 if is_one else MAX_CALLS
@@ -135,7 +139,8 @@ class GrammarCompiler:
         rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}")
         for index, (begins, ends, schema) in enumerate(functions):
             text = check_schema(schema)
-            spaced = json.dumps({**json.loads(text), "x-guidance": _AS_TEMPLATES_WRITE})
+            known = schema if '"allOf"' in text else _without_others(schema)
+            spaced = json.dumps({**known, "x-guidance": _AS_TEMPLATES_WRITE})
             rules.append(f"call_{index}: {_literal(begins, special)} args_{index} {_literal(ends, special)}")
             rules.append(f"args_{index}: %json {spaced}")
         source = "\n".join(rules)
@@ -208,6 +213,18 @@ class GrammarState:
     def _error(self) -> GrammarError:
         why = _first_line(self._matcher)
         return GrammarError(f"expected a token of the grammar to be found within the limits for one, got none: {why}")
+
+
+def _without_others(schema: Any) -> Any:
+    """A schema whose objects have only the properties that they name, where it doesn't say otherwise. O(size)."""
+    if isinstance(schema, list):
+        return [_without_others(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: value if name in _PLAIN else _without_others(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _literal(text: str, special: Special) -> str:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvblocks.server.body.fields import Fields
-from kvblocks.server.body.mark import Mark
 from kvblocks.server.body.messages import check_number, parse_messages
+from kvblocks.server.body.prefix_mark import PrefixMark
 from kvblocks.server.errors import ApiError
 from kvblocks.server.requests import MAX_REQUEST_ID, AnswerRequest, parse_chat
 
@@ -51,7 +51,7 @@ class _Translated:
 
     def __init__(self) -> None:
         self.chat: Json = {}
-        self.marks: list[Mark] = []
+        self.marks: list[PrefixMark] = []
 
 
 def _translate(fields: Fields) -> _Translated:
@@ -105,8 +105,8 @@ def _fold(messages: Sequence[tuple[str, list[Any]]]) -> list[tuple[str, list[Any
     return found
 
 
-def _mark(ttl_s: float, chat: Sequence[Json]) -> Mark:
-    return Mark(ttl_s, parse_messages(list(chat)))
+def _mark(ttl_s: float, chat: Sequence[Json]) -> PrefixMark:
+    return PrefixMark(ttl_s, parse_messages(list(chat)))
 
 
 def _unlike(text: str) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from kvblocks.server.access.callers import Caller
 from kvblocks.server.body.fields import Fields, show
-from kvblocks.server.body.mark import Mark
 from kvblocks.server.body.messages import check_number, parse_messages
 from kvblocks.server.body.origin import Origin
+from kvblocks.server.body.prefix_mark import PrefixMark
 from kvblocks.server.errors import ApiError
 from kvblocks.server.protocols.response_store import ResponseStore
 from kvblocks.server.requests import MAX_REQUEST_ID, AnswerRequest, parse_chat
@@ -50,10 +50,10 @@ def parse_response(body: Any, store: ResponseStore, caller: Caller) -> AnswerReq
     fields.ignore(_WITHOUT_EFFECT)
     fields.refuse_unknown()
     asked = parse_chat(chat)
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[PrefixMark, ...] = ()
     if retention == "24h":
         other = "assistant" if messages[-1]["role"] == "user" else "user"
-        marks = (Mark(_RETAINED_S, parse_messages([*messages, {"role": other, "content": "a"}])),)
+        marks = (PrefixMark(_RETAINED_S, parse_messages([*messages, {"role": other, "content": "a"}])),)
     echo = {name: body.get(name) for name in _ECHOED}
     echo |= {"tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto"}
     echo |= {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "store": stored}

@@ -6,7 +6,7 @@ from kvblocks.server.body.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PrefixMark:
     """A prefix of a chat that is to stay cached for so many seconds. variant: a chat that has it, and then parts."""
 
     ttl_s: float
