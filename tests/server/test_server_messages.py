@@ -161,6 +161,60 @@ def test_tokens_are_counted_without_computing(http, server):
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
+# The shape of a request that Claude Code's command line sends first, recorded from it; the texts are ours.
+CLAUDE_CODE = {
+    "model": MODEL,
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>\nToday is a day.\n</system-reminder>"},
+                {"type": "text", "text": "say hi", "cache_control": MARK},
+            ],
+        },
+        {"role": "system", "content": "Agents: none."},
+    ],
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0123;"},
+        {"type": "text", "text": "You are an agent.", "cache_control": MARK},
+        {"type": "text", "text": f"\nYou help. {SYSTEM}", "cache_control": MARK},
+    ],
+    "tools": [TOOL, {"name": "Bash", "description": "Run it.", "input_schema": {"type": "object"}}],
+    "metadata": {"user_id": "{}"},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "stream": True,
+}
+
+
+def test_what_claude_code_sends_is_answered_to_the_contexts_end(model):
+    with running_server(model) as server, server.http() as http:
+        headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "sk-x"}
+        told = events(http.post("/v1/messages?beta=true", json=CLAUDE_CODE, headers=headers))
+        start, delta = told[0][1]["message"], told[-2][1]
+        assert delta["delta"]["stop_reason"] in {"end_turn", "model_context_window_exceeded"}
+        assert len(start["cache_marks"]) == 3
+        text = CLAUDE_CODE["system"][0]["text"].replace("0123", "4567")
+        system = [{"type": "text", "text": text}, *CLAUDE_CODE["system"][1:]]
+        again = events(http.post("/v1/messages", json={**CLAUDE_CODE, "system": system, "max_tokens": 2}))
+        usage = again[0][1]["message"]["usage"]
+        assert (
+            usage["cache_read_input_tokens"] > 8 * usage["input_tokens"]
+        )  # the billing header is no part of the prompt
+
+
+def test_an_answer_ends_at_the_contexts_end(http):
+    said = answer(http, system="x" * 3500, max_tokens=10**6)
+    assert said["stop_reason"] in {"end_turn", "model_context_window_exceeded"}
+    asked = parse_message({**CLAUDE_CODE, "max_tokens": 10**6})
+    assert [message["role"] for message in asked.messages] == ["system", "user"]
+    assert asked.messages[1]["content"].endswith("say hi\nAgents: none.")
+    assert "billing" not in asked.messages[0]["content"]
+    assert asked.options_of(0, lambda: 5)["max_tokens"] == 5
+
+
 # --- marks -----------------------------------------------------------------------------------------------------------
 
 
