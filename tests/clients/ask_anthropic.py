@@ -6,7 +6,7 @@ import anthropic
 
 URL, MODEL = sys.argv[1].removesuffix("/v1"), sys.argv[2]
 client = anthropic.Anthropic(base_url=URL, api_key="none")
-SYSTEM = [{"type": "text", "text": "The kettle holds 1.2 litres. " * 12, "cache_control": {"type": "ephemeral"}}]
+SYSTEM = [{"type": "text", "text": "The teapot holds 0.7 litres. " * 12, "cache_control": {"type": "ephemeral"}}]
 ask = [{"role": "user", "content": "How much?"}]
 options = {"model": MODEL, "max_tokens": 6, "system": SYSTEM, "extra_body": {"temperature": 0}}
 whole = client.messages.create(messages=ask, **options)
