@@ -198,7 +198,7 @@ class Api:
         found = self._store.find(response_id, caller.tenant)
         if found is None:
             raise _no_such_response(response_id)
-        return json_response(found.body)
+        return Response(found.body, media_type="application/json")
 
     async def drop_response(self, request: Request) -> Response:
         """Drop a response that is kept."""

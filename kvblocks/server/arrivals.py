@@ -4,11 +4,14 @@ The scheduler admits a request later, when the cache may hold more or less. A cl
 arrived. Once a request is computed its own blocks are cached, so the reason for a miss must be found before.
 """
 
+import json
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.schedule.lookups import Lookups
@@ -17,7 +20,7 @@ from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.observe.explanation import Explanation
 from kvblocks.server.access.callers import Caller
 from kvblocks.server.misses.comparison import Comparison, compare
-from kvblocks.server.misses.prompts import KeptPrompt, KeptPrompts
+from kvblocks.server.misses.prompts import KeptMessage, KeptPrompt, KeptPrompts, KeptTool
 from kvblocks.server.misses.reasons import NOTHING_KNOWN, Surroundings, TakenTimes
 from kvblocks.server.requests import AnswerRequest
 
@@ -29,7 +32,7 @@ _MAX_TAKERS = 4096
 class Arrival:
     """One prompt when it came. explanation: None unless reasons are kept. completion: its first sample's, once done.
 
-    around: the cache then. kept: the prompt itself; None: it isn't kept for comparisons.
+    around: the cache then. key: of the kept prompt; None: it isn't kept for comparisons.
     """
 
     num_prompt_tokens: int
@@ -37,7 +40,7 @@ class Arrival:
     explanation: Explanation | None
     completion: Completion | None = None
     around: Surroundings = NOTHING_KNOWN
-    kept: KeptPrompt | None = None
+    key: str | None = None
 
 
 class Arrivals:
@@ -92,27 +95,21 @@ class Arrivals:
 
         None if there is none, or it isn't of the same tenant and salt.
         """
-        prompt = arrival.kept
+        kept = self.prompts
+        prompt = None if arrival.key is None else kept.get(arrival.key)
         if prompt is None:
             return None
-        kept = self.prompts
         other = kept.before(prompt) if with_key is None else kept.find(with_key, prompt.tenant, prompt.salt)
         return None if other is None or other is prompt else compare(other, prompt, self._tokenizer)
 
     def _keep(self, key: str, asked: AnswerRequest, request: Request, arrival: Arrival) -> None:
         sequence = request.sequence
         tokens, tools = array("I", sequence.token_ids(0, sequence.num_prompt_tokens)), asked.tools
-        arrival.kept = KeptPrompt(
-            key,
-            asked.caller.tenant,
-            sequence.salt,
-            asked.options.get("session"),
-            tokens,
-            asked.messages,
-            () if tools is None else tools.definitions,
-            sum(asked.num_chars),
-        )
-        self.prompts.keep(arrival.kept)
+        messages = tuple([_kept_message(message) for message in asked.messages])
+        fingerprints = () if tools is None else tuple([KeptTool(*pair) for pair in tools.fingerprints])
+        session = asked.options.get("session")
+        self.prompts.keep(KeptPrompt(key, asked.caller.tenant, sequence.salt, session, tokens, messages, fingerprints))
+        arrival.key = key
 
     def _look_up(self, request: Request, tenant: str | None) -> Arrival:
         start = time.perf_counter()
@@ -148,3 +145,8 @@ class Arrivals:
             evicted_for=None if taker is None else taker[0],
             is_own=None if taker is None else taker == (tenant, salt),
         )
+
+
+def _kept_message(message: Mapping[str, Any]) -> KeptMessage:
+    more = {name: value for name, value in message.items() if name not in {"role", "content"}}
+    return KeptMessage(message["role"], message["content"], json.dumps(more) if more else "")

@@ -8,7 +8,7 @@ from server.server_harness import MODEL, Gate, running_server, tiny_loaded
 
 from kvblocks.server.access.callers import ANYONE, Caller, TenantKey, digest_of
 from kvblocks.server.errors import ApiError
-from kvblocks.server.protocols.response_store import MAX_CHARS, MAX_RESPONSES, ResponseStore, StoredResponse
+from kvblocks.server.protocols.response_store import MAX_BYTES, MAX_RESPONSES, ResponseStore, StoredResponse
 from kvblocks.server.protocols.responses_body import parse_response
 
 SYSTEM = "the cat is in the hat. " * 10
@@ -223,12 +223,12 @@ def test_a_failure_in_a_stream_is_its_last_event(server, client):
 def test_kept_answers_are_bounded():
     store = ResponseStore()
     for number in range(MAX_RESPONSES + 3):
-        store.keep(StoredResponse(None, None, {"id": f"resp_{number}"}, ()))
+        store.keep(StoredResponse(None, None, f"resp_{number}", b"{}", b"[]"))
     assert len(store) == MAX_RESPONSES
     assert store.find("resp_2", None) is None
     assert store.find("resp_3", "other") is None
     assert store.find("resp_3", None) is not None
-    store.keep(StoredResponse(None, None, {"id": "large"}, ({"role": "user", "content": "x" * MAX_CHARS},)))
+    store.keep(StoredResponse(None, None, "large", b"{}", b"x" * MAX_BYTES))
     assert len(store) == 1
     store.forget(None)
     assert len(store) == 0

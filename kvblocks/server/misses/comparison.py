@@ -4,18 +4,17 @@ Tools, system text and messages are compared as the client sent them, in this or
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvblocks.engine.text.tokenizer import Tokenizer
-from kvblocks.server.misses.prompts import KeptPrompt, Message
+from kvblocks.server.misses.prompts import KeptMessage, KeptPrompt, KeptTool
 
 Part = Literal["tools", "system", "messages", "answer", "prompt", "settings"]
 
 _NUM_SHOWN = 12  # tokens before the first different one
 _NUM_SEARCHED = 48  # tokens before and behind it, where a time or an id is looked for
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THINK, _THOUGHT = "<think>", "</think>"
 _TIME = re.compile(
     r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?|\d{1,2}:\d\d(?::\d\d)?(?: ?[AP]M)?|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
     r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
@@ -73,12 +72,12 @@ def _difference(before: KeptPrompt, after: KeptPrompt, common: int) -> tuple[Par
     """What the client sent otherwise: its part, the item, and words for it."""
     if before.tools != after.tools:
         return ("tools", *_tool_difference(before.tools, after.tools))
-    systems = ["\n".join([m["content"] for m in one.messages if m["role"] == "system"]) for one in (before, after)]
+    systems = ["\n".join([m.text for m in one.messages if m.role == "system"]) for one in (before, after)]
     if systems[0] != systems[1]:
         return "system", "system", "the system text has changed"
     for index, (old, new) in enumerate(zip(before.messages, after.messages, strict=False)):
         if old != new:
-            return ("messages", f"messages[{index}] ({new['role']})", _message_difference(old, new))
+            return ("messages", f"messages[{index}] ({new.role})", _message_difference(old, new))
     if len(after.messages) < len(before.messages):
         return "messages", f"messages[{len(after.messages)}]", "messages at the end are missing: the history was cut"
     if common >= len(before.tokens) and len(after.messages) > len(before.messages):
@@ -92,31 +91,38 @@ def _difference(before: KeptPrompt, after: KeptPrompt, common: int) -> tuple[Par
     return "settings", None, "the messages are equal: the chat template, or a value for it, wrote something else"
 
 
-def _tool_difference(before: tuple[Mapping[str, Any], ...], after: tuple[Mapping[str, Any], ...]) -> tuple[str, str]:
-    names = [[tool["function"]["name"] for tool in tools] for tools in (before, after)]
-    at = next(
-        (i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]),
-        min(len(before), len(after)),
-    )
+def _tool_difference(before: tuple[KeptTool, ...], after: tuple[KeptTool, ...]) -> tuple[str, str]:
+    names = [[tool.name for tool in tools] for tools in (before, after)]
+    pairs = enumerate(zip(before, after, strict=False))
+    at = next((index for index, (old, new) in pairs if old != new), min(len(before), len(after)))
     name = (names[1] if at < len(after) else names[0])[at]
     item = f"tools[{at}] ({name})"
-    if sorted(names[0]) == sorted(names[1]) and all(tool in before for tool in after):
+    if sorted(before) == sorted(after):
         return item, "the tools are the same, but in another order"
-    added, gone = [n for n in names[1] if n not in names[0]], [n for n in names[0] if n not in names[1]]
+    added = [one for one in names[1] if one not in set(names[0])]
+    gone = [one for one in names[0] if one not in set(names[1])]
     changes = [f"added: {', '.join(added[:5])}"] if added else []
     changes += [f"gone: {', '.join(gone[:5])}"] if gone else []
     return item, f"tools were {'; '.join(changes)}" if changes else f"the definition of the tool {name} has changed"
 
 
-def _message_difference(old: Message, new: Message) -> str:
-    if old["role"] != new["role"]:
-        return f"another message is there: one of the role {new['role']}, not {old['role']}"
-    texts = [str(one.get("content", "")) for one in (old, new)]
-    if texts[0] != texts[1] and _THOUGHT.sub("", texts[0]) == _THOUGHT.sub("", texts[1]):
-        return "a thinking block was " + ("stripped" if len(texts[1]) < len(texts[0]) else "added")
-    if texts[0] == texts[1]:
+def _message_difference(old: KeptMessage, new: KeptMessage) -> str:
+    if old.role != new.role:
+        return f"another message is there: one of the role {new.role}, not {old.role}"
+    if old.text != new.text and _without_thoughts(old.text) == _without_thoughts(new.text):
+        return "a thinking block was " + ("stripped" if len(new.text) < len(old.text) else "added")
+    if old.text == new.text:
         return "the text is the same, but its tool calls or names have changed"
     return "an earlier message was edited"
+
+
+def _without_thoughts(text: str) -> str:
+    """A text without its thinking blocks. O(text)."""
+    parts, at = [], 0
+    while (start := text.find(_THINK, at)) >= 0 and (end := text.find(_THOUGHT, start)) >= 0:
+        parts.append(text[at:start])
+        at = end + len(_THOUGHT)
+    return "".join([*parts, text[at:]]).strip()
 
 
 def _changed_value(old: str, new: str) -> str | None:

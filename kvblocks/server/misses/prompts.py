@@ -5,9 +5,9 @@ whatever ids, keys or texts they guess. All that is kept is in memory, bounded, 
 """
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from kvblocks.core.tokens import num_equal
 
@@ -20,7 +20,22 @@ MAX_BYTES = 64 * 2**20
 MAX_COMPARED = 64
 """Among how many of the last prompts the one before is looked for."""
 
-Message = Mapping[str, Any]
+_MESSAGE_BYTES = 500  # of a kept message beside its text
+
+
+class KeptMessage(NamedTuple):
+    """A message. calls: the JSON of its calls of tools, and its other fields; "" if it has none."""
+
+    role: str
+    text: str
+    calls: str = ""
+
+
+class KeptTool(NamedTuple):
+    """The definition of a tool: its name, and a digest of all of it."""
+
+    name: str
+    digest: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +43,7 @@ class KeptPrompt:
     """A prompt as it came. Two are compared by identity.
 
     key: the id of its answer. tenant, salt: whose it is. session: its `prompt_cache_key`. tokens: of the prompt, and
-    output: of its first answer once that is done. messages, tools: of a chat; empty for other prompts. num_chars: of
-    these.
+    output: of its first answer once that is done. messages, tools: of a chat; empty for other prompts.
     """
 
     key: str
@@ -37,20 +51,22 @@ class KeptPrompt:
     salt: str | None
     session: object
     tokens: "array[int]"
-    messages: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    num_chars: int = 0
+    messages: tuple[KeptMessage, ...] = ()
+    tools: tuple[KeptTool, ...] = ()
     output: "array[int]" = field(default_factory=lambda: array("I"))
 
     @property
     def num_bytes(self) -> int:
-        """What it counts for."""
-        return 4 * (len(self.tokens) + len(self.output)) + self.num_chars
+        """What it counts for, about. O(messages + tools)."""
+        texts = sum(_MESSAGE_BYTES + len(one.text) + len(one.calls) for one in self.messages)
+        return 4 * (len(self.tokens) + len(self.output)) + texts + _MESSAGE_BYTES * len(self.tools)
 
     def num_common(self, other: "KeptPrompt") -> int:
         """How many first tokens this prompt has in common with another one and its answer. O(tokens)."""
-        both = other.tokens + other.output
-        return num_equal(memoryview(self.tokens).cast("B"), memoryview(both).cast("B")) // 4 if self.tokens else 0
+        common = _num_equal(self.tokens, other.tokens)
+        if common < len(other.tokens) or common == len(self.tokens):
+            return common
+        return common + _num_equal(self.tokens[common:], other.output)
 
 
 class KeptPrompts:
@@ -58,6 +74,7 @@ class KeptPrompts:
 
     def __init__(self) -> None:
         self._kept: dict[str, KeptPrompt] = {}
+        self._sizes: dict[str, int] = {}
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -66,7 +83,8 @@ class KeptPrompts:
     def keep(self, prompt: KeptPrompt) -> None:
         """Keep a prompt, and drop the oldest ones beyond the bounds."""
         self._kept[prompt.key] = prompt
-        self._num_bytes += prompt.num_bytes
+        self._sizes[prompt.key] = prompt.num_bytes
+        self._num_bytes += self._sizes[prompt.key]
         self._shrink()
 
     def finish(self, key: str, output: list[int]) -> None:
@@ -74,6 +92,7 @@ class KeptPrompts:
         prompt = self._kept.get(key)
         if prompt is not None:
             prompt.output = array("I", output)
+            self._sizes[key] += 4 * len(output)
             self._num_bytes += 4 * len(output)
             self._shrink()
 
@@ -81,6 +100,10 @@ class KeptPrompts:
         """Drop all prompts of a salt. O(prompts)."""
         for prompt in [prompt for prompt in self._kept.values() if prompt.salt == salt]:
             self._drop(prompt)
+
+    def get(self, key: str) -> KeptPrompt | None:
+        """Return a prompt by the id of its answer, whosever it is; None if it isn't kept."""
+        return self._kept.get(key)
 
     def find(self, key: str, tenant: str | None, salt: str | None) -> KeptPrompt | None:
         """Return a prompt by the id of its answer; None if it isn't kept, or is another tenant's or salt's."""
@@ -124,10 +147,15 @@ class KeptPrompts:
 
     def _drop(self, prompt: KeptPrompt) -> None:
         del self._kept[prompt.key]
-        self._num_bytes -= prompt.num_bytes
+        self._num_bytes -= self._sizes.pop(prompt.key)
 
 
 def _num_common_messages(one: KeptPrompt, other: KeptPrompt) -> int:
     """How many first messages are equal, without system texts."""
-    turns = [[message for message in prompt.messages if message["role"] != "system"] for prompt in (one, other)]
+    turns = [[message for message in prompt.messages if message.role != "system"] for prompt in (one, other)]
     return next((at for at, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
+
+
+def _num_equal(one: "array[int]", other: "array[int]") -> int:
+    """How many first tokens are equal."""
+    return num_equal(memoryview(one).cast("B"), memoryview(other).cast("B")) // 4 if one and other else 0

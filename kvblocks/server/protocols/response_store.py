@@ -2,61 +2,58 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
-
-from kvblocks.server.body.messages import num_chars
-
-Json = dict[str, Any]
 
 MAX_RESPONSES = 1000
-MAX_CHARS = 32 * 2**20
-"""The most characters of all kept conversations together."""
+MAX_BYTES = 32 * 2**20
+"""The most bytes of JSON of all kept conversations together."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer, and the chat up to its end without instructions. tenant, salt: whose it is."""
+    """An answer, and the chat up to its end without instructions, both in JSON. tenant, salt: whose it is."""
 
     tenant: str | None
     salt: str | None
-    body: Json
-    chat: tuple[Json, ...]
+    response_id: str
+    body: bytes
+    chat: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What it counts for."""
+        return len(self.body) + len(self.chat)
 
 
 class ResponseStore:
     """The kept answers, the last used last. Owned by the event loop; other threads may look answers up."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
-        self._num_chars = 0
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, response: StoredResponse) -> None:
-        """Keep an answer, and drop the oldest ones beyond the bounds. O(chat)."""
-        size = num_chars(response.body) + num_chars(list(response.chat))
-        self._kept[response.body["id"]] = (response, size)
-        self._num_chars += size
-        while len(self._kept) > MAX_RESPONSES or (self._num_chars > MAX_CHARS and len(self._kept) > 1):
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self._num_chars -= dropped
+        """Keep an answer, and drop the oldest ones beyond the bounds. O(answers dropped)."""
+        self._kept[response.response_id] = response
+        self._num_bytes += response.num_bytes
+        while len(self._kept) > MAX_RESPONSES or (self._num_bytes > MAX_BYTES and len(self._kept) > 1):
+            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse | None:
         """Return an answer; None if it isn't kept, or is another tenant's."""
-        found, _ = self._kept.get(response_id, (None, 0))
+        found = self._kept.get(response_id)
         return found if found is not None and found.tenant == tenant else None
 
     def drop(self, response_id: str, tenant: str | None) -> bool:
         """Drop an answer. Returns whether there was one of this tenant."""
         if self.find(response_id, tenant) is None:
             return False
-        _, size = self._kept.pop(response_id)
-        self._num_chars -= size
+        self._num_bytes -= self._kept.pop(response_id).num_bytes
         return True
 
     def forget(self, salt: str | None) -> None:
         """Drop all answers of a salt. O(answers)."""
-        for response_id in [key for key, (one, _) in self._kept.items() if one.salt == salt]:
-            _, size = self._kept.pop(response_id)
-            self._num_chars -= size
+        for response_id in [key for key, one in self._kept.items() if one.salt == salt]:
+            self._num_bytes -= self._kept.pop(response_id).num_bytes

@@ -1,5 +1,6 @@
 """Reads bodies of OpenAI's Responses: translates them to a chat."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,7 +78,8 @@ def _parse_previous(fields: Fields, store: ResponseStore, caller: Caller) -> Seq
     if found is None or found.salt != caller.salt_for(chosen):
         message = f"previous_response_id: expected the id of an answer that is kept, got {show(name)}"
         raise ApiError(400, message, param="previous_response_id", code="previous_response_not_found")
-    return found.chat
+    chat: list[Json] = json.loads(found.chat)
+    return chat
 
 
 def _parse_input(fields: Fields) -> list[Json]:

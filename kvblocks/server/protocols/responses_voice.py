@@ -117,8 +117,8 @@ class ResponsesVoice(Voice):
         origin = answer.asked.origin
         if origin is not None and origin.is_stored:
             caller, salt = answer.asked.caller, answer.asked.options.get("salt")
-            turns = (*map(dict, origin.chat), *self._as_chat())
-            self._store.keep(StoredResponse(caller.tenant, salt, body, turns))
+            chat = encode_json([*origin.chat, *self._as_chat()])
+            self._store.keep(StoredResponse(caller.tenant, salt, answer.answer_id, encode_json(body), chat))
         return body
 
     def _as_chat(self) -> list[Json]:

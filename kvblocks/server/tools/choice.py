@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 from kvblocks.engine.grammar.grammar import Grammar, GrammarCompiler
@@ -11,6 +12,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.server.body.fields import Fields
 from kvblocks.server.body.parsing import MAX_ITEMS, is_small
 from kvblocks.server.errors import ApiError
+from kvblocks.server.tools.calls import write_json
 from kvblocks.server.tools.formats import ToolFormat
 
 MAX_TOOLS = 512
@@ -25,13 +27,15 @@ class ToolUse:
     """What a request says of tools.
 
     definitions: OpenAI's, checked, for the template. choice: whether the answer calls tools. only: the one to be called
-    (`choice` is "required" then); None: any. is_one: at most one call.
+    (`choice` is "required" then); None: any. is_one: at most one call. fingerprints: the name and a digest of each
+    definition.
     """
 
     definitions: tuple[Mapping[str, Any], ...]
     choice: Choice
     only: str | None = None
     is_one: bool = False
+    fingerprints: tuple[tuple[str, bytes], ...] = ()
 
     @property
     def is_read(self) -> bool:
@@ -86,16 +90,17 @@ def parse_tools(fields: Fields) -> ToolUse | None:
 
 def make_use(fields: Fields, definitions: tuple[Mapping[str, Any], ...], choice: Any, *, is_one: bool) -> ToolUse:
     """Return the use of checked definitions. choice: OpenAI's field. Raises ApiError."""
+    prints = tuple([(one["function"]["name"], sha256(write_json(one).encode()).digest()) for one in definitions])
     if choice is None:
-        return ToolUse(definitions, "auto", None, is_one)
+        return ToolUse(definitions, "auto", None, is_one, prints)
     if isinstance(choice, str) and choice in _CHOICES:
         kind: Choice = "none" if choice == "none" else "auto" if choice == "auto" else "required"
-        return ToolUse(definitions, kind, None, is_one)
+        return ToolUse(definitions, kind, None, is_one, prints)
     name = _name_of(choice)
     known = [one["function"]["name"] for one in definitions]
     if name not in known:
         raise fields.error("tool_choice", f"none, auto, required, or one of the functions {', '.join(known)[:200]}")
-    return ToolUse(definitions, "required", name, is_one=True)
+    return ToolUse(definitions, "required", name, is_one=True, fingerprints=prints)
 
 
 def _name_of(choice: Any) -> str | None:

@@ -8,7 +8,7 @@ from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.observe.explanation import Explanation
 from kvblocks.observe.removal_history import Removal
 from kvblocks.server.misses.comparison import compare
-from kvblocks.server.misses.prompts import MAX_BYTES, MAX_KEPT, KeptPrompt, KeptPrompts
+from kvblocks.server.misses.prompts import MAX_BYTES, MAX_KEPT, KeptMessage, KeptPrompt, KeptPrompts, KeptTool
 from kvblocks.server.misses.reasons import Surroundings, TakenTimes, reason_of
 from kvblocks.server.misses.record import anthropics, cache_json, openais
 
@@ -18,8 +18,8 @@ def tokenizer(tiny_folder):
     return Tokenizer.from_folder(tiny_folder)
 
 
-def tool(name, **more):
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, **more}}
+def tool(name, digest=b""):
+    return KeptTool(name, digest)
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def kept(tokenizer):
     number = iter(range(10**6))
 
     def make(*messages, tools=(), answer="", tenant=None, salt=None, session=None, key=None):
-        turns = [{"role": role, "content": text} for role, text in messages]
-        text = "".join(f"[{one['function']}]" for one in tools)
-        text += "".join(f"<{turn['role']}>{turn['content']}" for turn in turns) + "<assistant>"
+        text = "".join(f"[{one.name} {one.digest}]" for one in tools)
+        text += "".join(f"<{role}>{said}" for role, said in messages) + "<assistant>"
         tokens, output = (array("I", tokenizer.encode(one) if one else []) for one in (text, answer))
         name = f"chatcmpl-{next(number)}" if key is None else key
-        return KeptPrompt(name, tenant, salt, session, tokens, tuple(turns), tuple(tools), len(text), output)
+        turns = tuple(KeptMessage(role, said) for role, said in messages)
+        return KeptPrompt(name, tenant, salt, session, tokens, turns, tuple(tools), output)
 
     return make
 
@@ -84,7 +84,7 @@ CHANGES = [
     ),
     (
         {"messages": [HELLO], "tools": [tool("a"), tool("b")]},
-        {"messages": [HELLO], "tools": [tool("a"), tool("b", description="more")]},
+        {"messages": [HELLO], "tools": [tool("a"), tool("b", b"more")]},
         *("tools", "tools[1] (b)", "the definition of the tool b has changed"),
     ),
     (
@@ -162,7 +162,7 @@ def test_kept_prompts_are_bounded_in_number_and_bytes(kept):
     assert len(prompts) == MAX_KEPT
     assert prompts.find("key-4", None, None) is None
     large = kept(HELLO, key="large")
-    large.num_chars = MAX_BYTES - large.num_bytes
+    large.messages = (KeptMessage("user", "x" * (MAX_BYTES - large.num_bytes)),)
     prompts.keep(large)
     assert len(prompts) == 1
     prompts.finish("large", [1] * 10)
@@ -211,3 +211,21 @@ def test_when_blocks_were_taken_is_known_to_a_second():
     assert times.when(49_001) == 4901.0
     assert times.when(10) is None
     assert times.when(10**9) == 4999.0
+
+
+def test_a_hostile_text_costs_its_length_and_no_more(kept, tokenizer):
+    """Half a million thoughts that never end: a search from each would take hours."""
+    one, other = kept(HELLO), kept(HELLO)
+    other.tokens[3] += 1
+    one.messages = (KeptMessage("user", "<think>" * 500_000),)
+    other.messages = (KeptMessage("user", "<think>" * 500_001),)
+    assert compare(one, other, tokenizer).words == "an earlier message was edited"
+
+
+def test_a_forgotten_prompt_is_held_by_nobody(kept):
+    prompts = KeptPrompts()
+    prompt = kept(HELLO, salt="a", key="k")
+    prompts.keep(prompt)
+    prompts.forget("a")
+    assert prompts.get("k") is None
+    assert len(prompts) == 0
