@@ -1,15 +1,15 @@
 """Draws tokens, one program and one launch for all rows, whatever each row asks for.
 
-A weight is e ** (scale * (logit - largest)), scaled so that the largest is UNIT, and cut to an integer. So sums are exact
-in any order. Without limits, a token is where the running sum over the vocabulary exceeds `uniform` times the whole sum.
-With limits, tokens are ranked by logit, and by index among equal ones. min_p, top_k and top_p say how many of the first
-may come, and the running sum goes by rank.
+A weight is e ** (scale * (logit - largest)), scaled so that the largest is UNIT, and cut to an integer. So sums are
+exact in any order. Without limits, a token is where the running sum over the vocabulary exceeds `uniform` times the
+whole sum. With limits, tokens are ranked by logit, and by index among equal ones. min_p, top_k and top_p say how many
+of the first may come, and the running sum goes by rank.
 
-Nothing is sorted. A logit's distance from the largest, as bits, orders the ranks, and all tokens of one distance have one
-weight. So a bisection over distances finds where a running sum exceeds a number, and a division finds which of the equal
-tokens it is. To make bisections cheap, a first pass copies the likely tokens to a short list: a row's TILE lanes each
-know their largest logit, and the LIKELY-th largest of these is a bound that at least LIKELY tokens reach. A search that
-the list can't answer reads the whole row. So the result never depends on the list.
+Nothing is sorted. A logit's distance from the largest, as bits, orders the ranks, and all tokens of one distance have
+one weight. So a bisection over distances finds where a running sum exceeds a number, and a division finds which of the
+equal tokens it is. To make bisections cheap, a first pass copies the likely tokens to a short list: a row's TILE lanes
+each know their largest logit, and the LIKELY-th largest of these is a bound that at least LIKELY tokens reach. A search
+that the list can't answer reads the whole row. So the result never depends on the list.
 """
 
 import torch
@@ -31,6 +31,8 @@ NUM_PARAMETERS = 6
 NUM_RESULTS = 3
 MAX_VOCABULARY = 2**30
 
+IS_NUMBER, IS_WEIGHT = tl.constexpr(value=True), tl.constexpr(value=False)
+"""What a search sums."""
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _INFINITE_BITS = tl.constexpr(0x7F800000)
 _NO_WEIGHT = tl.constexpr(45.0)
@@ -114,9 +116,9 @@ def find_distance(
 
 @triton.jit
 def look_at(values_ptr, size, largest, scale, where, UNIT: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The sum of weights nearer than a distance, the number of these tokens, and the weight of a token there, at least 0.
+    """What is nearer than a distance: the sum of weights, and the number of tokens. And the weight of a token there.
 
-    int64 each.
+    int64 each. The weight is 0 if there is none.
     """
     total = tl.zeros([TILE], tl.int64)
     number = tl.zeros([TILE], tl.int64)
@@ -155,7 +157,7 @@ def read_row(row_ptr, vocab_size, TILE: tl.constexpr):
         is_larger = value > largest
         largest = tl.where(is_larger, value, largest)
         index = tl.where(is_larger, start + lane, index)
-        nans |= (value != value).to(tl.int32)
+        nans |= (value != value).to(tl.int32)  # noqa: PLR0124
     is_first = largest == tl.max(largest)
     token = tl.min(tl.where(is_first, index, 0x7FFFFFFF))
     return largest, token, tl.max(nans) > 0
@@ -283,7 +285,7 @@ def draw_kernel(
             if limit < vocab_size:
                 found_ptr, found_size = choose_source(row_ptr, vocab_size, list_ptr, size, has_list & (limit <= size))
                 farthest = find_distance(
-                    found_ptr, found_size, largest, scale, limit - 1, True, UNIT, TILE, INTERPRETED
+                    found_ptr, found_size, largest, scale, limit - 1, IS_NUMBER, UNIT, TILE, INTERPRETED
                 )
                 nearer, count, weight = look_at(
                     found_ptr, found_size, largest, scale, farthest, UNIT, TILE, INTERPRETED
@@ -291,13 +293,15 @@ def draw_kernel(
                 goal = nearer + (limit - count) * weight
             reached = tl.maximum(tl.minimum(tl.ceil(goal.to(tl.float64) * top_p).to(tl.int64), goal), 1)
             found_ptr, found_size = choose_source(row_ptr, vocab_size, list_ptr, size, has_list & (listed >= reached))
-            farthest = find_distance(found_ptr, found_size, largest, scale, reached - 1, False, UNIT, TILE, INTERPRETED)
+            farthest = find_distance(
+                found_ptr, found_size, largest, scale, reached - 1, IS_WEIGHT, UNIT, TILE, INTERPRETED
+            )
             nearer, count, weight = look_at(found_ptr, found_size, largest, scale, farthest, UNIT, TILE, INTERPRETED)
             goal = nearer + (reached - nearer + weight - 1) // weight * weight
         goal = (goal.to(tl.float64) * uniform).to(tl.int64)
         if is_limited:
             found_ptr, found_size = choose_source(row_ptr, vocab_size, list_ptr, size, has_list & (listed > goal))
-            where = find_distance(found_ptr, found_size, largest, scale, goal, False, UNIT, TILE, INTERPRETED)
+            where = find_distance(found_ptr, found_size, largest, scale, goal, IS_WEIGHT, UNIT, TILE, INTERPRETED)
             nearer, count, weight = look_at(found_ptr, found_size, largest, scale, where, UNIT, TILE, INTERPRETED)
             goal = (goal - nearer) // weight
         token = find_token(row_ptr, vocab_size, largest, scale, where, goal, UNIT, TILE, INTERPRETED)

@@ -184,9 +184,9 @@ class Backend:
             found = manager.inspect.shared_prefixes
             cascade = CascadePlanner(found, manager.block_size, device, group=full[0], token_bytes=token_bytes)
         capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
-        return DeviceRunner(
-            model, *sizes, scales=self.scales, capture=capture, cascade=cascade, draw_tokens=_draws_on(device)
-        )
+        runner = DeviceRunner(model, *sizes, scales=self.scales, capture=capture, cascade=cascade)
+        runner.draw_tokens = _draws_on(device)
+        return runner
 
 
 def _draws_on(device: torch.device) -> DrawTokens | None:

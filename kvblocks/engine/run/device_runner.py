@@ -30,8 +30,8 @@ class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
     scales: of K and V in 8 bits, as in `ModelRunner`. capture: captures decode steps for replay; None: they run as any
-    other step. cascade: finds shared runs of decode steps; None: no cascades. draw_tokens: see `ModelRunner`. Attributes:
-    num_cascades, num_replays, uploads. Raises InvalidArgumentError for sizes below 1.
+    other step. cascade: finds shared runs of decode steps; None: no cascades.
+    Attributes: num_cascades, num_replays, uploads, draw_tokens. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
@@ -43,10 +43,8 @@ class DeviceRunner(ModelRunner):
         scales: KVScales | None = None,
         capture: Capture | None = None,
         cascade: CascadePlanner | None = None,
-        draw_tokens: DrawTokens | None = None,
     ) -> None:
         super().__init__(model, num_blocks, block_size, scales=scales)
-        self.draw_tokens = draw_tokens
         self.num_cascades = 0
         device = model.weights.embedding.device
         self._device = device

@@ -187,7 +187,8 @@ def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], memory: Workspace) -> 
         for step in [len(group.slots) if group.is_by_kernel else size]
         for start in range(0, len(group.slots), step)
     )
-    return torch.cat([_draw(logits, tile, memory).flatten() for tile in tiles])
+    results = [_draw(logits, tile, memory).flatten() for tile in tiles]
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
