@@ -11,6 +11,7 @@ are below. "any" stands for an architecture without entries, and for Triton's in
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,15 +39,26 @@ class Launch:
 
 
 def family(device: torch.device) -> str:
-    """The family of a device's architecture. Asks the driver for its properties, never waits for the device."""
+    """The family of a device's architecture. Asks the driver for its properties once, never waits for the device.
+
+    O(1). Several times a layer, so that a question to torch each time would be a part of what a step takes.
+    """
     if device.type != "cuda":
         return "any"
+    return _family_of_gpu(device) if device.index is None else _remembered_family(device)
+
+
+def _family_of_gpu(device: torch.device) -> str:
     if torch.version.hip is not None:
         name: str = torch.cuda.get_device_properties(device).gcnArchName
         return "gfx942" if name.startswith("gfx942") else "any"
     major, minor = torch.cuda.get_device_capability(device)
     names = {8: "sm80" if minor == 0 else "sm89", 9: "sm90", 10: "sm100"}
     return names.get(major, "any")  # sm120 has a third less shared memory than sm100, and other tensor cores
+
+
+_remembered_family = cache(_family_of_gpu)
+"""For devices with an index: "cuda" alone is another device from time to time."""
 
 
 def find(kernel: Mapping[Key, Launch], device: torch.device, head_dim: int, element_bytes: int) -> Launch:
@@ -105,8 +117,15 @@ def count_sms(device: torch.device) -> int:
     """The multiprocessors of a device."""
     if device.type != "cuda":
         return INTERPRETED_SMS
+    return _sms_of_gpu(device) if device.index is None else _remembered_sms(device)
+
+
+def _sms_of_gpu(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+_remembered_sms = cache(_sms_of_gpu)
 
 
 def count_programs(device: torch.device, launch: Launch) -> int:

@@ -4,6 +4,8 @@
 candidate runs on the same few batches, each replayed from a CUDA graph, and the one with the least product of times
 wins, so all batches count alike. A candidate that does not compile, does not fit, or computes a wrong result is out.
 
+`--json FILE` writes each candidate's times there at once. A run with the same file goes on behind what it has.
+
 The table's present entries do not come from here: they were chosen by reasoning and by compiling ahead of time, for
 want of a GPU.
 """
@@ -14,11 +16,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench.attention.sweep_results import SweepResults, Times
 from kvblocks.kernels import table
 from kvblocks.kernels.layout import FP8
 from kvblocks.kernels.table import Launch
@@ -29,9 +34,10 @@ NUM_CALLS, NUM_REPLAYS = 20, 7
 TOLERANCE = 0.05
 """Outputs are of order 0.1 to 1. Rounding changes them by far less than this, and a wrong kernel by far more."""
 
-# (sequences, rows of each, tokens in context)
+# (sequences, rows of each, tokens in context). What decoding reads is more than an L2 cache holds, or the cache's
+# bandwidth would be measured.
 SHAPES = {
-    "DECODE": ((1, 1, 8192), (16, 1, 4096), (64, 1, 4096), (256, 1, 1024)),
+    "DECODE": ((1, 1, 131072), (16, 1, 4096), (64, 1, 4096), (256, 1, 1024)),
     "EXTEND": ((1, 4096, 4096), (4, 1024, 5120), (16, 256, 256)),
     "EXTEND_NARROW": ((32, 4, 4096), (128, 2, 1024)),
 }
@@ -127,7 +133,7 @@ def try_launch(
             launches[key] = before
 
 
-def sweep(kernel: str, head_dim: int, element_bytes: int) -> None:
+def sweep(kernel: str, head_dim: int, element_bytes: int, results: SweepResults) -> None:
     """Sweep one entry. Print the fastest one, with its times and the mean of the table's present one."""
     launches: dict[table.Key, Launch] = getattr(table, kernel)
     key = (table.family(torch.device("cuda")), head_dim, element_bytes)
@@ -135,7 +141,13 @@ def sweep(kernel: str, head_dim: int, element_bytes: int) -> None:
     calls = [make_call(kernel, shape, head_dim, element_bytes) for shape in SHAPES[kernel]]
     expected = [call()[0].float() for call in calls]
     tried = dict.fromkeys([present, *candidates(kernel, head_dim, element_bytes)])
-    timings = [timing for launch in tried if (timing := try_launch(launch, launches, key, calls, expected))]
+
+    def times_of(launch: Launch) -> Times:
+        found = try_launch(launch, launches, key, calls, expected)
+        return None if found is None else found.microseconds
+
+    found = {launch: results.measured(kernel, key, launch, partial(times_of, launch)) for launch in tried}
+    timings = [Timing(launch, times) for launch, times in found.items() if times is not None]
     if not timings:
         print(f"  # {kernel} {key}: no candidate ran")
         return
@@ -194,10 +206,12 @@ def main() -> None:
     parser.add_argument("--kernel", choices=sorted([*SHAPES, "CASCADE"]), action="append")
     parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), action="append")
     parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="of an element of K")
+    parser.add_argument("--json", type=Path, help="a file of JSON lines for the results, and from an earlier run")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    results = SweepResults(given.json)
     kernels = given.kernel or [*SHAPES, "CASCADE"]
     if "CASCADE" in kernels:
         for head_dim in given.head_dim or (64, 128, 256):
@@ -205,7 +219,7 @@ def main() -> None:
     for kernel in (name for name in kernels if name in SHAPES):
         for head_dim, element_bytes in product(given.head_dim or (64, 128, 256), given.bytes or (1, 2, 4)):
             if element_bytes > 1 or torch.cuda.get_device_capability() >= (8, 9):
-                sweep(kernel, head_dim, element_bytes)
+                sweep(kernel, head_dim, element_bytes, results)
 
 
 if __name__ == "__main__":

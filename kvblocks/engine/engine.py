@@ -26,7 +26,7 @@ from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
-from kvblocks.engine.sampling.batch_sampler import SamplingCounts
+from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
 from kvblocks.engine.schedule.order import Order
 from kvblocks.engine.schedule.remembered import RememberedPrompts
@@ -153,7 +153,8 @@ class Engine:
                 self.manager, self.runner, order, remembers=remember_next_token, has_gate=session_gate
             )
             self.offload = built.begin(self.manager, self.runner)
-        self._intake, self._stepper = Intake(self.model, self.scheduler), Stepper(self.scheduler)
+        self._intake = Intake(self.model, self.scheduler)
+        self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens))
         self._on_events = on_events
         self._tell_events()  # of the blocks that a disk has
 

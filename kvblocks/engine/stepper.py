@@ -32,9 +32,9 @@ Outcomes = list[tuple[Generation, Outcome]]
 class Stepper:
     """Runs the steps of one scheduler. It holds a generation exactly as long as its request is unfinished."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, sampler: BatchSampler) -> None:
         self.scheduler = scheduler
-        self.sampler = BatchSampler()
+        self.sampler = sampler
         self._generations: dict[Request, Generation] = {}
         self._only_answered = False  # in the last step
 

@@ -93,7 +93,11 @@ TOP_CORE_FLOOR = 7
 KERNELS = "kvblocks.kernels"
 # Those modules of the engine that turn its objects into the tensors that kernels take; nothing else may know a kernel.
 KERNELS_DOORS = frozenset(
-    f"kvblocks.engine.attention.{name}" for name in ("attention", "triton_attention", "flash_attention", "cascade")
+    f"kvblocks.engine.{name}"
+    for name in (
+        *("attention.attention", "attention.triton_attention", "attention.flash_attention", "attention.cascade"),
+        "run.backends",  # chooses what draws tokens, which takes tensors as it is
+    )
 )
 
 CORE_PACKAGES = frozenset({"xxhash"})

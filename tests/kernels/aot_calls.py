@@ -13,6 +13,7 @@ import torch
 from kvblocks.kernels.cascade import cascade_decode, own_parts
 from kvblocks.kernels.copy import CacheTable, copy_blocks, gather_blocks, scatter_blocks
 from kvblocks.kernels.decode import decode
+from kvblocks.kernels.draw import NUM_PARAMETERS, draw_tokens
 from kvblocks.kernels.extend import extend
 from kvblocks.kernels.layout import BLOCK_SIZES, FP8, HEAD_DIMS
 from kvblocks.kernels.rows import ACTIVATIONS, MAX_COLUMNS, Turn, add_norm, gate, norm, place
@@ -116,6 +117,11 @@ def make_rows(model):
         gate(torch.empty(64, 2 * 1536, dtype=dtype), activation)
 
 
+def make_draws(_model):
+    """Drawing tokens, for the vocabulary of Llama 3."""
+    draw_tokens(torch.empty(64, 128256), torch.zeros(64, NUM_PARAMETERS, dtype=torch.float64))
+
+
 WIDTHS = (576, 4096, MAX_COLUMNS)
 """Columns of rows that are normed: of SmolLM2, of Llama 3 8B, and the most."""
 OPTIONS = {"window": 100, "softcap": 5.0, "sinks": torch.zeros(32)}
@@ -142,6 +148,7 @@ def usual_calls() -> Iterator[Call]:
     yield "sm90", make_rest, Model(width=1)
     for target in TARGETS:
         yield target, make_rows, Model()
+        yield target, make_draws, Model()
     for head_dim, width in ((64, 1), (256, 1), (64, 4), (256, 4)):
         yield "sm90", make_rows, Model(head_dim, width)
 

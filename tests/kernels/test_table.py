@@ -80,3 +80,19 @@ def test_groups_of_more_heads_than_an_entry_is_for(rows, element_bytes, expected
     launch = Launch(64, 4, 3, programs_per_sm=3)
     assert table.widen(launch, rows, 128, element_bytes, "sm90") == expected
     assert table.widen(launch, 32, 128, element_bytes, "sm80").programs_per_sm == 1
+
+
+def test_a_device_is_asked_for_its_properties_once(monkeypatch):
+    """Except "cuda" without a number, which is the current device."""
+    asked = []
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or Properties)
+    first, second, current = torch.device("cuda:97"), torch.device("cuda:98"), torch.device("cuda")
+    for _ in range(3):
+        for device in (first, second):
+            assert (table.family(device), table.count_sms(device)) == ("sm90", 304)
+    assert asked == [first, first, second, second]
+    for _ in range(2):
+        assert (table.family(current), table.count_sms(current)) == ("sm90", 304)
+    assert asked[4:] == [current] * 4

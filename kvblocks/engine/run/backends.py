@@ -24,6 +24,7 @@ from kvblocks.engine.run.determinism import choose_determinism
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.rows import NATURAL
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
+from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.plan import KVLayer, Plan, plan
 from kvblocks.manager import KVCacheManager
@@ -183,4 +184,15 @@ class Backend:
             found = manager.inspect.shared_prefixes
             cascade = CascadePlanner(found, manager.block_size, device, group=full[0], token_bytes=token_bytes)
         capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
-        return DeviceRunner(model, *sizes, scales=self.scales, capture=capture, cascade=cascade)
+        runner = DeviceRunner(model, *sizes, scales=self.scales, capture=capture, cascade=cascade)
+        runner.draw_tokens = _draws_on(device)
+        return runner
+
+
+def _draws_on(device: torch.device) -> DrawTokens | None:
+    """The kernel that draws tokens on a GPU. In the interpreter it takes a second for each."""
+    if device.type != "cuda":
+        return None
+    from kvblocks.kernels.draw import draw_tokens
+
+    return draw_tokens

@@ -21,6 +21,7 @@ from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader, UploadCounts
 from kvblocks.engine.run.warm_up import WarmUpStep, batches, padding_batch
+from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.errors import InvalidArgumentError
 
@@ -29,8 +30,8 @@ class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
     scales: of K and V in 8 bits, as in `ModelRunner`. capture: captures decode steps for replay; None: they run as any
-    other step. cascade: finds shared runs of decode steps; None: no cascades. Attributes: num_cascades, num_replays,
-    uploads. Raises InvalidArgumentError for sizes below 1.
+    other step. cascade: finds shared runs of decode steps; None: no cascades.
+    Attributes: num_cascades, num_replays, uploads, draw_tokens. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class DeviceRunner(ModelRunner):
             return self._compute(self._uploader.batch(self._uploader.upload(rows)), score)
 
     def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
-        """Prompts, decodes followed by prompts, decode steps and cascades of all buckets, and copies of blocks."""
+        """Prompts, decodes followed by prompts, decode steps and cascades of all buckets, draws, copies of blocks."""
         tables, size = self._uploader.tables, self.kv_cache.block_size
         steps: list[WarmUpStep] = [
             (name, partial(self._compute, batch))
@@ -110,6 +111,8 @@ class DeviceRunner(ModelRunner):
             if self._buckets is not None:
                 sharing = (bucket for bucket in buckets if bucket > 1)
                 steps += [(f"cascades of {bucket}", partial(self._replay, bucket, shares=True)) for bucket in sharing]
+        if self.draw_tokens is not None:
+            steps.append(("draws", partial(self._draw_once, self.draw_tokens)))
         steps.append(("copies", self._copy_once))
         return [(name, partial(self._run_on_device, step)) for name, step in steps]
 
@@ -139,6 +142,13 @@ class DeviceRunner(ModelRunner):
         block_id = torch.zeros(1, dtype=torch.int64)
         cache.gather_blocks(block_id, staging)
         cache.scatter_blocks(block_id, staging)
+
+    def _draw_once(self, draw_tokens: DrawTokens) -> Tensor:
+        """Draw a token, by all of what the kernel does."""
+        vocab_size = self.model.config.vocab_size
+        logits = torch.zeros(1, vocab_size, dtype=torch.float32, device=self._device)
+        parameters = [[0, 1.0, vocab_size, 0.5, 0.0, 0.5]]
+        return draw_tokens(logits, torch.tensor(parameters, dtype=torch.float64).to(self._device))
 
     def _cascade_once(self) -> Tensor:
         """Run a decode step of two sequences that share a block."""

@@ -22,6 +22,7 @@ from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.warm_up import WarmUpStep
+from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -88,7 +89,8 @@ class LoadedModel:
 class ModelRunner:
     """Runs steps of one model over a KV cache of `num_blocks` blocks, in the model's dtype, or e4m3 with `scales`.
 
-    Raises InvalidArgumentError for sizes below 1.
+    Attribute: draw_tokens, the kernel that draws from the logits, or None. Raises InvalidArgumentError for sizes below
+    1.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size, scales)
+        self.draw_tokens: DrawTokens | None = None
 
     @property
     def num_slice_layers(self) -> int:

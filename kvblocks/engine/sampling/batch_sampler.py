@@ -4,11 +4,14 @@ Draws that need the same work form a group: greedy draws, plain draws, and draws
 The latter first read a fixed number of tokens, which nearly always suffices. Otherwise the draw is repeated with the
 whole sorted vocabulary and the same random number. So the token is always the one that `SamplingParams` defines.
 
+On a GPU with Triton, one kernel draws all tokens that come without logarithms, in one launch, and reads as much as each
+draw needs (`kernels.draw`).
+
 On a CPU a group is computed a few rows at a time, so that intermediate values stay in the processor's cache.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -32,6 +35,7 @@ from kvblocks.engine.sampling.weights import (
     pick_limited,
     pick_plain,
     restrict,
+    scale_of,
     to_device,
 )
 from kvblocks.engine.sampling.workspace import Workspace
@@ -65,12 +69,17 @@ class Slot(NamedTuple):
     num_likely: int
 
 
-class BatchSampler:
-    """Draws the tokens of steps. Reads: counts."""
+DrawTokens = Callable[[Tensor, Tensor], Tensor]
+"""As `kernels.draw.draw_tokens`: (logits, parameters of draws) -> token, whether it is broken, and 1, for each draw."""
 
-    def __init__(self) -> None:
+
+class BatchSampler:
+    """Draws the tokens of steps. draw_tokens: draws those without logarithms; None: plain torch does. Reads: counts."""
+
+    def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
         self.counts = SamplingCounts()
         self._memory = Workspace()
+        self._draw_tokens = draw_tokens
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
@@ -86,11 +95,12 @@ class BatchSampler:
             if isinstance(draw, Exception):
                 outcomes[place] = draw
             else:
-                waiting.append(Slot(place, row, draw, num_to_look_at(draw.params, logits)))
+                is_by_kernel = self._draw_tokens is not None and draw.params.logprobs is None
+                waiting.append(Slot(place, row, draw, 0 if is_by_kernel else num_to_look_at(draw.params, logits)))
         self.counts.num_draws += len(waiting)
         while waiting:
             self.counts.num_sorted += sum(slot.num_likely == logits.shape[1] for slot in waiting)
-            groups = list(group_slots(waiting, logits.shape[1]))
+            groups = list(group_slots(waiting, logits.shape[1], self._draw_tokens))
             uncertain = _read(groups, enqueue(logits, groups, self._memory), outcomes)
             waiting = [slot._replace(num_likely=logits.shape[1]) for slot in uncertain]
         return [outcomes[place] for place in range(len(outcomes))]
@@ -116,7 +126,8 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 class AlikeDraws(NamedTuple):
     """Draws that need the same work. width: the most top tokens whose logarithms a draw wants; -1: no logarithms.
 
-    is_changed: whether logits are changed before the draw: by penalties or a bias, or to exclude tokens.
+    is_changed: whether logits are changed before the draw: by penalties or a bias, or to exclude tokens. draw_tokens:
+    draws them; greedy and limited draws are alike then, and it says neither.
     """
 
     slots: list[Slot]
@@ -125,6 +136,7 @@ class AlikeDraws(NamedTuple):
     is_changed: bool
     num_likely: int
     width: int
+    draw_tokens: DrawTokens | None = None
 
     @property
     def num_results(self) -> int:
@@ -132,24 +144,35 @@ class AlikeDraws(NamedTuple):
         return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
 
     @property
+    def is_by_kernel(self) -> bool:
+        """Whether the kernel draws them from the logits as they are, and needs no memory for other logits."""
+        return self.draw_tokens is not None and not self.is_changed
+
+    @property
     def is_bare(self) -> bool:
-        """Whether only the most likely token is wanted."""
-        return self.is_greedy and not self.is_changed and self.width < 0
+        """Whether only the most likely token is wanted, of logits as they are."""
+        return self.draw_tokens is None and self.is_greedy and not self.is_changed and self.width < 0
 
 
-def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[AlikeDraws]:
-    """Groups of slots that need the same work. Each group keeps the slots' order."""
+def group_slots(slots: Sequence[Slot], vocab_size: int, draw_tokens: DrawTokens | None = None) -> Iterator[AlikeDraws]:
+    """Groups of slots that need the same work. Each group keeps the slots' order.
+
+    draw_tokens: for those without logarithms, or None.
+    """
     groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
     for slot in slots:
         params = slot.draw.params
-        is_limited = _is_limited(params, vocab_size)
         draw = slot.draw
+        is_by_kernel = draw_tokens is not None and params.logprobs is None
+        is_greedy = params.is_greedy and not is_by_kernel
+        is_limited = _is_limited(params, vocab_size) and not is_by_kernel
         is_changed = params.is_penalized or bool(draw.banned or draw.bias) or draw.allowed is not None
-        key = (params.is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
+        key = (is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
         groups.setdefault(key, []).append(slot)
     for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
         width = max(_num_named(slot, vocab_size) for slot in members) if has_logprobs else -1
-        yield AlikeDraws(members, is_greedy, is_limited, is_changed, num_likely, width)
+        draws_by = None if has_logprobs else draw_tokens
+        yield AlikeDraws(members, is_greedy, is_limited, is_changed, num_likely, width, draws_by)
 
 
 def _num_named(slot: Slot, vocab_size: int) -> int:
@@ -161,17 +184,22 @@ def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], memory: Workspace) -> 
     """Begin to draw, without waiting. Returns the results of `_draw`, group by group, slot by slot."""
     size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
     tiles = (
-        group._replace(slots=group.slots[start : start + size])
+        group._replace(slots=group.slots[start : start + step])
         for group in groups
-        for start in range(0, len(group.slots), size)
+        for step in [len(group.slots) if group.is_by_kernel else size]
+        for start in range(0, len(group.slots), step)
     )
-    return torch.cat([_draw(logits, tile, memory).flatten() for tile in tiles])
+    results = [_draw(logits, tile, memory).flatten() for tile in tiles]
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
     """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, and wanted logarithms."""
     device, vocab_size = logits.device, logits.shape[1]
     draws = [slot.draw for slot in tile.slots]
+    if tile.draw_tokens is not None and not tile.is_changed:
+        rows = [slot.row for slot in tile.slots]
+        return tile.draw_tokens(_in_float32(logits), _parameters(draws, rows, vocab_size, device))
     own = _rows(logits, [slot.row for slot in tile.slots])
     if tile.is_bare:
         return _facts(*pick_greedy(own))
@@ -182,6 +210,8 @@ def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
         _add_bias(changed, draws)
         ban(changed, to_device(_banned(draws), device))
         _restrict(changed, draws)
+    if tile.draw_tokens is not None:
+        return tile.draw_tokens(changed, _parameters(draws, range(len(draws)), vocab_size, device))
     if tile.is_greedy:
         token, is_broken = pick_greedy(changed)
         is_certain = torch.ones_like(is_broken)
@@ -210,7 +240,28 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
         found = logits[first : first + number]
     else:
         found = logits.index_select(0, to_device(torch.tensor(rows), logits.device))
-    return found if found.dtype == torch.float32 else found.float()
+    return _in_float32(found)
+
+
+def _in_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float32 else logits.float()
+
+
+def _parameters(draws: Sequence[Draw], rows: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """What `DrawTokens` takes for draws from these rows, uploaded in one transfer, without waiting for it."""
+    table = [
+        (
+            row,
+            0.0 if params.is_greedy else scale_of(params),
+            vocab_size if params.top_k is None else min(params.top_k, vocab_size),
+            params.top_p,
+            params.min_p,
+            draw.uniform,
+        )
+        for row, draw in zip(rows, draws, strict=True)
+        for params in (draw.params,)
+    ]
+    return to_device(torch.tensor(table, dtype=torch.float64), device)
 
 
 def _entries(draws: Sequence[Draw]) -> Tensor:

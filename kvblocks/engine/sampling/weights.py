@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.workspace import Workspace
 
@@ -56,8 +57,7 @@ class Columns:
         """The columns of `draws` on `device`, uploaded in one transfer, without waiting for it. O(draws)."""
         rows = [
             (
-                # The bounds are far beyond useful temperatures, and neither infinite nor 0 in float32.
-                min(max(1 / max(params.temperature, 2.0**-126), 2.0**-100), 2.0**126),
+                scale_of(params),
                 vocab_size if params.top_k is None else min(params.top_k, vocab_size),
                 params.top_p,
                 params.min_p,
@@ -90,6 +90,11 @@ class Columns:
                 for draw in draws
             ),
         )
+
+
+def scale_of(params: SamplingParams) -> float:
+    """1 / temperature. Its bounds are far beyond useful temperatures, and neither infinite nor 0 in float32."""
+    return min(max(1 / max(params.temperature, 2.0**-126), 2.0**-100), 2.0**126)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

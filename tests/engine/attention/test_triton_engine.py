@@ -416,3 +416,29 @@ def test_a_step_that_the_model_cannot_compute_is_refused(model, chunk, message, 
     with pytest.raises(InvalidArgumentError, match=message):
         runner.run([chunk])
     assert runner.uploads.num_transfers == 0
+
+
+def test_on_a_gpu_a_kernel_draws_tokens_and_is_compiled_by_the_warm_up(model, monkeypatch):
+    """With a stand-in for the kernel, which gives each draw the token 7."""
+    drawn = []
+
+    def draw_sevens(logits, parameters):
+        assert logits.shape[1] == TINY.vocab_size and logits.dtype == torch.float32
+        drawn.append(len(parameters))
+        return torch.tensor([[7.0, 0.0, 1.0]] * len(parameters), dtype=torch.float64)
+
+    monkeypatch.setattr(backends_module, "_draws_on", lambda _device: draw_sevens)
+    engine = Engine(model, num_blocks=64, attention="triton", device="cpu")
+    dict(engine.runner.warm_up_steps(1))["draws"]()
+    assert drawn == [1]
+    first, second = engine.generate([[1, 2], [3]], max_tokens=2, temperature=1.0, top_p=0.5, ignore_eos=True)
+    assert first.token_ids == second.token_ids == [7, 7]
+    assert sum(drawn) == 1 + 2 * 2
+    with_logarithms = engine.generate([[1, 2]], max_tokens=2, logprobs=1, ignore_eos=True)[0]
+    assert with_logarithms.token_ids != [7, 7]
+    assert sum(drawn) == 1 + 2 * 2
+
+
+def test_without_a_gpu_plain_torch_draws_tokens(model):
+    assert Engine(model, num_blocks=64, attention="triton", device="cpu").runner.draw_tokens is None
+    assert Engine(model, num_blocks=64, attention="torch", device="cpu").runner.draw_tokens is None

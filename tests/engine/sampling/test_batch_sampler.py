@@ -8,6 +8,7 @@ import torch
 from engine.sampling.plain import draw, draw_many, probabilities
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvblocks import Sequence
 from kvblocks.engine.errors import BrokenLogitsError
@@ -127,6 +128,55 @@ def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
     assert results.shape == (sum(group.num_results * len(group.slots) for group in groups),)
     with pytest.raises(NotImplementedError, match="meta tensor"):
         results.tolist()
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be launched on a GPU: what gives a tensor on meta, except views and empty memory."""
+
+    VIEWS = (
+        *("view", "expand", "slice", "split", "squeeze", "unsqueeze", "unflatten", "unbind", "_unsafe_view", "empty"),
+        *("alias", "detach", "flatten", "reshape", "select"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        is_view = function.name().removeprefix("aten::").partition(".")[0] in self.VIEWS
+        results = found if isinstance(found, tuple | list) else [found]
+        self.number += not is_view and any(isinstance(one, torch.Tensor) and one.is_meta for one in results)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ([{}], 8),
+        ([{"temperature": 1.0}], 40),
+        ([{"temperature": 1.0, "top_p": 0.9}], 70),
+        ([{}, {"temperature": 1}], 50),
+    ],
+)
+def test_with_a_kernel_a_step_is_an_upload_and_a_launch(options, least):
+    """Plain torch is asked for many times as much. docs/design/engine/sampling.md has the numbers."""
+
+    def draw_tokens(logits, parameters):
+        return torch.neg(torch.empty(len(parameters), 3, dtype=torch.float64, device=logits.device))
+
+    logits = torch.empty(32, 128256, device="meta")
+    draws = [Draw(SamplingParams(**options[row % len(options)]), 0.5) for row in range(32)]
+    numbers = []
+    for kernel in (draw_tokens, None):
+        slots = [
+            Slot(row, row, one, 0 if kernel else num_to_look_at(one.params, logits)) for row, one in enumerate(draws)
+        ]
+        with torch.inference_mode(), Operations() as counted:
+            enqueue(logits, list(group_slots(slots, 128256, kernel)), Workspace())
+        numbers.append(counted.number)
+    assert numbers[0] == 2
+    assert numbers[1] >= least
 
 
 def test_exp_gives_a_number_the_same_bits_wherever_it_stands():

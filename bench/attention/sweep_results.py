@@ -1,0 +1,58 @@
+"""What a sweep has measured, in a file of JSON lines: each on the disk at once, and found again by the next run.
+
+Before a candidate runs, a line says so. A candidate that ended its process has this line alone: it is out, and the next
+run goes on behind it.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvblocks.kernels.table import Key, Launch
+
+Times = tuple[float, ...] | None
+"""Microseconds for each shape; None: the candidate is out."""
+
+
+class SweepResults:
+    """The results in a file, or, without one, nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[str, Times] = {}
+        if path is not None and path.exists():
+            text = path.read_bytes()
+            # A line that was being written when the process was killed has no end. It is completed, and means nothing.
+            if text and not text.endswith(b"\n"):
+                self._append("\n")
+            for line in text.splitlines():
+                self._note(line)
+
+    def measured(self, kernel: str, key: Key, launch: Launch, measure: Callable[[], Times]) -> Times:
+        """A candidate's times: those in the file, or else what `measure` gives, which is written."""
+        what = {"kernel": kernel, "key": list(key), "launch": asdict(launch)}
+        name = json.dumps(what)
+        if name not in self._found:
+            self._append(json.dumps(what | {"state": "began"}) + "\n")
+            self._found[name] = measure()
+            self._append(json.dumps(what | {"microseconds": self._found[name]}) + "\n")
+        return self._found[name]
+
+    def _note(self, line: bytes) -> None:
+        try:
+            found: dict[str, Any] = json.loads(line)
+            name = json.dumps({field: found[field] for field in ("kernel", "key", "launch")})
+        except (ValueError, KeyError, TypeError):
+            return
+        times = found.get("microseconds")
+        self._found[name] = None if times is None else tuple(times)
+
+    def _append(self, text: str) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())

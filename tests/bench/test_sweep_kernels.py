@@ -1,0 +1,55 @@
+"""A sweep of the launch table: results are on the disk at once, and a second run goes on with what is left."""
+
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from bench.attention import sweep_kernels
+from bench.attention.sweep_results import SweepResults
+from bench.gpu_session.items import items
+from kvblocks.kernels.table import Launch
+
+KEY = ("sm90", 128, 2)
+FAST, WRONG, DEADLY, LATE = (Launch(16, 4, stages) for stages in (1, 2, 3, 4))
+
+
+def test_a_second_run_measures_what_the_first_did_not_reach(tmp_path):
+    path = tmp_path / "sweep.json"
+    results = SweepResults(path)
+    assert results.measured("DECODE", KEY, FAST, lambda: (1.5, 2.0)) == (1.5, 2.0)
+    assert results.measured("DECODE", KEY, WRONG, lambda: None) is None
+
+    def die():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        results.measured("DECODE", KEY, DEADLY, die)
+    with path.open("a") as file:
+        file.write('{"kernel": "DEC')  # killed while it wrote
+    for _ in range(2):
+        again, asked = SweepResults(path), []
+        for launch in (FAST, WRONG, DEADLY, LATE):
+            again.measured("DECODE", KEY, launch, lambda one=launch, own=asked: own.append(one) or (3.0,))
+        assert asked in ([LATE], [])
+        assert again.measured("DECODE", KEY, FAST, die) == (1.5, 2.0)
+        assert again.measured("DECODE", KEY, DEADLY, die) is None
+        assert again.measured("DECODE", KEY, LATE, die) == (3.0,)
+    assert SweepResults(path).measured("EXTEND", KEY, FAST, lambda: (9.0,)) == (9.0,)
+
+
+def test_without_a_file_nothing_is_kept():
+    results = SweepResults(None)
+    assert results.measured("DECODE", KEY, FAST, lambda: (1.0,)) == (1.0,)
+    assert SweepResults(None).measured("DECODE", KEY, FAST, lambda: (2.0,)) == (2.0,)
+
+
+def test_the_sessions_command_is_one_that_the_sweep_takes(monkeypatch):
+    """Its arguments once were not, and the item would have ended at once."""
+    monkeypatch.setattr(sweep_kernels.torch.cuda, "is_available", lambda: False)
+    (item,) = (item for item in items() if item.name == "sweep")
+    place = item.command.index("bench.attention.sweep_kernels")
+    monkeypatch.setattr(sys, "argv", list(item.command[place:]))
+    with pytest.raises(SystemExit, match="expected a GPU"):
+        sweep_kernels.main()
