@@ -419,7 +419,7 @@ def _check_states(model: LoadedModel, tiers: Sequence[TierOptions], *, remembers
         raise InvalidArgumentError(f"tiers: expected none for {name}, since tiers don't store states, got {len(tiers)}")
     if remembers:
         raise InvalidArgumentError(
-            f"remember_next_token: expected False for {name}, since each remembered prompt would keep a slot of a state,"
+            f"remember_next_token: expected False for {name}, since each remembered prompt would keep a state's slot,"
             " got True"
         )
 

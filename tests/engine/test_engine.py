@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import InvalidTokensError, KVBlocksError
 from kvblocks.engine import Completion, Engine, LoadedModel, ModelError, StepLimits
-from kvblocks.engine import engine as engine_module
 from kvblocks.engine.model.loader import expected_shapes
+from kvblocks.engine.run import cache_size
 from kvblocks.errors import InvalidArgumentError
 
 # Untied: a random model with tied embeddings mostly repeats its last token.

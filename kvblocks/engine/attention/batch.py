@@ -138,7 +138,8 @@ class StepBatch:
         query_start = [0, *accumulate(lengths)]
         if query_start[-1] == 0:
             raise InvalidArgumentError(f"expected a step of at least one token, got {len(rows)} sequences without any")
-        groups, slots = range(1 + max(num_others)), [sequence.state_slot for sequence in rows]
+        groups = range(1 + max(num_others))
+        slots = [sequence.state_slot for sequence in rows if sequence.state_slot is not None]
         positions = [position for sequence in rows for position in sequence.positions]
         return cls(
             token_ids=torch.tensor([t for sequence in rows for t in sequence.token_ids]).to(device),
@@ -152,7 +153,7 @@ class StepBatch:
                 dtype=torch.int64,
             ).to(device),
             shape=StepShape.of(rows),
-            state_rows=None if None in slots else StateRows(tuple(slots), tuple(query_start)),
+            state_rows=StateRows(tuple(slots), tuple(query_start)) if len(slots) == len(rows) else None,
         )
 
 

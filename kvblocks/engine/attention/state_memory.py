@@ -96,7 +96,7 @@ class StateMemory:
 
 
 def _take(cache: "KVCache", ids: Tensor, whole: Tensor | None, tail: Tensor) -> None:
-    """Bring the bytes of blocks into a slot: full blocks to `whole`, [num_blocks, bytes], and the last one to `tail`."""
+    """Bring the bytes of blocks into a slot: of full ones to `whole`, [num_blocks, bytes], of the last to `tail`."""
     rows = cache.block_rows
     staging = rows if rows is not None else _staging(cache, ids)
     own = ids if rows is not None else torch.arange(len(ids), device=ids.device)

@@ -100,7 +100,8 @@ class DecoderLayers:
 
         Where the output is gated, num_heads gates come last.
         """
-        return self.project(layer, normed).unflatten(1, (-1, self.config.head_dim))
+        projected = self.project(layer, normed)
+        return projected.view(projected.shape[0], -1, self.config.head_dim)
 
     def project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """The input projection of a layer: [num_rows, columns]. Changes nothing."""

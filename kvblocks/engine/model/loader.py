@@ -298,7 +298,7 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     mlp, _ = _mlp(config, index)
     gate_up, down = (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj"
     if config.mixers and config.mixers[index] is not None:
-        of_layer = reader.read_mixer(_mixer(config, index), prefix)
+        of_layer: dict[str, Any] = reader.read_mixer(_mixer(config, index), prefix)
     else:
         of_layer = {
             "qkv": read_matrix(*qkv),

@@ -33,8 +33,8 @@ class ExpertWeights:
 class LayerWeights:
     """One layer. Biases and norms are None in models that have none.
 
-    In a layer that keeps a state, `qkv` and `output` are the mixer's two projections, and `mixer` is what else it needs,
-    in float32. Where the attention's output is gated, the gates' projection is the last part of `qkv`.
+    In a layer that keeps a state, `qkv` and `output` are the mixer's two projections, and `mixer` is what else it
+    needs, in float32. Where the attention's output is gated, the gates' projection is the last part of `qkv`.
 
     `gate_up` and `down` are the MLP's; in a layer with experts, those of the expert that all rows share.
     """

@@ -159,10 +159,10 @@ class DecoderModel:
 
         score: for callers that want logits of more rows than fit in memory at once. Raises InvalidArgumentError, before
         anything is written, if a token id is not in the vocabulary, a position is not below max_position_embeddings, a
-        block or a state's slot is not in the cache, or a group has no block tables. These checks are the last guard against reads and
-        writes out of bounds; a scheduler should refuse such a request when it arrives. Raises ModelError if the number
-        of torch threads is not the one that the strategy was checked for. Changes the cache: K and V of every row with
-        a slot, and the states of the batch's sequences.
+        block or a state's slot is not in the cache, or a group has no block tables. These checks are the last guard
+        against reads and writes out of bounds; a scheduler should refuse such a request when it arrives. Raises
+        ModelError if the number of torch threads is not the one that the strategy was checked for. Changes the cache: K
+        and V of every row with a slot, and the states of the batch's sequences.
         """
         self._check(batch, kv_cache)
         return self.compute(batch, self.attention.begin(batch, kv_cache), score, kv_cache.states)
@@ -223,8 +223,9 @@ class DecoderModel:
         self, layer: _MixingLayer, normed: Sequence[Tensor | None], layout: RowLayout, states: _StepStates | None
     ) -> Tensor:
         """Advance the layer's states by the batch's rows: [num_rows, num_outputs]. normed: the layer's normed input."""
-        assert states is not None and states[1] is not None and layer.weights.mixer is not None
+        assert states is not None and layer.weights.mixer is not None
         memory, where = states
+        assert where is not None
         projected = [self._layers.project(layer.weights, rows) for rows in normed if rows is not None]
         mixed = advance(
             layer.mixer,
