@@ -19,7 +19,7 @@ from kvblocks.arguments import Flag, check_count, check_flag, is_number, wrong
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
-from kvblocks.engine.model.dtypes import parse_dtype
+from kvblocks.engine.model.fields import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling

@@ -1,4 +1,4 @@
-"""Models with recurrent states: the same answers, to the last bit, however computed; and what the engine does with slots.
+"""Models with recurrent states: the same answers, to the last bit, however computed; and what becomes of slots.
 
 While a step runs, every K and V that no row of it sees is NaN, and so is every slot of a sequence that isn't in it.
 """
@@ -267,7 +267,7 @@ def test_explain_names_the_state(lfm2):
     assert "recurrent state" in explanation
 
 
-def test_K_and_V_in_8_bits(lfm2):
+def test_keys_and_values_in_8_bits(lfm2):
     engine = Engine(lfm2, num_blocks=100, kv_cache_dtype="fp8_e4m3")
     prompt = random_tokens(lfm2.config, 50)
     first, second = (engine.generate([prompt], max_tokens=4)[0] for _ in range(2))

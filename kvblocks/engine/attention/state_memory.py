@@ -7,7 +7,7 @@ A checkpoint is the bytes of a slot, cut into blocks of the KV cache, in the ord
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,30 @@ from kvblocks.engine.model.hybrid.mixer import StateMixer, StatePart, States
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.states.copies import StateCopy
 
-if TYPE_CHECKING:
-    from kvblocks.engine.attention.attention import KVCache
-
 _ALIGNMENT = 64
 """Each part begins at a multiple of so many bytes."""
+
+
+class Blocks(Protocol):
+    """The blocks of a KV cache, as bytes. Each property and call is as of `KVCache`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are."""
+
+    @property
+    def num_block_bytes(self) -> int:
+        """The bytes of one."""
+
+    @property
+    def block_rows(self) -> Tensor | None:
+        """All of them, [num_blocks, num_block_bytes]; None if they aren't contiguous."""
+
+    def gather_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy blocks to a buffer."""
+
+    def scatter_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy a buffer to blocks."""
 
 
 def state_bytes(mixers: Iterable[StateMixer | None], dtype: torch.dtype) -> list[int]:
@@ -62,46 +81,46 @@ class StateMemory:
         """How many states it has room for."""
         return self.slots.shape[0]
 
-    def copy(self, copies: Iterable[StateCopy], cache: "KVCache") -> None:
+    def copy(self, copies: Iterable[StateCopy], blocks: Blocks) -> None:
         """Make copies of states, one after the other. Changes the slots, and for "save" blocks of the cache.
 
         Raises InvalidArgumentError, with the copies before it made, for slots and blocks that aren't there. O(bytes).
         """
         for kind, _, slot, source, block_ids in copies:
-            self._check(slot, source if kind == "fork" else slot, block_ids, cache)
+            self._check(slot, source if kind == "fork" else slot, block_ids, blocks)
             if kind == "clear":
                 self.slots[slot] = 0
             elif kind == "fork":
                 self.slots[slot] = self.slots[source]
             else:
                 ids = torch.tensor(block_ids, device=self.slots.device)
-                full, rest = divmod(self.slots.shape[1], cache.num_block_bytes)
-                whole = self.slots[slot, : full * cache.num_block_bytes].unflatten(0, (full, -1)) if full else None
+                full, rest = divmod(self.slots.shape[1], blocks.num_block_bytes)
+                whole = self.slots[slot, : full * blocks.num_block_bytes].unflatten(0, (full, -1)) if full else None
                 tail = self.slots[slot, self.slots.shape[1] - rest :]
                 if kind == "restore":
-                    _take(cache, ids, whole, tail)
+                    _take(blocks, ids, whole, tail)
                 else:
-                    _put(cache, ids, whole, tail)
+                    _put(blocks, ids, whole, tail)
 
-    def _check(self, slot: int, source: int, block_ids: tuple[int, ...], cache: "KVCache") -> None:
+    def _check(self, slot: int, source: int, block_ids: tuple[int, ...], blocks: Blocks) -> None:
         if not 0 <= slot < self.num_slots or not 0 <= source < self.num_slots:
             raise InvalidArgumentError(
                 f"copies of states: expected slots from 0 to {self.num_slots - 1}, got {slot} and {source}"
             )
-        wanted = -(-self.slots.shape[1] // cache.num_block_bytes)
-        if block_ids and (len(block_ids) != wanted or min(block_ids) < 0 or max(block_ids) >= cache.num_blocks):
+        wanted = -(-self.slots.shape[1] // blocks.num_block_bytes)
+        if block_ids and (len(block_ids) != wanted or min(block_ids) < 0 or max(block_ids) >= blocks.num_blocks):
             raise InvalidArgumentError(
-                f"copies of states: expected {wanted} block ids from 0 to {cache.num_blocks - 1}, got {block_ids}"
+                f"copies of states: expected {wanted} block ids from 0 to {blocks.num_blocks - 1}, got {block_ids}"
             )
 
 
-def _take(cache: "KVCache", ids: Tensor, whole: Tensor | None, tail: Tensor) -> None:
+def _take(blocks: Blocks, ids: Tensor, whole: Tensor | None, tail: Tensor) -> None:
     """Bring the bytes of blocks into a slot: of full ones to `whole`, [num_blocks, bytes], of the last to `tail`."""
-    rows = cache.block_rows
-    staging = rows if rows is not None else _staging(cache, ids)
+    rows = blocks.block_rows
+    staging = rows if rows is not None else _staging(blocks, ids)
     own = ids if rows is not None else torch.arange(len(ids), device=ids.device)
     if rows is None:
-        cache.gather_blocks(ids, staging)
+        blocks.gather_blocks(ids, staging)
     full = 0 if whole is None else len(whole)
     if whole is not None:
         torch.index_select(staging, 0, own[:full], out=whole)
@@ -109,10 +128,10 @@ def _take(cache: "KVCache", ids: Tensor, whole: Tensor | None, tail: Tensor) -> 
         tail.copy_(staging[own[full], : len(tail)])
 
 
-def _put(cache: "KVCache", ids: Tensor, whole: Tensor | None, tail: Tensor) -> None:
+def _put(blocks: Blocks, ids: Tensor, whole: Tensor | None, tail: Tensor) -> None:
     """Bring the bytes of a slot into blocks, as `_take`. What the last block has behind them stays or becomes zeros."""
-    rows = cache.block_rows
-    staging = rows if rows is not None else _staging(cache, ids)
+    rows = blocks.block_rows
+    staging = rows if rows is not None else _staging(blocks, ids)
     own = ids if rows is not None else torch.arange(len(ids), device=ids.device)
     full = 0 if whole is None else len(whole)
     if whole is not None:
@@ -120,11 +139,11 @@ def _put(cache: "KVCache", ids: Tensor, whole: Tensor | None, tail: Tensor) -> N
     if len(tail):
         staging[own[full], : len(tail)] = tail
     if rows is None:
-        cache.scatter_blocks(ids, staging)
+        blocks.scatter_blocks(ids, staging)
 
 
-def _staging(cache: "KVCache", ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids), cache.num_block_bytes, dtype=torch.uint8, device=ids.device)
+def _staging(blocks: Blocks, ids: Tensor) -> Tensor:
+    return torch.zeros(len(ids), blocks.num_block_bytes, dtype=torch.uint8, device=ids.device)
 
 
 def _dtype(part: StatePart, dtype: torch.dtype) -> torch.dtype:

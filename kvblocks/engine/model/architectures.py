@@ -198,7 +198,7 @@ QWEN3_5_MOE = replace(
     defaults={**QWEN3_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
 )
 # Models of text and images. Only their text models are used.
-_QWEN3_5_WITH_IMAGES = {
+_QWEN3_5_WITH_IMAGES: dict[str, Any] = {
     "prefixes": {"model.language_model.": "model."},
     "ignored_prefixes": ("mtp.", "model.visual."),
 }

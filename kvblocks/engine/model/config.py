@@ -30,9 +30,8 @@ from kvblocks.engine.model.fields import (
     read_optional_number,
     read_size,
 )
-from kvblocks.engine.model.hybrid.lfm2 import read_lfm2
 from kvblocks.engine.model.hybrid.mixer import StateMixer
-from kvblocks.engine.model.hybrid.qwen3_next import read_qwen3_next
+from kvblocks.engine.model.hybrid_config import read_lfm2, read_qwen3_next
 from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
 from kvblocks.engine.model.llama4 import Experts, read_llama4
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes

@@ -307,6 +307,9 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
             "output_bias": read("bias", "self_attn.o_proj") if config.attention_bias else None,
             "qk_norm": reader.read_qk_norm(prefix, index),
         }
+    norms: dict[str, Any] = {
+        field: reader.read_norm(f"{prefix}{name}.weight") for field, name in _layer_norms(config).items()
+    }
     return LayerWeights(
         gate_up=read_matrix(*gate_up),
         down=read_matrix(down),
@@ -314,7 +317,7 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
         down_bias=read("bias", down) if config.mlp_bias else None,
         **of_layer,
         experts=reader.read_experts(prefix) if mlp.endswith(_SHARED_EXPERT) else None,
-        **{field: reader.read_norm(f"{prefix}{name}.weight") for field, name in _layer_norms(config).items()},
+        **norms,
     )
 
 

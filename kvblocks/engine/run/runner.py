@@ -16,8 +16,8 @@ from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.errors import UnknownModelError
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
+from kvblocks.engine.model.fields import parse_dtype, stored_dtype
 from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score

@@ -133,8 +133,9 @@ class GatedDelta:
         decay, beta = self._rates(weights, write, time)
         by_head = [part.transpose(0, 1) for part in (*self._heads(mixed), decay, beta)]
         state, outputs = states[1][0], []
-        for parts in zip(*(part.split(CHUNK_TOKENS, 1) for part in by_head), strict=True):
-            output, state = delta_chunk(*parts, state)
+        for start in range(0, len(rows), CHUNK_TOKENS):
+            query, key, value, rate, weight = (part[:, start : start + CHUNK_TOKENS] for part in by_head)
+            output, state = delta_chunk(query, key, value, rate, weight, state)
             outputs.append(output)
         output = torch.cat(outputs, 1).transpose(0, 1)
         return self._finish(weights, output, gate, rows.dtype), (past[None], state[None])
@@ -151,7 +152,7 @@ class GatedDelta:
         return query * self.key_dim**-0.5, key, value.unflatten(-1, (self.num_value_heads, self.value_dim))
 
     def _normed(self, heads: Tensor) -> Tensor:
-        split = heads.unflatten(-1, (self.num_key_heads, self.key_dim))
+        split: Tensor = heads.unflatten(-1, (self.num_key_heads, self.key_dim))
         return split * torch.rsqrt(split.pow(2).sum(-1, keepdim=True) + 1e-6)
 
     def _rates(self, weights: Weights, write: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,25 +1,11 @@
-"""LFM2 (Liquid AI 2025): layers with a gated short convolution, and layers with attention.
+"""The gated short convolution of LFM2 (Liquid AI 2025). Its state is its last inputs."""
 
-A convolution's state is its last inputs. The fields, their defaults and their meaning are those of `transformers`'
-Lfm2Config.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from kvblocks.engine.model.fields import read_flag, read_number, read_size
-from kvblocks.engine.model.hybrid.layer_types import read_layer_types
-from kvblocks.engine.model.hybrid.mixer import (
-    MixerTensors,
-    StatePart,
-    States,
-    Weights,
-    convolve,
-    split_columns,
-)
+from kvblocks.engine.model.hybrid.mixer import MixerTensors, StatePart, States, Weights, convolve, split_columns
 
 
 @dataclass(frozen=True)
@@ -81,29 +67,3 @@ class ShortConv:
         before, after, value = split_columns(rows, [self.width] * 3)
         mixed, past = convolve(before * value, states[0], weights["conv"], weights.get("bias"))
         return after * mixed, (past,)
-
-
-def read_lfm2(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Read the fields of `ModelConfig` that are LFM2's own, and its MLP's size. Raises ModelError."""
-    conv = ShortConv(
-        read_size(fields, "hidden_size"), read_size(fields, "conv_L_cache"), read_flag(fields, "conv_bias")
-    )
-    attends = fields.get("full_attn_idxs")
-    default = None
-    if isinstance(attends, list):
-        default = ["full_attention" if layer in attends else "conv" for layer in range(num_layers)]
-    types = read_layer_types(fields, num_layers, "conv", default)
-    return {
-        "intermediate_size": _mlp_size(fields),
-        "mixers": tuple(conv if kind == "conv" else None for kind in types),
-    }
-
-
-def _mlp_size(fields: Mapping[str, Any]) -> int:
-    """The MLP's size: two thirds of the given one, times a factor, rounded up; or the given one itself."""
-    size = read_size(fields, "intermediate_size")
-    if not read_flag(fields, "block_auto_adjust_ff_dim"):
-        return size
-    multiple = read_size(fields, "block_multiple_of")
-    adjusted = int(read_number(fields, "block_ffn_dim_multiplier") * int(2 * size / 3))
-    return -(-adjusted // multiple) * multiple

@@ -1,25 +1,53 @@
-"""Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026): three layers of gated delta nets for each layer of gated attention.
+"""Which layers of a hybrid model keep a state, and what their config.json says of them.
 
-An attention layer's output is multiplied by the sigmoid of a gate, which is a projection as queries are. Only a part
-of each head is rotated. The fields, their defaults and their meaning are those of `transformers`' Qwen3NextConfig,
-Qwen3_5TextConfig and Qwen3_5MoeTextConfig.
+- LFM2: short convolutions, and attention.
+- Qwen3-Next and Qwen3.5: three layers of gated delta nets for each layer of gated attention, whose output is multiplied
+  by the sigmoid of a projection. Most of their models have experts.
+
+The fields, their defaults and their meaning are those of `transformers`' configurations of these names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.fields import read_flag, read_number, read_size
 from kvblocks.engine.model.hybrid.gated_delta import GatedDelta
-from kvblocks.engine.model.hybrid.layer_types import read_layer_types
+from kvblocks.engine.model.hybrid.short_conv import ShortConv
 from kvblocks.engine.model.llama4 import Experts
+
+
+def read_lfm2(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Read the fields of `ModelConfig` that are LFM2's own, and its MLP's size. Raises ModelError."""
+    conv = ShortConv(
+        read_size(fields, "hidden_size"), read_size(fields, "conv_L_cache"), read_flag(fields, "conv_bias")
+    )
+    attends = fields.get("full_attn_idxs")
+    default = None
+    if isinstance(attends, list):
+        default = ["full_attention" if layer in attends else "conv" for layer in range(num_layers)]
+    types = _read_layer_types(fields, num_layers, "conv", default)
+    return {
+        "intermediate_size": _mlp_size(fields),
+        "mixers": tuple(conv if kind == "conv" else None for kind in types),
+    }
+
+
+def _mlp_size(fields: Mapping[str, Any]) -> int:
+    """The MLP's size: two thirds of the given one, times a factor, rounded up; or the given one itself."""
+    size = read_size(fields, "intermediate_size")
+    if not read_flag(fields, "block_auto_adjust_ff_dim"):
+        return size
+    multiple = read_size(fields, "block_multiple_of")
+    adjusted = int(read_number(fields, "block_ffn_dim_multiplier") * int(2 * size / 3))
+    return -(-adjusted // multiple) * multiple
 
 
 def read_qwen3_next(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Read the fields of `ModelConfig` that are these models' own, and the MLP's size. Raises ModelError."""
     period = read_size(fields, "full_attention_interval", 4)
     default = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
-    types = read_layer_types(fields, num_layers, "linear_attention", default)
+    types = _read_layer_types(fields, num_layers, "linear_attention", default)
     delta = _read_delta(fields)
     experts = _read_experts(fields, num_layers)
     return {
@@ -68,3 +96,19 @@ def _read_experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
         normalizes=read_flag({"norm_topk_prob": True, **fields}, "norm_topk_prob"),
         has_shared_gate=True,
     )
+
+
+def _read_layer_types(
+    fields: Mapping[str, Any], num_layers: int, other: str, default: Sequence[str] | None
+) -> Sequence[str]:
+    """Each layer's kind: "full_attention" or `other`. default: if the field `layer_types` is missing.
+
+    Raises ModelError for other kinds, and if no layer attends: prefixes are found by K and V.
+    """
+    kinds = ("full_attention", other)
+    types = fields.get("layer_types") or default
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in kinds for kind in types):
+        raise ModelError(f"expected layer_types to be a list of {num_layers}, each {' or '.join(kinds)}, got {types!r}")
+    if "full_attention" not in types:
+        raise ModelError("expected at least one layer with full attention in layer_types, got none")
+    return types
