@@ -25,6 +25,7 @@ _DELTA = _BASE | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}
 _EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -39,6 +40,23 @@ FIELDS = {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_multiple_of": 8,
+    },
+    "bamba": _BASE
+    | _MAMBA
+    | {"architectures": ["BambaForCausalLM"], "num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_groups": 2},
+    "granitemoehybrid": _BASE
+    | _MAMBA
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
     },
     "qwen3_next": _DELTA | _EXPERTS | {"architectures": ["Qwen3NextForCausalLM"]},
     "qwen3_5_text": _DELTA | {"architectures": ["Qwen3_5ForCausalLM"]},

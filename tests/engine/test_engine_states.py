@@ -20,10 +20,12 @@ from kvblocks.errors import InvalidArgumentError
 MAX_TOKENS = 6
 
 
-ALL = [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.exhaustive) for name in FIELDS]
+QUICK = "lfm2"  # others take several times as long
+ALL = [name if name == QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FIELDS]
+for_every_model = pytest.mark.parametrize("model", ALL, indirect=True)
 
 
-@pytest.fixture(scope="module", params=ALL)
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     return load_tiny(tmp_path_factory.mktemp("model"), request.param)
 
@@ -86,7 +88,14 @@ def scarce_blocks(model, share, limits):
     return int(sum(blocks) * share)
 
 
-@pytest.mark.parametrize("way", WAYS)
+CASES = [
+    pytest.param(name, way, marks=() if name == QUICK or way == "cached and chunked" else pytest.mark.exhaustive)
+    for name in FIELDS
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("model", "way"), CASES, indirect=["model"])
 def test_every_way_gives_the_same_bits(model, prompts, alone, way):
     expected, expected_watch = alone
     options = dict(WAYS[way])
@@ -116,6 +125,7 @@ def histories(draw):
     return lengths, limits, draw(st.integers(1, 6)), draw(st.floats(1.0, 2.5)), draw(st.integers(1, 6))
 
 
+@for_every_model
 @settings(max_examples=6)
 @given(history=histories(), deaths=st.sets(st.integers(0, 60), max_size=4), num_samples=st.integers(1, 3))
 def test_any_history_gives_the_same_bits(model, history, deaths, num_samples):
@@ -169,6 +179,7 @@ class Dying:
         engine.runner.run = dying_run
 
 
+@for_every_model
 def test_samples_share_a_prompt_and_part_from_it(model):
     engine = Engine(model, num_blocks=300, deterministic=True)
     Watch(engine)
@@ -219,6 +230,7 @@ def test_a_request_without_a_slot_waits_and_the_reason_is_told(lfm2):
     assert all(generation.error is None for generation in generations)
 
 
+@for_every_model
 def test_a_chat_goes_on_where_its_last_prompt_ended(model):
     engine = Engine(model, num_blocks=300, deterministic=True)
     watch = Watch(engine)

@@ -5,7 +5,7 @@ each model's config.json says. config.json also says which architecture a folder
 AutoModel.
 
 From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta 2025), LFM2
-(Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026).
+(Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ class Architecture:
     doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
     rotated in pairs of neighbours, (0, 1), (2, 3) and so on. rotates_parts: a config may say that only a part of each
     head is rotated. has_output_gate: the attention's output is gated; the gates are stored behind each head's queries.
-    field_names, tensor_names: what fields and parts of tensors' names are called in a folder, and here.
+    has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. field_names,
+    tensor_names: what fields and parts of tensors' names are called in a folder, and here.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Architecture:
     has_rotated_pairs: bool = False
     rotates_parts: bool = False
     has_output_gate: bool = False
+    has_fused_mlp: bool = False
     field_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensor_names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -208,6 +210,44 @@ QWEN3_5_WITH_IMAGES = replace(
 QWEN3_5_MOE_WITH_IMAGES = replace(
     QWEN3_5_MOE, name="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe", **_QWEN3_5_WITH_IMAGES
 )
+_MAMBA2_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "eos_token_id": 2,
+}
+BAMBA = Architecture(
+    "BambaForCausalLM",
+    "bamba",
+    rotates_parts=True,
+    defaults={
+        **_MAMBA2_DEFAULTS,
+        "vocab_size": 128_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
+    tensor_names={
+        ".feed_forward.": ".mlp.",
+        ".pre_ff_layernorm.": ".post_attention_layernorm.",
+        "model.final_layernorm.": "model.norm.",
+    },
+)
+GRANITE4 = Architecture(
+    "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
+    has_fused_mlp=True,
+    defaults={**_MAMBA2_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+    tensor_names={".shared_mlp.input_linear.": ".mlp.gate_up_proj.", ".shared_mlp.output_linear.": ".mlp.down_proj."},
+)
 SUPPORTED_ARCHITECTURES = (
     LLAMA,
     QWEN3,
@@ -220,6 +260,8 @@ SUPPORTED_ARCHITECTURES = (
     QWEN3_5_MOE,
     QWEN3_5_WITH_IMAGES,
     QWEN3_5_MOE_WITH_IMAGES,
+    BAMBA,
+    GRANITE4,
 )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.architectures import (
+    BAMBA,
+    GRANITE4,
     LFM2,
     LLAMA,
     LLAMA4,
@@ -31,7 +33,7 @@ from kvblocks.engine.model.fields import (
     read_size,
 )
 from kvblocks.engine.model.hybrid.mixer import StateMixer
-from kvblocks.engine.model.hybrid_config import read_lfm2, read_qwen3_next
+from kvblocks.engine.model.hybrid_config import read_bamba, read_granite4, read_lfm2, read_qwen3_next
 from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
 from kvblocks.engine.model.llama4 import Experts, read_llama4
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes
@@ -42,6 +44,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _OWN_FIELDS: dict[str, Callable[[Mapping[str, Any], int], dict[str, Any]]] = {
     LLAMA4.name: read_llama4,
     LFM2.name: read_lfm2,
+    BAMBA.name: read_bamba,
+    GRANITE4.name: read_granite4,
     QWEN3_NEXT.name: read_qwen3_next,
     QWEN3_5.name: read_qwen3_next,
     QWEN3_5_MOE.name: read_qwen3_next,
@@ -65,6 +69,8 @@ class ModelConfig:
 
     mixers: for each layer that keeps a state instead of K and V, how it mixes the rows of a sequence; None for layers
     that attend. Empty: all attend.
+
+    embedding_scale: a factor of the embeddings, residual_scale: of what a layer adds, logits_scale: of the logits.
     """
 
     hidden_size: int
@@ -93,6 +99,9 @@ class ModelConfig:
     norms_rotated: bool = False
     experts: Experts | None = None
     mixers: tuple[StateMixer | None, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
 
     @property
     def attending(self) -> tuple[int, ...]:
@@ -189,10 +198,12 @@ class ModelConfig:
             architecture=architecture,
             windows=windows if any(windows) else (),
             local_rope=local_rope if any(windows) and local_rope != rope else None,
-            query_scale=None if query_scalar is None else query_scalar**-0.5,
             attention_softcap=read_optional_number(fields, "attn_logit_softcapping"),
             logits_softcap=read_optional_number(fields, "final_logit_softcapping"),
-            **_OWN_FIELDS.get(architecture.name, _read_mlp_size)(fields, num_layers),
+            **(
+                {"query_scale": None if query_scalar is None else query_scalar**-0.5}
+                | _OWN_FIELDS.get(architecture.name, _read_mlp_size)(fields, num_layers)
+            ),
         )
 
 

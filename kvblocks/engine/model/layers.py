@@ -140,14 +140,18 @@ class DecoderLayers:
         """
         if gates is not None:
             attended = attended * gates.sigmoid()
-        added = self.linear(attended.flatten(1), layer.output, layer.output_bias)
+        added = self._scaled(self.linear(attended.flatten(1), layer.output, layer.output_bias))
         normed = self._ops.add(hidden, added, layer.attention_output_norm, layer.mlp_norm)
         assert normed is not None  # every layer has an mlp_norm
         gated = self._ops.gate(self.linear(normed, layer.gate_up, layer.gate_up_bias))
         added = self.linear(gated, layer.down, layer.down_bias)
         if layer.experts is not None:
             self._add_experts(layer.experts, normed, added)
-        return self._ops.add(hidden, added, layer.mlp_output_norm, next_norm)
+        return self._ops.add(hidden, self._scaled(added), layer.mlp_output_norm, next_norm)
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        scale = self.config.residual_scale
+        return added if scale == 1.0 else added.mul_(scale)
 
     def _add_experts(self, experts: ExpertWeights, normed: Tensor, added: Tensor) -> None:
         """Add to each row of `added` the outputs of the experts that the row chose. Both are [num_rows, hidden].
@@ -184,5 +188,7 @@ class DecoderLayers:
     def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
         """The logits, float32 [num_rows, vocab], of `hidden` [num_rows, hidden]. Changes nothing."""
         logits = self.linear(self._ops.norm(hidden, weights.final_norm), weights.lm_head, None).float()
+        if self.config.logits_scale != 1.0:
+            logits *= self.config.logits_scale
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

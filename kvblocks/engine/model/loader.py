@@ -81,16 +81,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{name}.weight"] = (hidden,)
         mlp, width = _mlp(config, index)
         of_layer = _attention_shapes(config) if index in attending else _mixer(config, index).shapes(hidden)
-        if mlp.endswith(_SHARED_EXPERT):
+        if _has_experts(config, index):
             of_layer |= _expert_shapes(config)
-        of_layer |= _with_biases(
-            {
-                f"{mlp}.gate_proj": (width, hidden),
-                f"{mlp}.up_proj": (width, hidden),
-                f"{mlp}.down_proj": (hidden, width),
-            },
-            has_bias=config.mlp_bias,
-        )
+        names, parts = _gate_up(config, mlp), 2 if config.architecture.has_fused_mlp else 1
+        matrices = dict.fromkeys(names, (parts * width, hidden)) | {f"{mlp}.down_proj": (hidden, width)}
+        of_layer |= _with_biases(matrices, has_bias=config.mlp_bias)
         shapes |= {prefix + name: shape for name, shape in of_layer.items()}
     return shapes
 
@@ -135,16 +130,35 @@ def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
 def _mlp(config: ModelConfig, layer: int) -> tuple[str, int]:
     """The name of a layer's MLP, or of the expert that all rows share, and its width."""
     name = config.architecture.mlp_name
-    if config.experts is None or layer not in config.experts.layers:
+    if config.experts is None or not _has_experts(config, layer):
         return name, config.intermediate_size
-    return name + _SHARED_EXPERT, config.experts.shared_width or config.experts.width
+    own = name if config.architecture.has_fused_mlp else name + _SHARED_EXPERT
+    return own, config.experts.shared_width or config.experts.width
+
+
+def _has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.experts is not None and layer in config.experts.layers
+
+
+def _gate_up(config: ModelConfig, mlp: str) -> tuple[str, ...]:
+    """The names of an MLP's gate and up projections, or of the matrix that is both."""
+    return (f"{mlp}.gate_up_proj",) if config.architecture.has_fused_mlp else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """A layer's experts in a folder: one by one, or with matrices of all of them, [num_experts, in, out]."""
+    """A layer's experts in a folder: one by one, or with matrices of all of them.
+
+    These are [num_experts, out, in] where MLPs are fused, and [num_experts, in, out] elsewhere.
+    """
     assert config.experts is not None
     name, hidden = config.architecture.mlp_name, config.hidden_size
     num_experts, width = config.experts.num_experts, config.experts.width
+    if config.architecture.has_fused_mlp:
+        return {
+            "block_sparse_moe.router.layer.weight": (num_experts, hidden),
+            "block_sparse_moe.input_linear.weight": (num_experts, 2 * width, hidden),
+            "block_sparse_moe.output_linear.weight": (num_experts, hidden, width),
+        }
     if config.experts.weighs_outputs:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (num_experts, hidden)}
         if config.experts.has_shared_gate:
@@ -207,7 +221,8 @@ class _Reader:
         kind = self.config.experts
         assert kind is not None
         names = [prefix + name for name in _expert_shapes(self.config)]
-        if kind.weighs_outputs:
+        is_fused = self.config.architecture.has_fused_mlp
+        if kind.weighs_outputs and not is_fused:
             routers, matrices = names[: 1 + kind.has_shared_gate], names[1 + kind.has_shared_gate :]
             experts = [matrices[first : first + 3] for first in range(0, len(matrices), 3)]
             return ExpertWeights(
@@ -217,7 +232,10 @@ class _Reader:
             )
         router, *stored = names
         gate_up, down = (
-            tuple(pack(matrix.T.contiguous().to(self.device, self.dtype)) for matrix in self._load(name))
+            tuple(
+                pack((matrix if is_fused else matrix.T).contiguous().to(self.device, self.dtype))
+                for matrix in self._load(name)
+            )
             for name in stored
         )
         return ExpertWeights(self.read_matrix(router), gate_up, down)
@@ -296,7 +314,7 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     if config.architecture.has_output_gate:
         qkv.append("self_attn.q_proj.gates")
     mlp, _ = _mlp(config, index)
-    gate_up, down = (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj"
+    gate_up, down = _gate_up(config, mlp), f"{mlp}.down_proj"
     if config.mixers and config.mixers[index] is not None:
         of_layer: dict[str, Any] = reader.read_mixer(_mixer(config, index), prefix)
     else:
@@ -316,7 +334,7 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
         gate_up_bias=read("bias", *gate_up) if config.mlp_bias else None,
         down_bias=read("bias", down) if config.mlp_bias else None,
         **of_layer,
-        experts=reader.read_experts(prefix) if mlp.endswith(_SHARED_EXPERT) else None,
+        experts=reader.read_experts(prefix) if _has_experts(config, index) else None,
         **norms,
     )
 

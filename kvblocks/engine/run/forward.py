@@ -127,7 +127,8 @@ class DecoderModel:
                 self._stack.append(_AttendingLayer(*parts, index, *how))
         # A tensor rounds the factor to the model's dtype, as in these models' training. It is made here, since making a
         # tensor waits for a GPU.
-        self._embedding_scale = weights.embedding.new_tensor(config.hidden_size**0.5)
+        scale = config.hidden_size**0.5 if config.architecture.scales_embedding else config.embedding_scale
+        self._embedding_scale = None if scale == 1.0 else weights.embedding.new_tensor(scale)
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
             for rope in dict.fromkeys(config.ropes)
@@ -274,7 +275,7 @@ class DecoderModel:
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The first layer's input: [num_rows, hidden]."""
         hidden = self.weights.embed(token_ids)
-        if self.config.architecture.scales_embedding:
+        if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         return hidden
 

@@ -29,6 +29,21 @@ KINDS = {
         "layer_types": None,
         "full_attn_idxs": [2],
     },
+    "bamba": {},
+    "bamba, biases, one group": {
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "mlp_bias": True,
+        "attention_bias": True,
+    },
+    "granitemoehybrid": {},
+    "granitemoehybrid, dense, rope": {
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "layer_types": ["attention", "mamba", "mamba"],
+        "tie_word_embeddings": True,
+    },
     "qwen3_next": {},
     "qwen3_next, dense layers, scores as they are": {
         "mlp_only_layers": [1],
@@ -46,7 +61,15 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+QUICK = ("lfm2", "qwen3_next", "granitemoehybrid")
+some_models = pytest.mark.parametrize(
+    "pair",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in KINDS],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module")
 def pair(request, tmp_path_factory):
     """A model of transformers, and our model of the same folder, whose weights are in three files."""
     folder = save_tiny(
@@ -66,6 +89,7 @@ def assert_same(logits, expected):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("pair", KINDS, indirect=True)
 def test_chunks_and_single_tokens(pair):
     reference, model = pair
     decoder = DecoderModel(model.config, model.weights)
@@ -80,6 +104,7 @@ def test_chunks_and_single_tokens(pair):
             assert_same(logits[0], expected[stop - 1])
 
 
+@some_models
 def test_sequences_of_one_step(pair):
     """Prompts and decodes of several sequences in one step, whose states are in slots of any order."""
     reference, model = pair
@@ -102,6 +127,7 @@ def test_sequences_of_one_step(pair):
         assert_same(logits, torch.stack(wanted))
 
 
+@some_models
 def test_the_engine_with_hits_and_preemptions(pair):
     """What the engine samples from, under a scarce pool, is what transformers computes from all tokens before."""
     reference, model = pair
@@ -161,6 +187,11 @@ def test_bfloat16_keeps_matrices_in_float32(tmp_path):
     [
         ("lfm2", {"layer_types": ["conv"] * 4}, "at least one layer with full attention"),
         ("lfm2", {"layer_types": ["conv", "mamba"]}, "expected layer_types to be a list of 4"),
+        ("bamba", {"attn_layer_indices": None}, "attn_layer_indices to be a list"),
+        ("bamba", {"mamba_n_heads": 5}, "mamba_n_heads to divide 64"),
+        ("bamba", {"time_step_limit": [0.0, 0.1]}, "time_step_limit from 0 to infinity"),
+        ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok of at most num_local_experts"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'rope'"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_key_heads to divide"),
         ("qwen3_next", {"num_experts_per_tok": 6}, "num_experts_per_tok of at most num_experts"),
         ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers to be a list"),
