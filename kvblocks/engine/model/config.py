@@ -181,6 +181,8 @@ class ModelConfig:
         rope, local_rope = read_ropes(fields, max_positions, rotates_parts=architecture.rotates_parts)
         windows = _read_windows(fields, num_layers)
         query_scalar = read_optional_number(fields, "query_pre_attn_scalar")
+        own: dict[str, Any] = {"query_scale": None if query_scalar is None else query_scalar**-0.5}
+        own |= _OWN_FIELDS.get(architecture.name, _read_mlp_size)(fields, num_layers)
         return cls(
             hidden_size=hidden_size,
             num_layers=num_layers,
@@ -200,10 +202,7 @@ class ModelConfig:
             local_rope=local_rope if any(windows) and local_rope != rope else None,
             attention_softcap=read_optional_number(fields, "attn_logit_softcapping"),
             logits_softcap=read_optional_number(fields, "final_logit_softcapping"),
-            **(
-                {"query_scale": None if query_scalar is None else query_scalar**-0.5}
-                | _OWN_FIELDS.get(architecture.name, _read_mlp_size)(fields, num_layers)
-            ),
+            **own,
         )
 
 

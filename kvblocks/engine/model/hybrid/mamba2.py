@@ -128,7 +128,8 @@ class Mamba2:
         """The gate, and then the norm of each group."""
         gated = (output.flatten(-2) * F.silu(gate)).unflatten(-1, (self.num_groups, -1))
         normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        return (normed.flatten(-2) * weights["norm"]).to(dtype)
+        weighted: Tensor = normed.flatten(-2) * weights["norm"]
+        return weighted.to(dtype)
 
 
 def scan_chunk(query: Tensor, key: Tensor, written: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
