@@ -28,8 +28,9 @@ class Architecture:
     doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
     rotated in pairs of neighbours, (0, 1), (2, 3) and so on. rotates_parts: a config may say that only a part of each
     head is rotated. has_output_gate: the attention's output is gated; the gates are stored behind each head's queries.
-    has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. field_names,
-    tensor_names: what fields and parts of tensors' names are called in a folder, and here.
+    has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
+    models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are
+    called in a folder, and here.
     """
 
     name: str
@@ -48,13 +49,18 @@ class Architecture:
     rotates_parts: bool = False
     has_output_gate: bool = False
     has_fused_mlp: bool = False
+    parts: str = ""
     field_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensor_names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama")
 QWEN3 = Architecture(
-    "Qwen3ForCausalLM", "qwen3", has_qk_norms=True, defaults={"head_dim": 128, "max_position_embeddings": 32768}
+    "Qwen3ForCausalLM",
+    "qwen3",
+    parts="norms of queries and keys; windows",
+    has_qk_norms=True,
+    defaults={"head_dim": 128, "max_position_embeddings": 32768},
 )
 _GEMMA3_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -76,6 +82,7 @@ _GEMMA3_DEFAULTS = {
 GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
     "gemma3_text",
+    parts="layers with a window, and layers without",
     activation="gelu_pytorch_tanh",
     activation_field="hidden_activation",
     has_qk_norms=True,
@@ -88,6 +95,7 @@ GEMMA3 = Architecture(
 GEMMA3_WITH_IMAGES = replace(
     GEMMA3,
     name="Gemma3ForConditionalGeneration",
+    parts="its text model",
     model_type="gemma3",
     prefixes={
         "language_model.model.": "model.",
@@ -124,6 +132,7 @@ _LLAMA4_DEFAULTS = {
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
     "llama4_text",
+    parts="layers with chunks, layers without RoPE, experts",
     mlp_name="feed_forward",
     has_rotated_pairs=True,
     defaults=_LLAMA4_DEFAULTS,
@@ -131,6 +140,7 @@ LLAMA4 = Architecture(
 LFM2 = Architecture(
     "Lfm2ForCausalLM",
     "lfm2",
+    parts="states: short convolutions",
     has_qk_norms=True,
     defaults={
         "vocab_size": 65_536,
@@ -169,6 +179,7 @@ LFM2 = Architecture(
 QWEN3_NEXT = Architecture(
     "Qwen3NextForCausalLM",
     "qwen3_next",
+    parts="states: gated delta nets; gated attention, experts",
     has_qk_norms=True,
     has_centered_norms=True,
     rotates_parts=True,
@@ -192,7 +203,13 @@ QWEN3_NEXT = Architecture(
 _WITHOUT_EXPERTS = {
     name: value for name, value in QWEN3_NEXT.defaults.items() if "expert" not in name and "moe" not in name
 }
-QWEN3_5 = replace(QWEN3_NEXT, name="Qwen3_5ForCausalLM", model_type="qwen3_5_text", defaults=_WITHOUT_EXPERTS)
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    parts="states: gated delta nets; gated attention",
+    defaults=_WITHOUT_EXPERTS,
+)
 QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     name="Qwen3_5MoeForCausalLM",
@@ -201,6 +218,7 @@ QWEN3_5_MOE = replace(
 )
 # Models of text and images. Only their text models are used.
 _QWEN3_5_WITH_IMAGES: dict[str, Any] = {
+    "parts": "its text model; states, as of the one without images",
     "prefixes": {"model.language_model.": "model."},
     "ignored_prefixes": ("mtp.", "model.visual."),
 }
@@ -222,6 +240,7 @@ _MAMBA2_DEFAULTS = {
 BAMBA = Architecture(
     "BambaForCausalLM",
     "bamba",
+    parts="states: Mamba2",
     rotates_parts=True,
     defaults={
         **_MAMBA2_DEFAULTS,
@@ -244,6 +263,7 @@ BAMBA = Architecture(
 GRANITE4 = Architecture(
     "GraniteMoeHybridForCausalLM",
     "granitemoehybrid",
+    parts="states: Mamba2; experts",
     has_fused_mlp=True,
     defaults={**_MAMBA2_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
     tensor_names={".shared_mlp.input_linear.": ".mlp.gate_up_proj.", ".shared_mlp.output_linear.": ".mlp.down_proj."},
