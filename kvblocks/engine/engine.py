@@ -415,8 +415,12 @@ def _check_options(
 def _check_states(model: LoadedModel, tiers: Sequence[TierOptions], *, remembers: bool) -> None:
     """Raise InvalidArgumentError for options that don't go with recurrent states."""
     name = model.config.architecture.name
-    if tiers:
-        raise InvalidArgumentError(f"tiers: expected none for {name}, since tiers don't store states, got {len(tiers)}")
+    shared = [one.scheme for one in tiers if one.scheme not in ("host", "disk")]
+    if shared:
+        raise InvalidArgumentError(
+            f"tiers: expected host or disk for {name}, since a store would be asked for each part of a state at each"
+            f" block, got {shared[0]}"
+        )
     if remembers:
         raise InvalidArgumentError(
             f"remember_next_token: expected False for {name}, since each remembered prompt would keep a state's slot,"

@@ -311,7 +311,7 @@ class TestMemory:
             ({"num_state_slots": 0}, "num_state_slots: expected .* got 0"),
             ({"kv_cache_memory": 5000, "num_state_slots": 9}, "at least .* bytes for states, got 5000"),
             ({"remember_next_token": True}, "remember_next_token: expected False for Lfm2ForCausalLM"),
-            ({"tiers": ["host:1MiB"]}, "tiers: expected none for Lfm2ForCausalLM"),
+            ({"tiers": ["valkey://127.0.0.1:1"]}, "tiers: expected host or disk for Lfm2ForCausalLM"),
             ({"attention": "triton"}, "expected a model without recurrent states"),
         ],
     )

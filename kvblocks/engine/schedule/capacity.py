@@ -130,6 +130,14 @@ def keeps_states(manager: KVCacheManager) -> bool:
     return any(isinstance(group, RecurrentState) for group in manager.groups)
 
 
+def may_fork(manager: KVCacheManager, sequence: Sequence) -> bool:
+    """Whether a sequence can be forked now. With a state it needs a slot, and the state must be there. O(groups)."""
+    if not keeps_states(manager):
+        return True
+    is_loading = len(manager.tiers) > 0 and manager.tiers.is_loading(sequence)
+    return not is_loading and manager.states.num_free_slots > 0
+
+
 def num_possible_forks(manager: KVCacheManager) -> int:
     """How many sequences can be forked: each needs a slot where layers keep a state. O(groups)."""
     return manager.states.num_free_slots if keeps_states(manager) else NO_LIMIT

@@ -276,7 +276,7 @@ class Scheduler:
             return
         if request.siblings and request in self.running:
             heir, part = request.hand_over(), self.long_prompts.open
-            if (part is not None and part.request is request) or not capacity.num_possible_forks(self.manager):
+            if (part is not None and part.request is request) or not capacity.may_fork(self.manager, request.sequence):
                 self.waiting.appendleft(heir)
             else:
                 heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
