@@ -57,6 +57,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "qwen3-1.7b": _QWEN3
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    # Qwen3-Next's layers and heads' sizes, in a quarter of the width, with fewer layers and experts.
+    "qwen3-next-small": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 512,
+        "intermediate_size": 1280,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "vocab_size": 16384,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+    },
     "qwen3-4b": _QWEN3
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }

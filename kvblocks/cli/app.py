@@ -78,6 +78,20 @@ def fetch(model: Annotated[str, typer.Argument(help="A model that kvblocks knows
 
 
 @app.command()
+def models() -> None:
+    """List the models that `fetch` knows, and the architectures of Hugging Face folders that the engine computes."""
+    from kvblocks.engine.model.architectures import SUPPORTED_ARCHITECTURES
+    from kvblocks.engine.model.fetch import KNOWN_MODELS
+
+    print("Models by name:")
+    for name in sorted(KNOWN_MODELS):
+        print(f"  {name}")
+    print("Architectures of Hugging Face folders:")
+    for architecture in SUPPORTED_ARCHITECTURES:
+        print(f"  {architecture.name:36}{architecture.parts}".rstrip())
+
+
+@app.command()
 def demo(
     model: ModelOption = "smollm2",
     json: Annotated[

@@ -10,21 +10,20 @@ advances all of them.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
 import torch
 
-from kvblocks.arguments import Flag, check_count, check_flag, is_a, is_number, wrong
+from kvblocks.arguments import Flag, check_count, check_flag, is_number, wrong
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
-from kvblocks.engine.model.dtypes import parse_dtype
+from kvblocks.engine.model.fields import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
-from kvblocks.engine.run.memory import check_memory, read_memory
+from kvblocks.engine.run.cache_size import size_cache
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
@@ -41,14 +40,11 @@ from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.registry import read_tiers
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.events import CacheEvent, EventOptions
-from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.retention.adviser import find_factory
 from kvblocks.retention.policies import NAMED
 from kvblocks.retention.policies.policy import PolicyFactory
-
-DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
 REMEMBERED_SHARE = 0.25
 """The share of the blocks that prompts with a remembered next token may hold."""
@@ -65,6 +61,8 @@ class Engine:
     (`plan`). If no layer has a window, that is all layers.
     kv_cache_memory: instead of num_blocks, the memory of all blocks: bytes, a text such as "2GiB", or a share of the
     memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
+    num_state_slots: how many sequences can run at once, in a model with recurrent states. None: MAX_STATE_SLOTS, or as
+    many as take no more memory than the blocks. They are a part of kv_cache_memory, and come on top of num_blocks.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
     deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted. This is slower.
     On a CPU it holds for the number of torch threads at the engine's creation.
@@ -106,6 +104,7 @@ class Engine:
         *,
         num_blocks: int | None = None,
         kv_cache_memory: float | str | None = None,
+        num_state_slots: int | None = None,
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         deterministic: bool = False,
@@ -133,8 +132,11 @@ class Engine:
         check_count("block_size", block_size, 1)
         backend = Backend(attention, deterministic, cuda_graphs, kv_cache_dtype)
         self.model = _load(model, device, dtype, lambda chosen: backend.check_place(chosen, block_size))
+        if self.model.config.has_states:
+            _check_states(self.model, below, remembers=remember_next_token)
         backend = backend.prepared(self.model, block_size)  # called before anything large is allocated
-        self.plan = _plan(backend.plan_cache(self.model, block_size), num_blocks, kv_cache_memory, self.model.device)
+        layout = backend.plan_cache(self.model, block_size)
+        self.plan = size_cache(layout, num_blocks, kv_cache_memory, num_state_slots, self.model.device)
         built = build_tiers(below, self.model, self.plan, backend)
         with built:  # closes what it has opened if this fails
             self.manager = KVCacheManager(
@@ -411,6 +413,22 @@ def _check_options(
             raise wrong(name, "False with enable_prefix_caching=False", flag)
 
 
+def _check_states(model: LoadedModel, tiers: Sequence[TierOptions], *, remembers: bool) -> None:
+    """Raise InvalidArgumentError for options that don't go with recurrent states."""
+    name = model.config.architecture.name
+    shared = [one.scheme for one in tiers if one.scheme not in ("host", "disk")]
+    if shared:
+        raise InvalidArgumentError(
+            f"tiers: expected host or disk for {name}, since a store would be asked for each part of a state at each"
+            f" block, got {shared[0]}"
+        )
+    if remembers:
+        raise InvalidArgumentError(
+            f"remember_next_token: expected False for {name}, since each remembered prompt would keep a state's slot,"
+            " got True"
+        )
+
+
 def _make_scheduler(
     manager: KVCacheManager, runner: ModelRunner, order: Order, *, remembers: bool, has_gate: bool
 ) -> Scheduler:
@@ -422,32 +440,6 @@ def _make_scheduler(
         gate = make_gate(manager, scheduler.limits.num_step_tokens)
         scheduler.entrance = Entrance(gate, manager, scheduler.lookups)
     return scheduler
-
-
-def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | None, device: torch.device) -> Plan:
-    """The KV cache's layout with the number of blocks that the caller asks for.
-
-    Raises InvalidArgumentError, also if the blocks take more memory than is free.
-    """
-    if num_blocks is not None:
-        if kv_cache_memory is not None:
-            raise InvalidArgumentError(
-                f"expected num_blocks or kv_cache_memory, got both: {num_blocks} and {kv_cache_memory!r}"
-            )
-        budget = check_count("num_blocks", num_blocks, 1) * layout.block_bytes
-    else:
-        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_memory is None else read_memory(kv_cache_memory, device)
-        least = layout.block_bytes * len(layout.groups)
-        if budget < least:
-            raise InvalidArgumentError(
-                f"kv_cache_memory: expected at least {least} bytes, a block for each of {len(layout.groups)} groups of"
-                f" layers, got {budget}"
-            )
-    chosen = replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
-    if not is_a(kv_cache_memory, float):  # a share of the free memory needs no check
-        name = "kv_cache_memory" if num_blocks is None else "num_blocks"
-        check_memory(name, chosen.num_bytes, chosen.num_blocks, device)
-    return chosen
 
 
 def _load(

@@ -21,6 +21,7 @@ from kvblocks.engine.schedule.entrance import Entrance
 from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HistogramValues, MetricsSnapshot, QuotaUsage
 from kvblocks.tiers.disk import DiskStats
@@ -247,6 +248,32 @@ class GateCollector(Collector):
         for reason in ("next", "room", "idle", "behind", "turn"):
             waiting.add_metric([reason], counts[reason])
         yield waiting
+
+
+class StateCollector(Collector):
+    """Metrics of the recurrent states of a manager that has such layers. registry: as of `KVBlocksCollector`."""
+
+    def __init__(self, manager: KVCacheManager, *, registry: CollectorRegistry | None = None) -> None:
+        self._manager = manager
+        if registry is not None:
+            registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        states = self._manager.states
+        yield GaugeMetricFamily("kvblocks_state_slots", "Sequences that can have a state at once.", states.num_slots)
+        yield GaugeMetricFamily("kvblocks_free_state_slots", "Slots that no sequence has.", states.num_free_slots)
+        copies = CounterMetricFamily("kvblocks_state_copies", "Copies of states, by kind.", labels=["kind"])
+        skipped = CounterMetricFamily(
+            "kvblocks_state_skipped_saves", "States that should have been saved, and were not.", labels=["reason"]
+        )
+        stats = states.stats
+        for kind in ("cleared", "restored", "forked", "saved"):
+            copies.add_metric([kind], getattr(stats, f"num_{kind}"))
+        for reason in ("without_room", "present", "taken_back", "passed"):
+            skipped.add_metric([reason], getattr(stats, f"num_{reason}"))
+        yield copies
+        yield skipped
 
 
 def _by_tier(

@@ -20,11 +20,12 @@ from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
-from kvblocks.engine.schedule.capacity import StalledError
+from kvblocks.engine.schedule.capacity import StalledError, keeps_states
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.undoing import undo, written_tokens
+from kvblocks.groups.states.copies import StateCopy
 
 Outcomes = list[tuple[Generation, Outcome]]
 
@@ -75,8 +76,10 @@ class Stepper:
         written = written_tokens(self.scheduler)
         chunks: list[ScheduledChunk] | None = None
         try:
-            chunks = self.scheduler.schedule()
-            computed = self._compute(chunks, runner) if chunks else []
+            scheduled = self.scheduler.schedule()
+            after = self._bring_states(runner) if scheduled else []
+            chunks = scheduled
+            computed = self._compute(chunks, runner, after) if chunks else []
             return list(dict.fromkeys([*told, *computed]))
         except StalledError as error:
             return list(dict.fromkeys([*told, *self._fail([error.request], error)]))
@@ -94,8 +97,19 @@ class Stepper:
             answered.append(generation)
         return answered
 
-    def _compute(self, chunks: list[ScheduledChunk], runner: ModelRunner) -> list[Generation]:
-        """Run a step that was scheduled."""
+    def _bring_states(self, runner: ModelRunner) -> list[StateCopy]:
+        """Bring the states of a scheduled step into their slots. Return the copies to make when it is computed."""
+        manager = self.scheduler.manager
+        if not keeps_states(manager):
+            return []
+        before, after = manager.states.take_copies()
+        runner.copy_states(before)
+        return after
+
+    def _compute(
+        self, chunks: list[ScheduledChunk], runner: ModelRunner, after: Sequence[StateCopy]
+    ) -> list[Generation]:
+        """Run a step that was scheduled. after: the copies of states to make behind it."""
         sampling = [
             [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
         ]
@@ -103,6 +117,8 @@ class Stepper:
         start_s = time.perf_counter()
         try:
             logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
+            if after:
+                runner.copy_states(after)
             outcomes = self.sampler.sample(logits, [[generation.next_draw() for generation in row] for row in sampling])
             self.scheduler.note_step(chunks, time.perf_counter() - start_s)
         except BaseException as error:

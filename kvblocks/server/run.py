@@ -49,6 +49,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         model,
         num_blocks=settings.num_blocks,
         kv_cache_memory=settings.kv_cache_memory,
+        num_state_slots=settings.num_state_slots,
         block_size=settings.block_size,
         enable_prefix_caching=settings.prefix_caching,
         deterministic=settings.deterministic,

@@ -9,7 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvblocks.engine.engine import Engine
-from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector, RememberedCollector
+from kvblocks.engine.prometheus import (
+    GateCollector,
+    KVBlocksCollector,
+    OffloadCollector,
+    RememberedCollector,
+    StateCollector,
+)
 from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.server.tenant_usage import TenantUsage
 
@@ -59,6 +65,8 @@ class ServiceMetrics:
             RememberedCollector(engine.scheduler.remembered, registry=registry)
         if engine.scheduler.entrance.gate is not None:
             GateCollector(engine.scheduler.entrance, registry=registry)
+        if engine.model.config.has_states:
+            StateCollector(engine.manager, registry=registry)
         self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         for outcome in RequestOutcome:
             self._outcomes.labels(outcome.value)

@@ -66,6 +66,11 @@ class CacheSettings:
     kv_cache_memory: float | str | None = flag(
         "Instead of --num-blocks: 2GiB, or 0.5 of what is free.", _CACHE, kind=str, read=parse_memory
     )
+    num_state_slots: int | None = flag(
+        "Sequences that run at once, in a model with recurrent states. Default: 64, or as many as fit.",
+        _CACHE,
+        least=1,
+    )
     kv_cache_dtype: str = flag(
         "auto, or fp8_e4m3: K and V in 8 bits, so that the pool has room for more.", _CACHE, default="auto"
     )

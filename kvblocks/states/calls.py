@@ -39,17 +39,17 @@ class ManagerStates:
     @property
     def num_slots(self) -> int:
         """How many sequences can have a live state at once. O(1)."""
-        return self._get("num_slots").states.num_slots
+        return self._read("num_slots").states.num_slots
 
     @property
     def num_free_slots(self) -> int:
         """How many more sequences can start or be forked. O(1)."""
-        return len(self._get("num_free_slots").states.free_slots)
+        return len(self._read("num_free_slots").states.free_slots)
 
     @property
     def stats(self) -> StateStats:
         """Counters since the manager was made. O(1)."""
-        states = self._get("stats").states
+        states = self._read("stats").states
         return StateStats(
             num_cleared=states.num_cleared,
             num_restored=states.num_restored,
@@ -118,8 +118,12 @@ class ManagerStates:
         return copies
 
     def _get(self, call: str) -> StateSlots:
-        """Return the slots, also for calls that change nothing."""
+        """Return the slots, unless a call was left half done."""
         self._change.check_whole()
+        return self._read(call)
+
+    def _read(self, call: str) -> StateSlots:
+        """Return the slots, for numbers that another thread may ask for while the manager works."""
         if self._slots is None:
             raise InvalidArgumentError(
                 f"states.{call}: expected a manager with a RecurrentState among its groups, got none"

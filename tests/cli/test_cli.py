@@ -132,6 +132,14 @@ def test_an_answer_is_of_a_schema_and_drawn_as_it_is_told(capsys, tiny_folder, t
         assert said in error
 
 
+def test_models_lists_what_is_supported(capsys):
+    code, output, error = run(["models"], capsys)
+    assert (code, error) == (0, "")
+    assert "  smollm2\n" in output
+    assert "  LlamaForCausalLM\n" in output
+    assert re.search(r"^  Qwen3NextForCausalLM +states: gated delta nets", output, re.MULTILINE)
+
+
 def test_fetch_prints_the_folder_as_its_last_line(capsys, monkeypatch, tmp_path):
     def fetch_model(name, progress):
         assert name == "smollm2"

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import InvalidTokensError, KVBlocksError
 from kvblocks.engine import Completion, Engine, LoadedModel, ModelError, StepLimits
-from kvblocks.engine import engine as engine_module
 from kvblocks.engine.model.loader import expected_shapes
+from kvblocks.engine.run import cache_size
 from kvblocks.errors import InvalidArgumentError
 
 # Untied: a random model with tied embeddings mostly repeats its last token.
@@ -338,7 +338,7 @@ def test_a_folder_is_loaded_and_a_tokenizer_is_optional(tiny_folder, tmp_path):
 def test_the_default_cache_is_as_large_as_documented(model, monkeypatch):
     config = model.config
     block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 16 * 4
-    monkeypatch.setattr(engine_module, "DEFAULT_KV_CACHE_BYTES", 10 * block_bytes + 5)
+    monkeypatch.setattr(cache_size, "DEFAULT_KV_CACHE_BYTES", 10 * block_bytes + 5)
     engine = Engine(model)
     assert engine.manager.num_blocks == 10
     assert engine.runner.kv_cache.num_bytes == 10 * block_bytes

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvblocks import InvalidArgumentError, KVCacheManager, Sequence, Tier
+from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, RecurrentState, Sequence, Tier
 from kvblocks.engine import Engine
-from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector
+from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector, StateCollector
 from kvblocks.engine.schedule.entrance import EntranceView
 from kvblocks.engine.tiers.offload import TierTraffic
 from kvblocks.observe.metrics import CacheMetrics
@@ -266,6 +266,23 @@ def test_a_gate_is_shown_as_of_its_last_decision_and_the_page_names_every_series
     assert samples["kvblocks_gate_waiting", (("reason", "room"),)] == 1
     assert samples["kvblocks_gate_waiting", (("reason", "idle"),)] == 0
     assert samples["kvblocks_gate_left_total", (("rule", "hold"),)] == 0
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert {name for name, _ in samples if f"`{name}`" not in page} == set()
+
+
+def test_states_are_counted_and_the_page_names_every_series():
+    manager = KVCacheManager(16, groups=[FullAttention(4), RecurrentState(4, num_slots=2)])
+    sequence = Sequence("one", range(9))
+    manager.allocate_slots(sequence, 8)
+    manager.states.take_copies()
+    registry = CollectorRegistry()
+    StateCollector(manager, registry=registry)
+    samples = scrape(registry)
+    assert samples["kvblocks_state_slots", ()] == 2
+    assert samples["kvblocks_free_state_slots", ()] == 1
+    kinds = {kind: samples["kvblocks_state_copies_total", (("kind", kind),)] for kind in ("cleared", "saved", "forked")}
+    assert kinds == {"cleared": 1, "saved": 1, "forked": 0}
+    assert samples["kvblocks_state_skipped_saves_total", (("reason", "passed"),)] == 0
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert {name for name, _ in samples if f"`{name}`" not in page} == set()
 

@@ -35,7 +35,14 @@ class Watch:
             self.num_spoiled_slots += int((saved[0][~seen] != 0).any(-1).any(-1).sum())
             for tensor in tensors:
                 tensor[~seen] = torch.nan
+            slots = None if kv_cache.states is None else kv_cache.states.slots
+            if slots is not None:
+                unused = [slot for slot in range(len(slots)) if slot not in batch.state_rows.slots]
+                kept = slots[unused].clone()
+                slots[unused] = 255  # NaN in every dtype
             logits = forward(batch, kv_cache, score)
+            if slots is not None:
+                slots[unused] = kept
             assert not logits.isnan().any()
             for tensor, before in zip(tensors, saved, strict=True):
                 tensor[~seen] = before[~seen]
@@ -49,6 +56,8 @@ class Watch:
         seen = torch.zeros(manager.num_blocks, block_size, dtype=torch.bool)
         for chunk in chunks:
             for group, kind in enumerate(manager.groups):
+                if not kind.has_table:
+                    continue
                 first = first_seen(kind, chunk.start)
                 positions = torch.arange(first, chunk.start + chunk.num_tokens)
                 block_ids = torch.tensor(chunk.request.sequence.group_block_ids(group))

@@ -61,6 +61,7 @@ FLOORS = {
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
     "kvblocks.engine.model": 9,
+    "kvblocks.engine.model.hybrid": 8,  # layers as functions of tensors; knows nothing of models
     "kvblocks.engine.grammar": 10,
     "kvblocks.engine.attention": 10,
     "kvblocks.engine.run": 11,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
+from kvblocks.engine.attention.state_memory import StateMemory
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
 from kvblocks.engine.model.layers import RowOps, TorchRows
@@ -41,7 +42,8 @@ class KVCache:
     `memory`. On a CPU that is one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim]: a block is
     contiguous, and is moved by one copy. On other devices it is a tensor [2, num_blocks, ...] for each layer of a
     block: a layer is contiguous. copies_by_kernel: whether one launch of a Triton kernel copies blocks of all layers;
-    otherwise torch copies them. scales: the factors of K and V, for tensors in e4m3.
+    otherwise torch copies them. scales: the factors of K and V, for tensors in e4m3. states: of the layers that keep a
+    state; they have no tensors here, so the numbers of layers count only those that attend.
     """
 
     keys: tuple[Tensor, ...]
@@ -49,6 +51,7 @@ class KVCache:
     memory: tuple[Tensor, ...]
     copies_by_kernel: bool = False
     scales: KVScales | None = None
+    states: StateMemory | None = None
 
     @classmethod
     def allocate(
@@ -63,14 +66,15 @@ class KVCache:
     ) -> "KVCache":
         """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1.
 
-        layer_locations: of each layer. Layers of different groups with the same slot share memory. None: none do.
+        layer_locations: of each layer that attends. Layers of different groups with the same slot share memory. None:
+        none do.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
                 f"expected num_blocks and block_size of at least 1, got {num_blocks} and {block_size}"
             )
         shape = (block_size, config.num_kv_heads, config.head_dim)
-        slots = range(config.num_layers) if layer_locations is None else [slot for _, slot in layer_locations]
+        slots = range(len(config.attending)) if layer_locations is None else [slot for _, slot in layer_locations]
         places = {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
         if torch.device(device).type == "cpu":
             whole = zeros_when_touched((num_blocks, 2 * len(places), *shape), dtype)
@@ -102,6 +106,11 @@ class KVCache:
     def num_block_bytes(self) -> int:
         """The bytes of a block in all layers together."""
         return self.num_bytes // self.num_blocks
+
+    @cached_property
+    def block_rows(self) -> Tensor | None:
+        """The bytes of every block, uint8 [num_blocks, num_block_bytes], where a block is contiguous; else None."""
+        return self.memory[0].flatten(1).view(torch.uint8) if self.memory[0].is_cpu else None
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvblocks.engine.model.hybrid.mixer import StateRows
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -26,7 +27,7 @@ class SequenceRows:
     `token_ids` stand at positions `start` and following. `block_ids` is the sequence's block table and covers them; so
     do `other_block_ids`, its tables in the groups after the first one. Entries that no row sees may hold any id of the
     cache. Positions below `num_readonly_tokens` lie in shared blocks, which must not be written. With `wants_logits`
-    the step returns the logits of the last token.
+    the step returns the logits of the last token. state_slot: where its state is, in models with recurrent layers.
     """
 
     token_ids: Sequence[int]
@@ -35,6 +36,7 @@ class SequenceRows:
     num_readonly_tokens: int = 0
     wants_logits: bool = True
     other_block_ids: Sequence[Sequence[int]] = ()
+    state_slot: int | None = None
 
     def check(self, block_size: int) -> None:
         """Raise InvalidArgumentError if the numbers don't fit together. O(blocks)."""
@@ -98,7 +100,7 @@ class StepBatch:
     hold each sequence's context; entries after a sequence's last block are 0 and never read. query_start: int32
     [num_seqs + 1], each sequence's first row, then num_tokens. seq_lens: int32 [num_seqs], tokens in context including
     this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the sizes that the
-    host knows.
+    host knows. state_rows: the slots of the sequences' states; None if any has none.
     """
 
     token_ids: Tensor
@@ -109,6 +111,7 @@ class StepBatch:
     seq_lens: Tensor
     logits_rows: Tensor
     shape: StepShape
+    state_rows: StateRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +139,7 @@ class StepBatch:
         if query_start[-1] == 0:
             raise InvalidArgumentError(f"expected a step of at least one token, got {len(rows)} sequences without any")
         groups = range(1 + max(num_others))
+        slots = [sequence.state_slot for sequence in rows if sequence.state_slot is not None]
         positions = [position for sequence in rows for position in sequence.positions]
         return cls(
             token_ids=torch.tensor([t for sequence in rows for t in sequence.token_ids]).to(device),
@@ -149,6 +153,7 @@ class StepBatch:
                 dtype=torch.int64,
             ).to(device),
             shape=StepShape.of(rows),
+            state_rows=StateRows(tuple(slots), tuple(query_start)) if len(slots) == len(rows) else None,
         )
 
 

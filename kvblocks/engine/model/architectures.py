@@ -4,7 +4,8 @@ One decoder computes them all. They differ in data: this module has what an arch
 each model's config.json says. config.json also says which architecture a folder holds, as for `transformers`'
 AutoModel.
 
-From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta 2025).
+From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta 2025), LFM2
+(Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025).
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,11 @@ class Architecture:
     multiplied by the square root of hidden_size. defaults: of fields that a config.json may leave out. prefixes: how
     the names of tensors may begin, and the beginnings that they stand for here. ignored_prefixes: of tensors that text
     doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
-    rotated in pairs of neighbours, (0, 1), (2, 3) and so on.
+    rotated in pairs of neighbours, (0, 1), (2, 3) and so on. rotates_parts: a config may say that only a part of each
+    head is rotated. has_output_gate: the attention's output is gated; the gates are stored behind each head's queries.
+    has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
+    models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are
+    called in a folder, and here.
     """
 
     name: str
@@ -41,11 +46,21 @@ class Architecture:
     ignored_prefixes: tuple[str, ...] = ()
     mlp_name: str = "mlp"
     has_rotated_pairs: bool = False
+    rotates_parts: bool = False
+    has_output_gate: bool = False
+    has_fused_mlp: bool = False
+    parts: str = ""
+    field_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    tensor_names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama")
 QWEN3 = Architecture(
-    "Qwen3ForCausalLM", "qwen3", has_qk_norms=True, defaults={"head_dim": 128, "max_position_embeddings": 32768}
+    "Qwen3ForCausalLM",
+    "qwen3",
+    parts="norms of queries and keys; windows",
+    has_qk_norms=True,
+    defaults={"head_dim": 128, "max_position_embeddings": 32768},
 )
 _GEMMA3_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -67,6 +82,7 @@ _GEMMA3_DEFAULTS = {
 GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
     "gemma3_text",
+    parts="layers with a window, and layers without",
     activation="gelu_pytorch_tanh",
     activation_field="hidden_activation",
     has_qk_norms=True,
@@ -79,6 +95,7 @@ GEMMA3 = Architecture(
 GEMMA3_WITH_IMAGES = replace(
     GEMMA3,
     name="Gemma3ForConditionalGeneration",
+    parts="its text model",
     model_type="gemma3",
     prefixes={
         "language_model.model.": "model.",
@@ -115,11 +132,157 @@ _LLAMA4_DEFAULTS = {
 LLAMA4 = Architecture(
     "Llama4ForCausalLM",
     "llama4_text",
+    parts="layers with chunks, layers without RoPE, experts",
     mlp_name="feed_forward",
     has_rotated_pairs=True,
     defaults=_LLAMA4_DEFAULTS,
 )
-SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES, LLAMA4)
+LFM2 = Architecture(
+    "Lfm2ForCausalLM",
+    "lfm2",
+    parts="states: short convolutions",
+    has_qk_norms=True,
+    defaults={
+        "vocab_size": 65_536,
+        "hidden_size": 2560,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "eos_token_id": 2,
+    },
+    field_names={
+        "norm_eps": "rms_norm_eps",
+        "block_ff_dim": "intermediate_size",
+        "tie_embedding": "tie_word_embeddings",
+    },
+    tensor_names={
+        ".operator_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+        ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+        "model.embedding_norm.": "model.norm.",
+    },
+)
+QWEN3_NEXT = Architecture(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    parts="states: gated delta nets; gated attention, experts",
+    has_qk_norms=True,
+    has_centered_norms=True,
+    rotates_parts=True,
+    has_output_gate=True,
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    ignored_prefixes=("mtp.",),  # predicts several tokens, which this engine doesn't use
+)
+_WITHOUT_EXPERTS = {
+    name: value for name, value in QWEN3_NEXT.defaults.items() if "expert" not in name and "moe" not in name
+}
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    parts="states: gated delta nets; gated attention",
+    defaults=_WITHOUT_EXPERTS,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_NEXT,
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    defaults={**QWEN3_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
+)
+# Models of text and images. Only their text models are used.
+_QWEN3_5_WITH_IMAGES: dict[str, Any] = {
+    "parts": "its text model; states, as of the one without images",
+    "prefixes": {"model.language_model.": "model."},
+    "ignored_prefixes": ("mtp.", "model.visual."),
+}
+QWEN3_5_WITH_IMAGES = replace(
+    QWEN3_5, name="Qwen3_5ForConditionalGeneration", model_type="qwen3_5", **_QWEN3_5_WITH_IMAGES
+)
+QWEN3_5_MOE_WITH_IMAGES = replace(
+    QWEN3_5_MOE, name="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe", **_QWEN3_5_WITH_IMAGES
+)
+_MAMBA2_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "eos_token_id": 2,
+}
+BAMBA = Architecture(
+    "BambaForCausalLM",
+    "bamba",
+    parts="states: Mamba2",
+    rotates_parts=True,
+    defaults={
+        **_MAMBA2_DEFAULTS,
+        "vocab_size": 128_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
+    tensor_names={
+        ".feed_forward.": ".mlp.",
+        ".pre_ff_layernorm.": ".post_attention_layernorm.",
+        "model.final_layernorm.": "model.norm.",
+    },
+)
+GRANITE4 = Architecture(
+    "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
+    parts="states: Mamba2; experts",
+    has_fused_mlp=True,
+    defaults={**_MAMBA2_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+    tensor_names={".shared_mlp.input_linear.": ".mlp.gate_up_proj.", ".shared_mlp.output_linear.": ".mlp.down_proj."},
+)
+SUPPORTED_ARCHITECTURES = (
+    LLAMA,
+    QWEN3,
+    GEMMA3,
+    GEMMA3_WITH_IMAGES,
+    LLAMA4,
+    LFM2,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_WITH_IMAGES,
+    QWEN3_5_MOE_WITH_IMAGES,
+    BAMBA,
+    GRANITE4,
+)
 
 
 def choose_architecture(fields: Mapping[str, Any]) -> Architecture:

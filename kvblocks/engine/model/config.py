@@ -4,13 +4,26 @@ Only fields that the forward pass and the scheduler need are kept. Models that t
 (another architecture, activation or RoPE scaling, quantised weights) are refused here, before any weight is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.model.architectures import LLAMA, LLAMA4, Architecture, choose_architecture
+from kvblocks.engine.model.architectures import (
+    BAMBA,
+    GRANITE4,
+    LFM2,
+    LLAMA,
+    LLAMA4,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WITH_IMAGES,
+    QWEN3_5_WITH_IMAGES,
+    QWEN3_NEXT,
+    Architecture,
+    choose_architecture,
+)
 from kvblocks.engine.model.fields import (
     read_eos_token_ids,
     read_flag,
@@ -19,11 +32,26 @@ from kvblocks.engine.model.fields import (
     read_optional_number,
     read_size,
 )
+from kvblocks.engine.model.hybrid.mixer import StateMixer
+from kvblocks.engine.model.hybrid_config import read_bamba, read_granite4, read_lfm2, read_qwen3_next
 from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
 from kvblocks.engine.model.llama4 import Experts, read_llama4
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# What reads the fields that only models of an architecture have. For others the MLP's size is all.
+_OWN_FIELDS: dict[str, Callable[[Mapping[str, Any], int], dict[str, Any]]] = {
+    LLAMA4.name: read_llama4,
+    LFM2.name: read_lfm2,
+    BAMBA.name: read_bamba,
+    GRANITE4.name: read_granite4,
+    QWEN3_NEXT.name: read_qwen3_next,
+    QWEN3_5.name: read_qwen3_next,
+    QWEN3_5_MOE.name: read_qwen3_next,
+    QWEN3_5_WITH_IMAGES.name: read_qwen3_next,
+    QWEN3_5_MOE_WITH_IMAGES.name: read_qwen3_next,
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +66,11 @@ class ModelConfig:
     chunk_sizes: for each layer, of its chunks; None: it has none. Empty: no layer has. unrotated_layers: those without
     RoPE. temperature: of these layers. norms_rotated: queries and keys of the other layers are normed, without weights.
     experts: None in models without.
+
+    mixers: for each layer that keeps a state instead of K and V, how it mixes the rows of a sequence; None for layers
+    that attend. Empty: all attend.
+
+    embedding_scale: a factor of the embeddings, residual_scale: of what a layer adds, logits_scale: of the logits.
     """
 
     hidden_size: int
@@ -65,12 +98,27 @@ class ModelConfig:
     temperature: Temperature | None = None
     norms_rotated: bool = False
     experts: Experts | None = None
+    mixers: tuple[StateMixer | None, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that keep K and V. O(layers)."""
+        return tuple(layer for layer in range(self.num_layers) if not self.mixers or self.mixers[layer] is None)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state instead of K and V. O(layers)."""
+        return any(mixer is not None for mixer in self.mixers)
 
     @property
     def attention(self) -> tuple[LayerAttention, ...]:
-        """How each layer attends. O(layers)."""
+        """How each layer of `attending` attends. O(layers)."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         none = (None,) * self.num_layers
+        parts = list(zip(self.windows or none, self.chunk_sizes or none, strict=True))
         return tuple(
             LayerAttention(
                 scale,
@@ -79,16 +127,16 @@ class ModelConfig:
                 chunk_size=chunk_size,
                 temperature=self.temperature if layer in self.unrotated_layers else None,
             )
-            for layer, (window, chunk_size) in enumerate(
-                zip(self.windows or none, self.chunk_sizes or none, strict=True)
-            )
+            for layer in self.attending
+            for window, chunk_size in [parts[layer]]
         )
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Each layer's rotary frequencies. O(layers)."""
+        """The rotary frequencies of each layer of `attending`. O(layers)."""
         ropes = [self.rope if how.sees_all else self.local_rope or self.rope for how in self.attention]
-        return tuple(NO_ROTATION if layer in self.unrotated_layers else rope for layer, rope in enumerate(ropes))
+        by_layer = zip(self.attending, ropes, strict=True)
+        return tuple(NO_ROTATION if layer in self.unrotated_layers else rope for layer, rope in by_layer)
 
     @property
     def needs_torch(self) -> str:
@@ -97,6 +145,7 @@ class ModelConfig:
             "chunked attention": any(self.chunk_sizes),
             "layers without RoPE": bool(self.unrotated_layers),
             "experts": self.experts is not None,
+            "recurrent states": self.has_states,
         }
         return " and ".join(name for name, has_part in parts.items() if has_part)
 
@@ -129,9 +178,11 @@ class ModelConfig:
         hidden_size, num_heads = read_size(fields, "hidden_size"), read_size(fields, "num_attention_heads")
         num_layers = read_size(fields, "num_hidden_layers")
         max_positions = read_size(fields, "max_position_embeddings", 2048)
-        rope, local_rope = read_ropes(fields, max_positions)
+        rope, local_rope = read_ropes(fields, max_positions, rotates_parts=architecture.rotates_parts)
         windows = _read_windows(fields, num_layers)
         query_scalar = read_optional_number(fields, "query_pre_attn_scalar")
+        own: dict[str, Any] = {"query_scale": None if query_scalar is None else query_scalar**-0.5}
+        own |= _OWN_FIELDS.get(architecture.name, _read_mlp_size)(fields, num_layers)
         return cls(
             hidden_size=hidden_size,
             num_layers=num_layers,
@@ -149,15 +200,15 @@ class ModelConfig:
             architecture=architecture,
             windows=windows if any(windows) else (),
             local_rope=local_rope if any(windows) and local_rope != rope else None,
-            query_scale=None if query_scalar is None else query_scalar**-0.5,
             attention_softcap=read_optional_number(fields, "attn_logit_softcapping"),
             logits_softcap=read_optional_number(fields, "final_logit_softcapping"),
-            **(
-                read_llama4(fields, num_layers)
-                if architecture is LLAMA4
-                else {"intermediate_size": read_size(fields, "intermediate_size")}
-            ),
+            **own,
         )
+
+
+def _read_mlp_size(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    del num_layers
+    return {"intermediate_size": read_size(fields, "intermediate_size")}
 
 
 def _text_fields(fields: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
@@ -167,7 +218,8 @@ def _text_fields(fields: Mapping[str, Any], architecture: Architecture) -> dict[
         raise ModelError(f"expected text_config to be an object, got {text!r}")
     quantized = {"quantization_config": fields.get("quantization_config")}  # a field of the whole model
     given = {name: value for name, value in (quantized | dict(text)).items() if value is not None}
-    return dict(architecture.defaults) | given
+    renamed = {ours: given[name] for name, ours in architecture.field_names.items() if name in given}
+    return dict(architecture.defaults) | given | renamed
 
 
 def _check_supported(fields: Mapping[str, Any], architecture: Architecture) -> None:

@@ -1,4 +1,4 @@
-"""Reads JSON files of models, and checks single fields.
+"""Reads JSON files of models, and checks single fields and names of dtypes.
 
 Every function raises ModelError with what it expected and what it got. None changes anything.
 """
@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvblocks.engine.errors import ModelError
+from kvblocks.errors import InvalidArgumentError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -60,3 +65,26 @@ def read_eos_token_ids(value: Any) -> tuple[int, ...]:
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in values):
         raise ModelError(f"expected eos_token_id to be a token id or a list of them, got {value!r}")
     return tuple(values)
+
+
+def parse_dtype(dtype: Any) -> torch.dtype | None:
+    """The dtype of a name or of a torch.dtype; None for None. Raises InvalidArgumentError."""
+    if dtype is None:
+        return None
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise InvalidArgumentError(f"dtype: expected {', '.join(DTYPES)} or None, got {dtype!r}")
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype in a folder's config.json, in its old or new field, or else float32. Raises ModelError."""
+    fields = read_json(folder / "config.json")
+    text = fields.get("text_config")
+    for named in (fields, text if isinstance(text, Mapping) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = str(named.get(key)).removeprefix("torch.")
+            if name in DTYPES:
+                return DTYPES[name]
+    return torch.float32

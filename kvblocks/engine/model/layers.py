@@ -96,9 +96,20 @@ class DecoderLayers:
         self.norm = self._ops.norm
 
     def heads(self, layer: LayerWeights, normed: Tensor) -> Tensor:
-        """The heads of queries, of K and of V: [num_rows, num_heads + 2 * num_kv_heads, head_dim]. Changes nothing."""
-        num_heads = self.config.num_heads + 2 * self.config.num_kv_heads
-        return self.linear(normed, layer.qkv, layer.qkv_bias).view(-1, num_heads, self.config.head_dim)
+        """The heads of queries, of K and of V: [num_rows, num_heads + 2 * num_kv_heads, head_dim]. Changes nothing.
+
+        Where the output is gated, num_heads gates come last.
+        """
+        projected = self.project(layer, normed)
+        return projected.view(projected.shape[0], -1, self.config.head_dim)
+
+    def project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        """The input projection of a layer: [num_rows, columns]. Changes nothing."""
+        return self.linear(normed, layer.qkv, layer.qkv_bias)
+
+    def gates(self, heads: Tensor) -> Tensor | None:
+        """The gates of the attention's output, [num_rows, num_heads, head_dim], of `heads`; None in models without."""
+        return heads[:, -self.config.num_heads :] if self.config.architecture.has_output_gate else None
 
     def turn(self, layer: LayerWeights, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of `heads`. Query and key are rotated to their positions, and normed if the model does.
@@ -107,47 +118,77 @@ class DecoderLayers:
         and twice [num_rows, num_kv_heads, head_dim]. Changes nothing.
         """
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        turned, value = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), 1)
+        turned = heads[:, : num_heads + num_kv_heads]
+        value = heads[:, num_heads + num_kv_heads : num_heads + 2 * num_kv_heads]
         turned = rotate(turned if layer.qk_norm is None else self._ops.norm(turned, layer.qk_norm), cos, sin)
         query, key = turned.split_with_sizes((num_heads, num_kv_heads), 1)
         return query, key, value
 
-    def mix(self, layer: LayerWeights, hidden: Tensor, attended: Tensor, next_norm: Tensor | None) -> Tensor | None:
-        """Add the attention's output projection and the MLP to `hidden`, which it changes.
+    def mix(
+        self,
+        layer: LayerWeights,
+        hidden: Tensor,
+        attended: Tensor,
+        next_norm: Tensor | None,
+        gates: Tensor | None = None,
+    ) -> Tensor | None:
+        """Add the output projection of attention, or of a mixer, and the MLP to `hidden`, which it changes.
 
-        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim]; next_norm: the weight of the next layer's
-        input norm. Returns the next layer's normed rows, [num_rows, hidden]; None after the last layer.
+        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim], or a mixer's [num_rows, num_outputs];
+        next_norm: the weight of the next layer's input norm; gates: as `gates` returns them. Returns the next layer's
+        normed rows, [num_rows, hidden]; None after the last layer.
         """
-        added = self.linear(attended.flatten(1), layer.output, layer.output_bias)
+        if gates is not None:
+            attended = attended * gates.sigmoid()
+        added = self._scaled(self.linear(attended.flatten(1), layer.output, layer.output_bias))
         normed = self._ops.add(hidden, added, layer.attention_output_norm, layer.mlp_norm)
         assert normed is not None  # every layer has an mlp_norm
         gated = self._ops.gate(self.linear(normed, layer.gate_up, layer.gate_up_bias))
         added = self.linear(gated, layer.down, layer.down_bias)
         if layer.experts is not None:
             self._add_experts(layer.experts, normed, added)
-        return self._ops.add(hidden, added, layer.mlp_output_norm, next_norm)
+        return self._ops.add(hidden, self._scaled(added), layer.mlp_output_norm, next_norm)
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        scale = self.config.residual_scale
+        return added if scale == 1.0 else added.mul_(scale)
 
     def _add_experts(self, experts: ExpertWeights, normed: Tensor, added: Tensor) -> None:
         """Add to each row of `added` the outputs of the experts that the row chose. Both are [num_rows, hidden].
 
-        normed: the experts' input, which is scaled by the sigmoid of an expert's logit. Waits for a GPU, to know which
-        experts were chosen.
+        normed: the experts' input. `added` has the shared expert's output. Waits for a GPU, to know which experts were
+        chosen.
         """
-        assert self.config.experts is not None
+        kind = self.config.experts
+        assert kind is not None
         logits = self.linear(normed, experts.router, None)
-        chosen = logits.topk(self.config.experts.num_chosen).indices
-        is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, value=True)
+        if kind.has_shared_gate:
+            added *= logits[:, -1:].sigmoid()
+            logits = logits[:, :-1]
         # On strided rows, for the reason that the module's docstring has.
-        scores = F.pad(logits.float(), (0, 1))[:, :-1].sigmoid().to(normed.dtype)
+        logits = F.pad(logits.float(), (0, 1))[:, :-1]
+        chosen = logits.topk(kind.num_chosen).indices
+        is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, value=True)
+        scores = (logits.softmax(-1) if kind.weighs_outputs else logits.sigmoid()).masked_fill(~is_chosen, 0)
+        if kind.normalizes:
+            scores = scores / scores.sum(-1, keepdim=True)
+        scores = scores.to(normed.dtype)
         for expert in chosen.unique().tolist():
             own = is_chosen[:, expert].nonzero().squeeze(1)
             rows, score = (normed, scores) if self._keeps_rows else (normed[own], scores[own])
-            gated = self._ops.gate(self.linear(rows * score[:, expert, None], experts.gate_up[expert], None))
-            output = self.linear(gated, experts.down[expert], None)
+            weight = score[:, expert, None]
+            inputs = rows if kind.weighs_outputs else rows * weight
+            output = self.linear(
+                self._ops.gate(self.linear(inputs, experts.gate_up[expert], None)), experts.down[expert], None
+            )
+            if kind.weighs_outputs:
+                output = output * weight
             added.index_add_(0, own, output[own] if self._keeps_rows else output)
 
     def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
         """The logits, float32 [num_rows, vocab], of `hidden` [num_rows, hidden]. Changes nothing."""
         logits = self.linear(self._ops.norm(hidden, weights.final_norm), weights.lm_head, None).float()
+        if self.config.logits_scale != 1.0:
+            logits *= self.config.logits_scale
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

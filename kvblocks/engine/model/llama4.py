@@ -19,12 +19,22 @@ _LAYER_TYPES = ("chunked_attention", "full_attention")
 
 @dataclass(frozen=True)
 class Experts:
-    """Which layers have experts, how many each, and how many a row chooses. width: of each, and of the shared one."""
+    """Which layers have experts, how many each, and how many a row chooses. width: of each.
+
+    shared_width: of the expert that all rows share; None: as the others. weighs_outputs: experts' outputs are weighed
+    by the softmax of the router's logits, and not their inputs by a sigmoid. normalizes: the weights of the chosen ones
+    are divided by their sum. has_shared_gate: the shared expert's output is multiplied by the sigmoid of a logit, which
+    is the router's last row.
+    """
 
     layers: frozenset[int]
     num_experts: int
     num_chosen: int
     width: int
+    shared_width: int | None = None
+    weighs_outputs: bool = False
+    normalizes: bool = False
+    has_shared_gate: bool = False
 
 
 def read_llama4(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

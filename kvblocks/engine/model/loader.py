@@ -23,7 +23,9 @@ from torch import Tensor
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.fields import read_json
+from kvblocks.engine.model.hybrid.mixer import StateMixer
 from kvblocks.engine.model.products import pack, packed_rows
+from kvblocks.engine.model.rope import pair_order
 from kvblocks.engine.model.weights import ExpertWeights, LayerWeights, ModelWeights
 
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -67,37 +69,57 @@ def load_weights(
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor's name and shape with this configuration. A folder's names may have other prefixes."""
+    """Every tensor's name and shape with this configuration. A folder's names may be others (`Architecture`)."""
     hidden = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = {
-        "self_attn.q_proj": (queries, hidden, config.attention_bias),
-        "self_attn.k_proj": (keys, hidden, config.attention_bias),
-        "self_attn.v_proj": (keys, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, queries, config.attention_bias),
-    }
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[_LM_HEAD] = (config.vocab_size, hidden)
+    attending = config.attending
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         for name in _layer_norms(config).values():
             shapes[f"{prefix}{name}.weight"] = (hidden,)
         mlp, width = _mlp(config, index)
-        if mlp.endswith(_SHARED_EXPERT):
-            shapes |= {prefix + name: shape for name, shape in _expert_shapes(config).items()}
-        if config.architecture.has_qk_norms:
-            shapes[prefix + "self_attn.q_norm.weight"] = shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        of_mlp = {
-            f"{mlp}.gate_proj": (width, hidden, config.mlp_bias),
-            f"{mlp}.up_proj": (width, hidden, config.mlp_bias),
-            f"{mlp}.down_proj": (hidden, width, config.mlp_bias),
-        }
-        for name, (num_outputs, num_inputs, has_bias) in (projections | of_mlp).items():
-            shapes[f"{prefix}{name}.weight"] = (num_outputs, num_inputs)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (num_outputs,)
+        of_layer = _attention_shapes(config) if index in attending else _mixer(config, index).shapes(hidden)
+        if _has_experts(config, index):
+            of_layer |= _expert_shapes(config)
+        names, parts = _gate_up(config, mlp), 2 if config.architecture.has_fused_mlp else 1
+        matrices = dict.fromkeys(names, (parts * width, hidden)) | {f"{mlp}.down_proj": (hidden, width)}
+        of_layer |= _with_biases(matrices, has_bias=config.mlp_bias)
+        shapes |= {prefix + name: shape for name, shape in of_layer.items()}
     return shapes
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer's attention. Where the output is gated, a head's gates are behind its queries."""
+    hidden, architecture = config.hidden_size, config.architecture
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = _with_biases(
+        {
+            "self_attn.q_proj": (queries * (1 + architecture.has_output_gate), hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+        },
+        has_bias=config.attention_bias,
+    )
+    if architecture.has_qk_norms:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _with_biases(matrices: Mapping[str, tuple[int, int]], *, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    """The weights, and if there are any the biases, of matrices by name."""
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    if has_bias:
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    return shapes
+
+
+def _mixer(config: ModelConfig, layer: int) -> StateMixer:
+    mixer = config.mixers[layer]
+    assert mixer is not None, f"layer {layer} attends"
+    return mixer
 
 
 def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
@@ -108,16 +130,44 @@ def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
 def _mlp(config: ModelConfig, layer: int) -> tuple[str, int]:
     """The name of a layer's MLP, or of the expert that all rows share, and its width."""
     name = config.architecture.mlp_name
-    if config.experts is None or layer not in config.experts.layers:
+    if config.experts is None or not _has_experts(config, layer):
         return name, config.intermediate_size
-    return name + _SHARED_EXPERT, config.experts.width
+    own = name if config.architecture.has_fused_mlp else name + _SHARED_EXPERT
+    return own, config.experts.shared_width or config.experts.width
+
+
+def _has_experts(config: ModelConfig, layer: int) -> bool:
+    return config.experts is not None and layer in config.experts.layers
+
+
+def _gate_up(config: ModelConfig, mlp: str) -> tuple[str, ...]:
+    """The names of an MLP's gate and up projections, or of the matrix that is both."""
+    return (f"{mlp}.gate_up_proj",) if config.architecture.has_fused_mlp else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """A layer's experts in a folder. Their matrices are stored as [num_experts, in, out]."""
+    """A layer's experts in a folder: one by one, or with matrices of all of them.
+
+    These are [num_experts, out, in] where MLPs are fused, and [num_experts, in, out] elsewhere.
+    """
     assert config.experts is not None
     name, hidden = config.architecture.mlp_name, config.hidden_size
     num_experts, width = config.experts.num_experts, config.experts.width
+    if config.architecture.has_fused_mlp:
+        return {
+            "block_sparse_moe.router.layer.weight": (num_experts, hidden),
+            "block_sparse_moe.input_linear.weight": (num_experts, 2 * width, hidden),
+            "block_sparse_moe.output_linear.weight": (num_experts, hidden, width),
+        }
+    if config.experts.weighs_outputs:
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (num_experts, hidden)}
+        if config.experts.has_shared_gate:
+            shapes[f"{name}.shared_expert_gate.weight"] = (1, hidden)
+        for expert in range(num_experts):
+            own = f"{name}.experts.{expert}."
+            shapes[own + "gate_proj.weight"] = shapes[own + "up_proj.weight"] = (width, hidden)
+            shapes[own + "down_proj.weight"] = (hidden, width)
+        return shapes
     return {
         f"{name}.router.weight": (num_experts, hidden),
         f"{name}.experts.gate_up_proj": (num_experts, hidden, 2 * width),
@@ -168,9 +218,24 @@ class _Reader:
 
     def read_experts(self, prefix: str) -> ExpertWeights:
         """The experts of a layer, in the layout of `pack`."""
-        router, *stored = (prefix + name for name in _expert_shapes(self.config))
+        kind = self.config.experts
+        assert kind is not None
+        names = [prefix + name for name in _expert_shapes(self.config)]
+        is_fused = self.config.architecture.has_fused_mlp
+        if kind.weighs_outputs and not is_fused:
+            routers, matrices = names[: 1 + kind.has_shared_gate], names[1 + kind.has_shared_gate :]
+            experts = [matrices[first : first + 3] for first in range(0, len(matrices), 3)]
+            return ExpertWeights(
+                self.read_matrix(*routers),
+                tuple(self.read_matrix(gate, up) for gate, up, _ in experts),
+                tuple(self.read_matrix(down) for _, _, down in experts),
+            )
+        router, *stored = names
         gate_up, down = (
-            tuple(pack(matrix.T.contiguous().to(self.device, self.dtype)) for matrix in self._load(name))
+            tuple(
+                pack((matrix if is_fused else matrix.T).contiguous().to(self.device, self.dtype))
+                for matrix in self._load(name)
+            )
             for name in stored
         )
         return ExpertWeights(self.read_matrix(router), gate_up, down)
@@ -187,16 +252,42 @@ class _Reader:
             return torch.ones(heads, config.head_dim, dtype=self.dtype, device=self.device)
         if not config.architecture.has_qk_norms:
             return None
-        query, key = (self.read_norm(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k"))
+        order = pair_order(config.rope, config.head_dim)
+        query, key = (self.read_norm(f"{prefix}self_attn.{name}_norm.weight")[order] for name in ("q", "k"))
         return torch.cat([query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)])
 
+    def read_mixer(self, mixer: StateMixer, prefix: str) -> dict[str, Any]:
+        """The fields of `LayerWeights` that are a mixer's."""
+
+        def read(name: str) -> Tensor:
+            return self._load(prefix + name).to(self.device, torch.float32, copy=True)
+
+        def moved(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else bias.to(self.dtype)
+
+        found = mixer.load(read)
+        return {
+            "qkv": pack(found.input.to(self.dtype)),
+            "output": pack(found.output.to(self.dtype)),
+            "qkv_bias": moved(found.input_bias),
+            "output_bias": moved(found.output_bias),
+            "mixer": found.weights,
+        }
+
     def _load(self, name: str) -> Tensor:
-        stored = self.tensors[name]
+        """A tensor as it is used here. "q_proj.gates" are the gates in a stored "q_proj"."""
+        part = 1 if ".gates." in name else 0
+        stored = self.tensors[name.replace(".gates.", ".")]
         with _opened(stored.path) as file:
             loaded: Tensor = file.get_tensor(stored.name)  # this tensor keeps the mapping alive
         if self.config.architecture.has_rotated_pairs and _IS_ROTATED.search(name):
             # `rope.rotate` pairs i with i + head_dim / 2. The same order in queries and K leaves scores as they are.
             loaded = loaded.unflatten(0, (-1, self.config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        head_dim, rope = self.config.head_dim, self.config.rope
+        if self.config.architecture.has_output_gate and ".self_attn.q_proj." in name:
+            loaded = loaded.unflatten(0, (-1, 2, head_dim))[:, part].flatten(0, 1)
+        if not part and rope.rotated_dim(head_dim) < head_dim and _IS_ROTATED.search(name):
+            loaded = loaded.unflatten(0, (-1, head_dim))[:, pair_order(rope, head_dim)].flatten(0, 1)
         return loaded
 
 
@@ -219,21 +310,32 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     def read_matrix(*names: str) -> Tensor:
         return reader.read_matrix(*(f"{prefix}{name}.weight" for name in names))
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    if config.architecture.has_output_gate:
+        qkv.append("self_attn.q_proj.gates")
     mlp, _ = _mlp(config, index)
-    gate_up, down = (f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj"
+    gate_up, down = _gate_up(config, mlp), f"{mlp}.down_proj"
+    if config.mixers and config.mixers[index] is not None:
+        of_layer: dict[str, Any] = reader.read_mixer(_mixer(config, index), prefix)
+    else:
+        of_layer = {
+            "qkv": read_matrix(*qkv),
+            "output": read_matrix("self_attn.o_proj"),
+            "qkv_bias": read("bias", *qkv) if config.attention_bias else None,
+            "output_bias": read("bias", "self_attn.o_proj") if config.attention_bias else None,
+            "qk_norm": reader.read_qk_norm(prefix, index),
+        }
+    norms: dict[str, Any] = {
+        field: reader.read_norm(f"{prefix}{name}.weight") for field, name in _layer_norms(config).items()
+    }
     return LayerWeights(
-        qkv=read_matrix(*qkv),
-        output=read_matrix("self_attn.o_proj"),
         gate_up=read_matrix(*gate_up),
         down=read_matrix(down),
-        qkv_bias=read("bias", *qkv) if config.attention_bias else None,
-        output_bias=read("bias", "self_attn.o_proj") if config.attention_bias else None,
         gate_up_bias=read("bias", *gate_up) if config.mlp_bias else None,
         down_bias=read("bias", down) if config.mlp_bias else None,
-        qk_norm=reader.read_qk_norm(prefix, index),
-        experts=reader.read_experts(prefix) if mlp.endswith(_SHARED_EXPERT) else None,
-        **{field: reader.read_norm(f"{prefix}{name}.weight") for field, name in _layer_norms(config).items()},
+        **of_layer,
+        experts=reader.read_experts(prefix) if _has_experts(config, index) else None,
+        **norms,
     )
 
 
@@ -287,6 +389,10 @@ def _find_tensors(found: Iterable[_Stored], config: ModelConfig) -> dict[str, _S
         for prefix, ours in config.architecture.prefixes.items():
             if stored.name.startswith(prefix):
                 name = ours + stored.name.removeprefix(prefix)
+        for part, ours in config.architecture.tensor_names.items():
+            name = name.replace(part, ours)
+        if name in tensors:
+            raise ModelError(f"expected one tensor for {name}, got {tensors[name].name} and {stored.name}")
         tensors[name] = stored
     return tensors
 
@@ -296,7 +402,10 @@ def _check(tensors: Mapping[str, _Stored], config: ModelConfig) -> None:
     shapes = expected_shapes(config)
     missing = [name for name in shapes if name not in tensors]
     if missing:
-        raise ModelError(f"expected the tensor {missing[0]} in the weights, got none ({len(missing)} missing in all)")
+        name = missing[0]
+        for theirs, ours in config.architecture.tensor_names.items():
+            name = name.replace(ours, theirs)
+        raise ModelError(f"expected the tensor {name} in the weights, got none ({len(missing)} missing in all)")
     for name, stored in tensors.items():
         if name not in shapes:
             # Old checkpoints store RoPE's frequencies, and some store the tied head. Both are known without them.

@@ -8,9 +8,10 @@ stretches long wavelengths, keeps short ones and blends between.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.model.rope_config import RopeConfig
@@ -37,7 +38,10 @@ class RopeTable:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair: float32 [head_dim / 2]."""
+    """Radians per position of each pair: float32 [head_dim / 2]. Pairs that aren't rotated come last."""
+    rotated = rope.rotated_dim(head_dim)
+    if rotated < head_dim:
+        return F.pad(inverse_frequencies(replace(rope, rotated_share=1.0), rotated), (0, (head_dim - rotated) // 2))
     plain: Tensor = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.rope_type == "default":
         return plain
@@ -55,6 +59,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return torch.where(
         wavelength > shortest_stretched, stretched, torch.where(wavelength < longest_kept, plain, blended)
     )
+
+
+def pair_order(rope: RopeConfig, head_dim: int) -> list[int]:
+    """Where in a stored head each element is that `rotate` takes, so that its pairs are (i, i + head_dim / 2).
+
+    Stored heads have the rotated elements first, in pairs (i, i + rotated / 2).
+    """
+    half = rope.rotated_dim(head_dim) // 2
+    middle = half + head_dim // 2
+    return [*range(half), *range(2 * half, middle), *range(half, 2 * half), *range(middle, head_dim)]
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ spelling of these is `rope_local_base_freq`, without scaling.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvblocks.engine.errors import ModelError
@@ -17,7 +17,10 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How rotary frequencies are computed. `factor` and the fields after it are for scaled types, not for "default"."""
+    """How rotary frequencies are computed. `factor` and the fields after it are for scaled types, not for "default".
+
+    rotated_share: of each head's elements, the first ones; the others aren't rotated.
+    """
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -25,15 +28,23 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    rotated_share: float = 1.0
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """How many elements of a head are rotated."""
+        return int(head_dim * self.rotated_share)
 
 
 NO_ROTATION = RopeConfig("none")
 """Of layers without RoPE. All frequencies are 0, so that a rotation changes no number."""
 
 
-def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+def read_ropes(
+    fields: Mapping[str, Any], max_positions: int, *, rotates_parts: bool = False
+) -> tuple[RopeConfig, RopeConfig]:
     """The frequencies of layers with full attention, and of layers with a window. In most models they are the same.
 
+    rotates_parts: whether the architecture can have heads of which only a part is rotated.
     Raises ModelError for a kind of scaling that is not supported, or values that make no sense.
     """
     parameters = _object(fields, "rope_parameters")
@@ -42,9 +53,21 @@ def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfi
     }
     scaling = by_layer.get("full_attention", {}) if by_layer else parameters or _object(fields, "rope_scaling")
     rope = _read_rope(scaling, fields, "rope_theta", max_positions)
+    share = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if rotates_parts:
+        _check_share(share)
+        rope = replace(rope, rotated_share=float(share))
+        return rope, rope
+    if share != 1.0:
+        raise ModelError(f"expected RoPE on whole heads (partial_rotary_factor 1.0), got {share!r}")
     if "sliding_attention" not in by_layer and "rope_local_base_freq" not in fields:
         return rope, rope
     return rope, _read_rope(by_layer.get("sliding_attention", {}), fields, "rope_local_base_freq", max_positions)
+
+
+def _check_share(share: Any) -> None:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ModelError(f"expected partial_rotary_factor above 0 and at most 1, got {share!r}")
 
 
 def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -62,9 +85,6 @@ def _read_rope(
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"expected a supported rope_type ({', '.join(SUPPORTED_ROPE_TYPES)}), got {rope_type!r}")
-    partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelError(f"expected RoPE on whole heads (partial_rotary_factor 1.0), got {partial!r}")
     has_theta = scaling.get("rope_theta") is not None
     theta = read_number(scaling, "rope_theta") if has_theta else read_number(fields, theta_name, 10000.0)
     if rope_type == "default":

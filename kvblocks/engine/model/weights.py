@@ -8,6 +8,7 @@ The dtype of a norm's weight says when values are rounded. With a weight in the 
 before the product. With a weight in float32 the product is rounded (centred norms, to whose weights 1 is added here).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -18,9 +19,12 @@ from kvblocks.engine.model.products import take_rows
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer, of which each row chooses some by the router's largest logits."""
+    """The experts of a layer, of which each row chooses some by the router's largest logits.
 
-    router: Tensor  # [num_experts, hidden]
+    If the shared expert has a gate, that is the router's last row.
+    """
+
+    router: Tensor  # [num_experts, hidden], or one more
     gate_up: tuple[Tensor, ...]  # of each expert: [2 * width, hidden]
     down: tuple[Tensor, ...]  # of each expert: [hidden, width]
 
@@ -28,6 +32,9 @@ class ExpertWeights:
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer. Biases and norms are None in models that have none.
+
+    In a layer that keeps a state, `qkv` and `output` are the mixer's two projections, and `mixer` is what else it
+    needs, in float32. Where the attention's output is gated, the gates' projection is the last part of `qkv`.
 
     `gate_up` and `down` are the MLP's; in a layer with experts, those of the expert that all rows share.
     """
@@ -46,6 +53,7 @@ class LayerWeights:
     attention_output_norm: Tensor | None = None  # [hidden]
     mlp_output_norm: Tensor | None = None  # [hidden]
     experts: ExpertWeights | None = None
+    mixer: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)

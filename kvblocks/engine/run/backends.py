@@ -16,6 +16,7 @@ from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAtte
 from kvblocks.engine.attention.flash_attention import FlashAttention, check_flash_attention, load_flash_attention
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales, is_8_bit
 from kvblocks.engine.attention.names import ATTENTIONS
+from kvblocks.engine.attention.state_memory import state_bytes
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerLocation
@@ -26,7 +27,8 @@ from kvblocks.engine.run.rows import NATURAL
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.plan import KVLayer, Plan, plan
+from kvblocks.groups.plan import KVLayer, Plan, StateLayer, plan
+from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.manager import KVCacheManager
 
 logger = logging.getLogger("kvblocks.engine.run")
@@ -34,18 +36,27 @@ logger = logging.getLogger("kvblocks.engine.run")
 _NO_LIMIT = 2**62
 
 
-def plan_cache(config: ModelConfig, block_size: int, dtype: torch.dtype) -> Plan:
+def plan_cache(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, state_dtype: torch.dtype | None = None
+) -> Plan:
     """A model's layers as KV-cache groups over one pool: one of full attention, and one for each way to see less.
 
     All groups have one block size, so a layer's K and V have the same shape in every group, and layers of different
-    groups can share tensors. The plan's num_blocks and num_bytes have no meaning: they exceed any memory.
+    groups can share tensors. Layers that keep a state are a group beside these. The plan's num_blocks, num_bytes and
+    number of states have no meaning: `cache_size` chooses them.
 
-    Raises InvalidArgumentError for a block_size below 1. O(layers ** 2).
+    state_dtype: of states, if it isn't that of K and V. Raises InvalidArgumentError for a block_size below 1.
+    O(layers ** 2).
     """
     kinds = [how.kind(block_size) for how in config.attention]
     different = list(dict.fromkeys(kinds))
     layers = [KVLayer(different.index(kind), config.num_kv_heads, config.head_dim) for kind in kinds]
-    return plan(different, layers, dtype.itemsize, _NO_LIMIT)
+    if not config.has_states:
+        return plan(different, layers, dtype.itemsize, _NO_LIMIT)
+    states = [
+        StateLayer(num_bytes) for num_bytes in state_bytes(config.mixers, dtype if state_dtype is None else state_dtype)
+    ]
+    return plan([*different, RecurrentState(block_size, 1)], layers, dtype.itemsize, _NO_LIMIT, states=states)
 
 
 def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[str, float]]:
@@ -128,7 +139,8 @@ class Backend:
 
     def plan_cache(self, model: LoadedModel, block_size: int) -> Plan:
         """As the function of this name, for the cache's dtype."""
-        return plan_cache(model.config, block_size, E4M3 if is_8_bit(self.kv_cache_dtype) else model.dtype)
+        dtype = E4M3 if is_8_bit(self.kv_cache_dtype) else model.dtype
+        return plan_cache(model.config, block_size, dtype, model.dtype)
 
     def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
         """The attention for this model. Raises InvalidArgumentError and ModelError, which name alternatives."""
@@ -162,7 +174,9 @@ class Backend:
             model.config, model.weights, strategy=strategy, attention=attention, layer_locations=layer_locations
         )
         if isinstance(attention, TorchAttention):
-            return ModelRunner(computed, manager.num_blocks, manager.block_size, scales=self.scales)
+            num_slots = manager.states.num_slots if model.config.has_states else 1
+            sizes = (manager.num_blocks, manager.block_size)
+            return ModelRunner(computed, *sizes, scales=self.scales, num_slots=num_slots)
         return self._make_device_runner(computed, manager)
 
     def _make_device_runner(self, model: DecoderModel, manager: KVCacheManager) -> ModelRunner:

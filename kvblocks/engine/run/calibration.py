@@ -91,7 +91,7 @@ def calibrate(model: LoadedModel) -> KVScales:
     num_blocks = -(-len(token_ids) // _BLOCK_SIZE)
     watching = _Watching()
     decoder = DecoderModel(model.config, model.weights, attention=watching)
-    rows = SequenceRows(token_ids, 0, list(range(num_blocks)))
+    rows = SequenceRows(token_ids, 0, list(range(num_blocks)), state_slot=0)
     batch = StepBatch.build([rows], _BLOCK_SIZE, model.device)
     decoder.forward(batch, decoder.new_kv_cache(num_blocks, _BLOCK_SIZE))
     if not all(bool(largest.isfinite().all()) for largest in (*watching.keys, *watching.values)):

@@ -97,11 +97,18 @@ def _row_functions(
 
     def project(layer: LayerWeights, rows: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, cos, sin = rows
+        if layer.mixer is not None:
+            return (layers.project(layer, layers.norm(hidden, layer.input_norm)),)
         return layers.turn(layer, layers.heads(layer, layers.norm(hidden, layer.input_norm)), cos, sin)
 
     def mix(layer: LayerWeights, rows: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, attended = rows[0].clone(), rows[1]
-        normed = layers.mix(layer, hidden, attended, layer.input_norm)
+        gates = (
+            None
+            if layer.mixer is not None
+            else layers.gates(layers.heads(layer, layers.norm(hidden, layer.input_norm)))
+        )
+        normed = layers.mix(layer, hidden, attended, layer.input_norm, gates)
         assert normed is not None
         return (hidden, normed)
 
@@ -111,10 +118,16 @@ def _row_functions(
     body, head = strategy.row_counts, strategy.head_row_counts
     hidden = random_rows(body, config.hidden_size)
     cos, sin = random_rows(body, 1, config.head_dim), random_rows(body, 1, config.head_dim)
-    attended = random_rows(body, config.num_heads, config.head_dim)
-    first_of = {(layer.qk_norm is None, layer.experts is None): layer for layer in reversed(weights.layers)}
+    first_of = {
+        (layer.qk_norm is None, layer.experts is None, mixer): (layer, mixer)
+        for layer, mixer in reversed(
+            list(zip(weights.layers, config.mixers or [None] * config.num_layers, strict=True))
+        )
+    }
     found: list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]] = []
-    for layer in first_of.values():
+    for layer, mixer in first_of.values():
+        shape = (config.num_heads, config.head_dim) if mixer is None else (mixer.num_outputs,)
+        attended = random_rows(body, *shape)
         found += [(partial(project, layer), (hidden, cos, sin), body), (partial(mix, layer), (hidden, attended), body)]
     return [*found, (logits, (random_rows(head, config.hidden_size),), head)]
 

@@ -21,8 +21,10 @@ from kvblocks.engine.attention.attention import (
 )
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales
+from kvblocks.engine.attention.state_memory import StateMemory
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.hybrid.mixer import StateMixer, StateRows, advance
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
 from kvblocks.engine.model.products import product
@@ -34,6 +36,10 @@ from kvblocks.errors import InvalidArgumentError
 
 Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
 """Called with the last layer's output of all rows of a step, [num_tokens, hidden], and a function rows -> logits."""
+
+
+_StepStates = tuple[StateMemory, StateRows | None]
+"""The slots of a cache, and which rows of a step advance which."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,27 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a model, with its number. next_norm: the next layer's input norm; None for the last layer."""
+    """One layer of a model. next_norm: the next layer's input norm; None for the last layer."""
+
+    weights: LayerWeights
+    next_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class _AttendingLayer(_Layer):
+    """A layer that attends, with its number among those that do."""
 
     index: int
-    weights: LayerWeights
     how: LayerAttention
     rope: RopeConfig
-    next_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class _MixingLayer(_Layer):
+    """A layer that keeps a state, with its number among all layers."""
+
+    index: int
+    mixer: StateMixer
 
 
 class DecoderModel:
@@ -66,9 +86,9 @@ class DecoderModel:
 
     `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch backend
     that fits the strategy; a deterministic strategy needs a tiled backend. `linear` is the matrix product to use.
-    `layer_locations` says which KV-cache group each layer belongs to; by default all are in one group.
+    `layer_locations` says which KV-cache group each layer that attends belongs to; by default all are in one group.
 
-    Attributes: its arguments; `layer_attention`, how each layer attends; `num_groups`, of the KV cache.
+    Attributes: its arguments; `layer_attention`, how each of these layers attends; `num_groups`, of the KV cache.
     """
 
     def __init__(
@@ -89,19 +109,26 @@ class DecoderModel:
         self.weights = weights
         self.strategy = strategy
         self.attention = attention
-        self.layer_locations = tuple(layer_locations or [LayerLocation(0, slot) for slot in range(config.num_layers)])
+        attending = range(len(config.attending))
+        self.layer_locations = tuple(layer_locations or [LayerLocation(0, slot) for slot in attending])
         kinds = zip(config.attention, self.layer_locations, strict=True)
         self.layer_attention = tuple(replace(how, group=location.group) for how, location in kinds)
         self.num_groups = 1 + max(location.group for location in self.layer_locations)
         self._layers = DecoderLayers(config, linear, attention.row_ops(config), keeps_rows=strategy.is_deterministic)
         norms = [*(layer.input_norm for layer in weights.layers[1:]), None]
-        self._stack = [
-            _Layer(index, *parts)
-            for index, parts in enumerate(zip(weights.layers, self.layer_attention, config.ropes, norms, strict=True))
-        ]
+        attend = enumerate(zip(self.layer_attention, config.ropes, strict=True))
+        self._stack: list[_AttendingLayer | _MixingLayer] = []
+        for number, parts in enumerate(zip(weights.layers, norms, strict=True)):
+            mixer = config.mixers[number] if config.mixers else None
+            if mixer is not None:
+                self._stack.append(_MixingLayer(*parts, number, mixer))
+            else:
+                index, how = next(attend)
+                self._stack.append(_AttendingLayer(*parts, index, *how))
         # A tensor rounds the factor to the model's dtype, as in these models' training. It is made here, since making a
         # tensor waits for a GPU.
-        self._embedding_scale = weights.embedding.new_tensor(config.hidden_size**0.5)
+        scale = config.hidden_size**0.5 if config.architecture.scales_embedding else config.embedding_scale
+        self._embedding_scale = None if scale == 1.0 else weights.embedding.new_tensor(scale)
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
             for rope in dict.fromkeys(config.ropes)
@@ -110,13 +137,21 @@ class DecoderModel:
         if config.temperature is not None:
             self._temperature = config.temperature.table(config.max_position_embeddings).to(weights.embedding.device)
 
-    def new_kv_cache(self, num_blocks: int, block_size: int, scales: KVScales | None = None) -> KVCache:
-        """A zeroed cache on the model's device, in its dtype, or in e4m3 with these scales."""
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, scales: KVScales | None = None, num_slots: int = 1
+    ) -> KVCache:
+        """A zeroed cache on the model's device, in its dtype, or in e4m3 with these scales.
+
+        num_slots: for states, in models with layers that keep one.
+        """
         like, locations = self.weights.embedding, self.layer_locations
         dtype = like.dtype if scales is None else E4M3
         cache = KVCache.allocate(
             self.config, num_blocks, block_size, layer_locations=locations, dtype=dtype, device=like.device
         )
+        if self.config.has_states:
+            memory = StateMemory.allocate(self.config.mixers, num_slots, like.dtype, like.device)
+            cache = replace(cache, states=memory)
         return cache if scales is None else replace(cache, scales=scales)
 
     @torch.inference_mode()
@@ -125,16 +160,18 @@ class DecoderModel:
 
         score: for callers that want logits of more rows than fit in memory at once. Raises InvalidArgumentError, before
         anything is written, if a token id is not in the vocabulary, a position is not below max_position_embeddings, a
-        block is not in the cache, or a group has no block tables. These checks are the last guard against reads and
-        writes out of bounds; a scheduler should refuse such a request when it arrives. Raises ModelError if the number
-        of torch threads is not the one that the strategy was checked for. Changes the cache: K and V of every row with
-        a slot.
+        block or a state's slot is not in the cache, or a group has no block tables. These checks are the last guard
+        against reads and writes out of bounds; a scheduler should refuse such a request when it arrives. Raises
+        ModelError if the number of torch threads is not the one that the strategy was checked for. Changes the cache: K
+        and V of every row with a slot, and the states of the batch's sequences.
         """
         self._check(batch, kv_cache)
-        return self.compute(batch, self.attention.begin(batch, kv_cache), score)
+        return self.compute(batch, self.attention.begin(batch, kv_cache), score, kv_cache.states)
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, step: StepAttention, score: Score | None = None) -> Tensor:
+    def compute(
+        self, batch: StepBatch, step: StepAttention, score: Score | None = None, states: StateMemory | None = None
+    ) -> Tensor:
         """`forward` without its checks, with an attention that was begun. For callers that have checked the batch.
 
         Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph. The
@@ -142,7 +179,7 @@ class DecoderModel:
         """
         layout = RowLayout.build(batch, self.strategy)
         hidden = self._embed(layout.token_ids)
-        for _ in self._run_layers(layout, hidden, step):
+        for _ in self._run_layers(layout, hidden, step, None if states is None else (states, batch.state_rows)):
             pass
         if score is not None:
             score(layout.take_own(hidden), self._logits)
@@ -158,35 +195,67 @@ class DecoderModel:
         self._check(batch, kv_cache)
         layout = RowLayout.build(batch, self.strategy)
         hidden = self._embed(layout.token_ids)
-        yield from self._run_layers(layout, hidden, self.attention.begin(batch, kv_cache))
+        states = None if kv_cache.states is None else (kv_cache.states, batch.state_rows)
+        yield from self._run_layers(layout, hidden, self.attention.begin(batch, kv_cache), states)
 
-    def _run_layers(self, layout: RowLayout, hidden: Tensor, step: StepAttention) -> Iterator[None]:
+    def _run_layers(
+        self, layout: RowLayout, hidden: Tensor, step: StepAttention, states: _StepStates | None
+    ) -> Iterator[None]:
         """Compute one layer whenever it is advanced. Changes `hidden`, the first layer's input, [num_rows, hidden]."""
         parts = self._cut(layout, hidden, places=isinstance(step, PlacingStep))
         first_norm = self.weights.layers[0].input_norm
         normed: list[Tensor | None] = [self._layers.norm(part.hidden, first_norm) for part in parts]
         for layer in self._stack:
-            queries = [self._place(layer, rows, part, step) for rows, part in zip(normed, parts, strict=True)]
-            query = queries[0] if len(queries) == 1 else torch.cat(queries)
-            attended = layout.put_own(step.attend(layer.index, layout.take_own(query), layer.how))
+            gates: list[Tensor | None] = [None] * len(parts)
+            if isinstance(layer, _MixingLayer):
+                attended = self._mix_states(layer, normed, layout, states)
+            else:
+                placed = [self._place(layer, rows, part, step) for rows, part in zip(normed, parts, strict=True)]
+                query = placed[0][0] if len(placed) == 1 else torch.cat([query for query, _ in placed])
+                gates = [gate for _, gate in placed]
+                attended = layout.put_own(step.attend(layer.index, layout.take_own(query), layer.how))
             normed = [
-                self._layers.mix(layer.weights, part.hidden, attended[part.rows], layer.next_norm) for part in parts
+                self._layers.mix(layer.weights, part.hidden, attended[part.rows], layer.next_norm, gate)
+                for part, gate in zip(parts, gates, strict=True)
             ]
             yield
 
-    def _place(self, layer: _Layer, normed: Tensor | None, part: _Part, step: StepAttention) -> Tensor:
-        """Store K and V of a part's rows, and return their queries. normed: the layer's normed input."""
+    def _mix_states(
+        self, layer: _MixingLayer, normed: Sequence[Tensor | None], layout: RowLayout, states: _StepStates | None
+    ) -> Tensor:
+        """Advance the layer's states by the batch's rows: [num_rows, num_outputs]. normed: the layer's normed input."""
+        assert states is not None and layer.weights.mixer is not None
+        memory, where = states
+        assert where is not None
+        projected = [self._layers.project(layer.weights, rows) for rows in normed if rows is not None]
+        mixed = advance(
+            layer.mixer,
+            layer.weights.mixer,
+            layout.take_own(projected[0] if len(projected) == 1 else torch.cat(projected)),
+            memory.layers[layer.index],
+            where,
+            by_token=self.strategy.is_deterministic,
+        )
+        return layout.put_own(mixed)
+
+    def _place(
+        self, layer: _AttendingLayer, normed: Tensor | None, part: _Part, step: StepAttention
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store K and V of a part's rows. Return their queries, and the gates of the attention's output if there are.
+
+        normed: the layer's normed input.
+        """
         assert normed is not None  # it is None only after the last layer
         heads, slots = self._layers.heads(layer.weights, normed), part.slot_mappings[layer.how.group]
         if isinstance(step, PlacingStep):
             rope, eps = self._ropes[layer.rope], self.config.rms_norm_eps
             angles = HeadAngles(rope, part.positions, layer.weights.qk_norm, eps)
-            return step.place(layer.index, heads, angles, slots)
+            return step.place(layer.index, heads, angles, slots), None
         query, key, value = self._layers.turn(layer.weights, heads, *part.angles[layer.rope])
         step.store(layer.index, key, value, slots)
         if layer.how.temperature is not None and self._temperature is not None:
             query = (query * self._temperature[part.positions, None, None]).to(query.dtype)
-        return query
+        return query, self._layers.gates(heads)
 
     def _cut(self, layout: RowLayout, hidden: Tensor, *, places: bool) -> list["_Part"]:
         """Cut a step's rows into chunks of the strategy's sizes, once for all layers. places: for a `PlacingStep`."""
@@ -206,7 +275,7 @@ class DecoderModel:
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The first layer's input: [num_rows, hidden]."""
         hidden = self.weights.embed(token_ids)
-        if self.config.architecture.scales_embedding:
+        if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         return hidden
 
@@ -233,7 +302,19 @@ class DecoderModel:
             low, high = (int(bound) for bound in values.aminmax())
             if low < 0 or high >= limit:
                 raise InvalidArgumentError(f"expected {name} from 0 to {limit - 1}, got {low if low < 0 else high}")
+        self._check_states(batch, kv_cache)
         self.check_threads()
+
+    def _check_states(self, batch: StepBatch, kv_cache: KVCache) -> None:
+        if not self.config.has_states:
+            return
+        if kv_cache.states is None or batch.state_rows is None:
+            raise InvalidArgumentError(
+                f"expected a cache with states, and each sequence's slot, for {self.config.architecture.name}, got none"
+            )
+        slots, num_slots = batch.state_rows.slots, kv_cache.states.num_slots
+        if min(slots) < 0 or max(slots) >= num_slots or len(set(slots)) < len(slots):
+            raise InvalidArgumentError(f"expected slots from 0 to {num_slots - 1}, each once, got {[*slots]}")
 
     def check_threads(self) -> None:
         """Raise ModelError if the number of torch threads is not the one that the strategy was checked for."""

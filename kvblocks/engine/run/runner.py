@@ -16,8 +16,8 @@ from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.errors import UnknownModelError
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
+from kvblocks.engine.model.fields import parse_dtype, stored_dtype
 from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score
@@ -27,6 +27,7 @@ from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.states.copies import StateCopy
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -89,21 +90,30 @@ class LoadedModel:
 class ModelRunner:
     """Runs steps of one model over a KV cache of `num_blocks` blocks, in the model's dtype, or e4m3 with `scales`.
 
-    Attribute: draw_tokens, the kernel that draws from the logits, or None. Raises InvalidArgumentError for sizes below
-    1.
+    num_slots: for live states, if the model has layers that keep one. Attribute: draw_tokens, the kernel that draws from
+    the logits, or None. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
-        self, model: DecoderModel, num_blocks: int, block_size: int, *, scales: KVScales | None = None
+        self,
+        model: DecoderModel,
+        num_blocks: int,
+        block_size: int,
+        *,
+        scales: KVScales | None = None,
+        num_slots: int = 1,
     ) -> None:
         self.model = model
-        self.kv_cache = model.new_kv_cache(num_blocks, block_size, scales)
+        self.kv_cache = model.new_kv_cache(num_blocks, block_size, scales, num_slots)
         self.draw_tokens: DrawTokens | None = None
 
     @property
     def num_slice_layers(self) -> int:
-        """The layers through which `run` can take a chunk in slices; 1: it can't."""
-        return self.model.config.num_layers
+        """The layers through which `run` can take a chunk in slices; 1: it can't.
+
+        It can't where layers keep states: one is saved when all layers of a step are done, and a slice isn't.
+        """
+        return 1 if self.model.config.has_states else self.model.config.num_layers
 
     def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
@@ -115,6 +125,12 @@ class ModelRunner:
         if part is not None:
             return self._run_slice(chunks[0], part)
         return self.model.forward(self._begin(chunks), self.kv_cache, score)
+
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Make copies between states and blocks, as `manager.states.take_copies` gives them: before or after `run`."""
+        if self.kv_cache.states is not None:
+            self.kv_cache.states.copy(copies, self.kv_cache)
 
     @torch.inference_mode()
     def _run_slice(self, chunk: ScheduledChunk, part: OpenChunk) -> Tensor:
@@ -152,6 +168,7 @@ class ModelRunner:
             num_readonly_tokens=sequence.num_readonly_tokens,
             wants_logits=chunk.samples,
             other_block_ids=[sequence.group_block_ids(group) for group in range(1, num_groups)],
+            state_slot=sequence.state_slot,
         )
 
 

@@ -18,8 +18,11 @@ from kvblocks.engine.errors import RequestTooLongError
 from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import PoolExhaustedError
 from kvblocks.groups.kinds import Group
+from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.pinned_blocks import KEEP
+
+NO_LIMIT = 1 << 62
 
 
 class StalledError(PoolExhaustedError):
@@ -106,15 +109,38 @@ def count_blocks(groups: Iterable[Group], num_tokens: int, num_step_tokens: int)
     return sum([group.num_blocks(num_tokens, num_step_tokens) for group in groups])
 
 
-def fitting_tokens(manager: KVCacheManager, request: Request, num_tokens: int) -> int:
+def fitting_tokens(manager: KVCacheManager, request: Request, num_tokens: int, hit: CacheHit | None = None) -> int:
     """`num_tokens`, or fewer if a step of so many tokens would need more blocks than the pool has.
 
-    That happens if the limits were replaced after the request was checked for smaller steps. O(groups), mostly.
+    That happens if the limits were replaced after the request was checked for smaller steps. Where layers keep a state,
+    also fewer if the state is to be saved before. hit: of a request without blocks. O(groups), mostly.
     """
     num_known = request.sequence.num_tokens
     while num_tokens > 1 and count_blocks(manager.groups, num_known, num_tokens) > manager.num_blocks:
         num_tokens //= 2
+    if num_tokens and keeps_states(manager):
+        sequence = request.sequence
+        start = sequence.num_computed_tokens if hit is None else hit.num_tokens
+        return manager.states.next_cut(sequence, start + num_tokens, hit) - start
     return num_tokens
+
+
+def keeps_states(manager: KVCacheManager) -> bool:
+    """Whether layers keep a state. O(groups)."""
+    return any(isinstance(group, RecurrentState) for group in manager.groups)
+
+
+def may_fork(manager: KVCacheManager, sequence: Sequence) -> bool:
+    """Whether a sequence can be forked now. With a state it needs a slot, and the state must be there. O(groups)."""
+    if not keeps_states(manager):
+        return True
+    is_loading = len(manager.tiers) > 0 and manager.tiers.is_loading(sequence)
+    return not is_loading and manager.states.num_free_slots > 0
+
+
+def num_possible_forks(manager: KVCacheManager) -> int:
+    """How many sequences can be forked: each needs a slot where layers keep a state. O(groups)."""
+    return manager.states.num_free_slots if keeps_states(manager) else NO_LIMIT
 
 
 def most_pool_tokens(manager: KVCacheManager, num_step_tokens: int) -> int:

@@ -41,7 +41,7 @@ from itertools import islice
 from math import inf
 
 from kvblocks.core.hit import CacheHit
-from kvblocks.engine.schedule.capacity import check_fits, check_oldest, fitting_tokens, max_request_tokens, stalled
+from kvblocks.engine.schedule import capacity
 from kvblocks.engine.schedule.entrance import Entrance
 from kvblocks.engine.schedule.long_prompts import LongPrompts
 from kvblocks.engine.schedule.lookups import Lookups
@@ -103,7 +103,7 @@ class Scheduler:
 
         O(groups * log(tokens)), and O(tokens pinned) with pins.
         """
-        return max_request_tokens(self.manager, self.max_model_len, self.limits.num_step_tokens)
+        return capacity.max_request_tokens(self.manager, self.max_model_len, self.limits.num_step_tokens)
 
     def check_fits(self, request: Request) -> None:
         """Raise if the request could not finish, even alone. Changes nothing.
@@ -111,7 +111,7 @@ class Scheduler:
         InvalidArgumentError: it never could; PoolExhaustedError: not until a pin ends. The number of its samples
         doesn't matter, since they can run one after another. O(1), and O(tokens pinned + prompt) with pins.
         """
-        check_fits(self.manager, request, self.max_model_len, self.limits.num_step_tokens)
+        capacity.check_fits(self.manager, request, self.max_model_len, self.limits.num_step_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request with its siblings. Raises and costs as `check_fits`. Changes nothing if it raises."""
@@ -185,7 +185,7 @@ class Scheduler:
         if may_admit or not chunks:  # without chunks, the oldest request itself starts again
             refused = self._admit(chunks)
             if refused is not None and not chunks and not self.is_moving:
-                raise stalled(self.manager, refused)
+                raise capacity.stalled(self.manager, refused)
         return chunks
 
     @property
@@ -276,7 +276,7 @@ class Scheduler:
             return
         if request.siblings and request in self.running:
             heir, part = request.hand_over(), self.long_prompts.open
-            if part is not None and part.request is request:
+            if (part is not None and part.request is request) or not capacity.may_fork(self.manager, request.sequence):
                 self.waiting.appendleft(heir)
             else:
                 heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
@@ -334,10 +334,10 @@ class Scheduler:
         """Allocate slots for a running request's next tokens: the rest of its prompt, or the token sampled last."""
         sequence = request.sequence
         start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
-        num_tokens = fitting_tokens(self.manager, request, min(most, request.num_left_tokens))
+        num_tokens = capacity.fitting_tokens(self.manager, request, min(most, request.num_left_tokens))
         if not make_room(self.manager, self.remembered, sequence, num_tokens):
             if is_oldest:
-                check_oldest(self.manager, request, start + num_tokens, most)
+                capacity.check_oldest(self.manager, request, start + num_tokens, most)
             return None
         return chunk_of(self.manager, request, start)
 
@@ -417,7 +417,9 @@ class Scheduler:
             return chunk
         loads = self._find_loads(request, hit)
         num_left = request.sequence.num_tokens - hit.num_tokens
-        num_tokens = fitting_tokens(self.manager, request, min(self.limits.chunk_tokens(budget), num_left))
+        num_tokens = capacity.fitting_tokens(
+            self.manager, request, min(self.limits.chunk_tokens(budget), num_left), hit
+        )
         try:
             num_new = 0 if loads else num_tokens
             if not make_room(self.manager, self.remembered, request.sequence, num_new, hit, loads):
@@ -438,7 +440,7 @@ class Scheduler:
         if twin is None:
             return None
         start = twin.num_computed_tokens
-        num_tokens = fitting_tokens(
+        num_tokens = capacity.fitting_tokens(
             self.manager, request, min(self.limits.chunk_tokens(budget), twin.num_tokens - start)
         )
         if not make_room(self.manager, self.remembered, twin, num_tokens):
@@ -456,7 +458,7 @@ class Scheduler:
     def _fork(self, request: Request) -> None:
         """Make the samples of a computed prompt requests of their own. Those beyond the limits wait, in front."""
         siblings, request.siblings = request.siblings, []
-        num_forks = max(0, self.limits.max_num_seqs - len(self.running))
+        num_forks = max(0, min(self.limits.max_num_seqs - len(self.running), capacity.num_possible_forks(self.manager)))
         forks, others = siblings[:num_forks], siblings[num_forks:]
         for sample in siblings:
             sample.num_cached_tokens, sample.was_admitted = request.sequence.num_prompt_tokens, True

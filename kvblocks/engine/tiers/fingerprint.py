@@ -46,7 +46,10 @@ def kv_fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
     """Return the fingerprint of an engine's KV, its name outside the process. O(bytes of the weights)."""
     block_size = check_groups(plan.groups).block_size
     kept = model.dtype if backend.scales is None else backend.scales
-    layout = f"{kept}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
+    groups = tuple([group for group in plan.groups if group.has_table])
+    layout = f"{kept}, blocks of {block_size}, {groups}, layers {plan.layer_groups}"
+    if plan.state_bytes:  # the number of slots is nobody's business
+        layout += f", states of {plan.state_bytes} bytes"
     return fingerprint(model, layout, _bits_mode(model, backend))
 
 

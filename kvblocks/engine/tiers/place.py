@@ -28,7 +28,7 @@ class Site:
     """The engine that a place is opened for. Its pool isn't made yet.
 
     num_block_bytes: of a block. block_size: its tokens. num_blocks: of the pool. used_bytes: by a block's column
-    (`BlockIdentity`), how many of its first bytes its group's layers use.
+    (`BlockIdentity`), how many of its first bytes its group's layers, or a state, use.
     """
 
     def __init__(self, model: LoadedModel, plan: Plan, backend: Backend) -> None:
@@ -38,7 +38,10 @@ class Site:
         self.num_blocks = plan.num_blocks
         used = [sum(sizes) for sizes in plan.layer_bytes]
         columns = [used[side_group.group] for side_group in layout.side_groups for _ in range(side_group.num_columns)]
-        self.used_bytes = (plan.block_bytes if layout.primary is None else used[layout.primary], *columns)
+        parts = [plan.block_bytes] * plan.state_blocks
+        if parts:  # the last part of a checkpoint has the rest
+            parts[-1] -= plan.state_blocks * plan.block_bytes - plan.state_bytes
+        self.used_bytes = (plan.block_bytes if layout.primary is None else used[layout.primary], *columns, *parts)
         self._model, self._plan, self._backend = model, plan, backend
         self._is_on_host = model.device.type == "cpu"
 

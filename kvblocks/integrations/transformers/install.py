@@ -8,7 +8,7 @@ from transformers.generation.continuous_batching import continuous_api
 from kvblocks import InvalidArgumentError
 from kvblocks.integrations.transformers.bookkeeping import Bookkeeping
 from kvblocks.integrations.transformers.parts import SECTORS
-from kvblocks.integrations.transformers.probe import check_config, find_parts
+from kvblocks.integrations.transformers.probe import check_config, check_layers, find_parts
 
 KVBlocksPagedCache: type[Bookkeeping]
 if find_parts() is SECTORS:
@@ -54,6 +54,8 @@ def _checked(resolve: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap transformers' call that completes a configuration, so that it refuses bad ones in the caller's thread."""
 
     def resolve_and_check(*args: Any, **kwargs: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            check_layers(given)
         config = resolve(*args, **kwargs)
         check_config(config)
         return config

@@ -190,6 +190,21 @@ def _order_of_steps(parts: Parts, modules: dict[str, Any]) -> list[str]:
     return problems
 
 
+def check_layers(config: Any) -> None:
+    """Raise UnsupportedEngineError if a model's configuration has layers that don't attend. Others are ignored.
+
+    transformers has no place for the states of such layers in continuous batching.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    other = sorted({str(kind) for kind in kinds if not str(kind).endswith("_attention") or kind == "linear_attention"})
+    if other:
+        name = getattr(config, "model_type", type(config).__name__)
+        raise refuse(
+            f"{name}, whose layer_types have {' and '.join(other)}",
+            "transformers' continuous batching has no place for states; `kvblocks serve` and `kvblocks.engine` do",
+        )
+
+
 def check_config(config: Any) -> None:
     """Raise UnsupportedEngineError if a ContinuousBatchingConfig asks for something unsupported."""
     space = config.cpu_offload_space

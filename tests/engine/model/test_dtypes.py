@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvblocks.engine import Engine, LoadedModel
-from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
+from kvblocks.engine.model.fields import parse_dtype, stored_dtype
 from kvblocks.errors import InvalidArgumentError
 
 

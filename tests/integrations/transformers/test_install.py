@@ -65,6 +65,25 @@ def test_offloading_to_the_cpu_is_refused(llama, space):
         llama.init_continuous_batching(continuous_batching_config=batching_config(50, cpu_offload_space=space))
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "conv"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["linear_attention"] * 2}, "linear_attention"),
+    ],
+)
+def test_models_with_states_are_refused_by_name(llama, monkeypatch, fields, kind):
+    """As transformers refuses them itself, but with the model's name and the way out."""
+    for name, value in fields.items():
+        monkeypatch.setattr(llama.config, name, value, raising=False)
+    with pytest.raises(ValueError, match=f"Invalid layer type: {kind}"):
+        llama.init_continuous_batching(continuous_batching_config=batching_config(50))
+    with kvblocks_installed(), pytest.raises(UnsupportedEngineError, match=f"{fields['model_type']}.* have {kind}"):
+        llama.init_continuous_batching(continuous_batching_config=batching_config(50))
+
+
 def test_tensor_parallelism_is_refused(llama, monkeypatch):
     with kvblocks_installed():
         manager = llama.init_continuous_batching(continuous_batching_config=batching_config(50))

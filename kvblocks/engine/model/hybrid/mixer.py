@@ -1,0 +1,138 @@
+"""What a layer with a recurrent state is, and how a step advances the states of its sequences.
+
+Such a layer has an input projection and an output projection, which are row-wise as those of attention are. Between
+them is the *mixer*: it takes a sequence's rows in order, and rewrites the sequence's state at each of them. A mixer has
+two forms. `recur` takes one token of each of several sequences. `scan` takes many tokens of one sequence, and may group
+them. The two differ in the last bits, and so do two ways to cut a prompt into scans. So where bits must not depend on
+how a prompt was cut, cached or preempted, every token takes `recur` alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+"""What a mixer needs beside the two projections, in float32."""
+
+States = tuple[Tensor, ...]
+"""The parts of the states of several sequences, each [num_seqs, *shape of the part]."""
+
+
+class StatePart(NamedTuple):
+    """A tensor of a sequence's state in a layer. is_precise: whether it is float32 whatever the model's dtype is."""
+
+    shape: tuple[int, ...]
+    is_precise: bool = False
+
+
+@dataclass(frozen=True)
+class MixerTensors:
+    """A layer's tensors, as a folder has them. input, output: the projections, [out, in]; biases may be None."""
+
+    input: Tensor
+    output: Tensor
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    input_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+
+
+class StateMixer(Protocol):
+    """How all layers of a kind mix a sequence's rows. An implementation is a frozen dataclass of sizes."""
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The parts of a state. A new sequence begins with zeros."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns that the input projection gives."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns that the output projection takes."""
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The tensors of a layer in a folder: names behind the layer's own, with their shapes."""
+
+    def load(self, read: Callable[[str], Tensor]) -> MixerTensors:
+        """Take a layer's tensors, which `read` returns in float32 by the names of `shapes`."""
+
+    def recur(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
+        """One token of each of several sequences: rows [num_seqs, num_inputs] -> [num_seqs, num_outputs].
+
+        Returns the states after these tokens, too. Changes nothing.
+        """
+
+    def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
+        """Several tokens of one sequence: rows [num_tokens, num_inputs] -> [num_tokens, num_outputs].
+
+        states: of this one sequence. Returns its states after the last token, too. Changes nothing.
+        """
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Which rows of a step advance which state: rows bounds[i] to bounds[i + 1] - 1 are of the slot slots[i]."""
+
+    slots: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+
+def advance(
+    mixer: StateMixer, weights: Weights, rows: Tensor, memory: States, where: StateRows, *, by_token: bool
+) -> Tensor:
+    """Mix a step's rows, [num_rows, num_inputs], in order: [num_rows, num_outputs].
+
+    memory: the parts of all slots, each [num_slots, *shape]. It changes the slots of `where`. by_token: every token
+    takes `recur`, alone, so that its bits depend on its own sequence only.
+    """
+    mixed = rows.new_empty(rows.shape[0], mixer.num_outputs)
+    spans = list(zip(where.slots, where.bounds, where.bounds[1:], strict=False))
+    singles = [] if by_token else [(slot, start) for slot, start, end in spans if end - start == 1]
+    if singles:
+        slots, own = (torch.tensor(numbers, device=rows.device) for numbers in zip(*singles, strict=True))
+        outputs, states = mixer.recur(weights, rows[own], tuple(part[slots] for part in memory))
+        mixed[own] = outputs
+        for part, state in zip(memory, states, strict=True):
+            part[slots] = state
+    for slot, start, end in spans:
+        if end - start == 1 and not by_token:
+            continue
+        states = tuple(part[slot : slot + 1].clone() for part in memory)
+        if not by_token:
+            mixed[start:end], states = mixer.scan(weights, rows[start:end], states)
+        else:
+            for row in range(start, end):  # copied, so that all tokens have the same alignment
+                mixed[row : row + 1], states = mixer.recur(weights, rows[row : row + 1].clone(), states)
+        for part, state in zip(memory, states, strict=True):
+            part[slot : slot + 1] = state
+    return mixed
+
+
+def convolve(rows: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A causal convolution of each column: rows [..., num_tokens, width] -> the same shape, in float32.
+
+    past: the inputs before, [..., kernel - 1, width]. weight: [kernel, width]. Returns the new `past`, too.
+    """
+    joined = torch.cat([past.to(rows.dtype), rows], -2)
+    num_tokens, kernel = rows.shape[-2], weight.shape[0]
+    taps = [joined[..., tap : tap + num_tokens, :] * weight[tap] for tap in range(kernel)]
+    mixed = taps[0]
+    for tap in taps[1:]:
+        mixed = mixed + tap
+    return (mixed if bias is None else mixed + bias), joined[..., num_tokens:, :]
+
+
+def gated_norm(rows: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The RMS norm over the last dimension, then the gate's SiLU. All in float32, of one shape."""
+    scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + epsilon)
+    return rows * scale * weight * F.silu(gate)
+
+
+def split_columns(rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The columns of `rows` in float32, cut into parts of these sizes."""
+    return rows.float().split_with_sizes(list(sizes), -1)

@@ -1,0 +1,76 @@
+"""How many blocks, and how many slots for states, an engine's KV cache has: from a number of blocks, or from memory."""
+
+from dataclasses import replace
+
+import torch
+
+from kvblocks.arguments import check_count, is_a
+from kvblocks.engine.run.memory import check_memory, read_memory
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.plan import Plan
+from kvblocks.groups.states.kind import RecurrentState
+
+DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+
+MAX_STATE_SLOTS = 64
+"""How many slots there are at most unless more are asked for: as many as sequences run at once by default."""
+
+
+def size_cache(
+    layout: Plan,
+    num_blocks: int | None,
+    kv_cache_memory: float | str | None,
+    num_state_slots: int | None,
+    device: torch.device,
+) -> Plan:
+    """Return a layout of `plan_cache` with the number of blocks that the caller asks for.
+
+    num_state_slots: of live states, in models with layers that keep one; None: MAX_STATE_SLOTS, or as many as take no
+    more memory than the blocks, but at least one. They are a part of kv_cache_memory, and come in addition to
+    num_blocks. Raises InvalidArgumentError, also if all this takes more memory than is free.
+    """
+    if num_state_slots is not None:
+        check_count("num_state_slots", num_state_slots, 1)
+        if not layout.state_bytes:
+            raise InvalidArgumentError(
+                f"num_state_slots: expected None for a model whose layers keep no states, got {num_state_slots}"
+            )
+    if num_blocks is not None:
+        if kv_cache_memory is not None:
+            raise InvalidArgumentError(
+                f"expected num_blocks or kv_cache_memory, got both: {num_blocks} and {kv_cache_memory!r}"
+            )
+        pool = check_count("num_blocks", num_blocks, 1) * layout.block_bytes
+        sized = _with_slots(layout, num_state_slots, pool)
+        budget = pool + sized.slot_bytes
+    else:
+        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_memory is None else read_memory(kv_cache_memory, device)
+        sized = _with_slots(layout, num_state_slots, budget // 2)
+        num_groups = len([group for group in layout.groups if group.has_table])
+        least = layout.block_bytes * num_groups + sized.slot_bytes
+        if budget < least:
+            beside = f", and {sized.slot_bytes} bytes for states" if sized.slot_bytes else ""
+            raise InvalidArgumentError(
+                f"kv_cache_memory: expected at least {least} bytes, a block for each of {num_groups} groups of"
+                f" layers{beside}, got {budget}"
+            )
+    chosen = replace(sized, num_blocks=(budget - sized.slot_bytes) // layout.block_bytes, num_bytes=budget)
+    if not is_a(kv_cache_memory, float):  # a share of the free memory needs no check
+        name = "kv_cache_memory" if num_blocks is None else "num_blocks"
+        check_memory(name, chosen.num_bytes, chosen.num_blocks, device)
+    return chosen
+
+
+def _with_slots(layout: Plan, num_slots: int | None, num_bytes: int) -> Plan:
+    """Return the layout with `num_slots` slots for states; None: as many as fit into `num_bytes`."""
+    if not layout.state_bytes:
+        return layout
+    if num_slots is None:
+        num_slots = max(1, min(MAX_STATE_SLOTS, num_bytes // layout.state_bytes))
+    groups = [
+        RecurrentState(group.block_size, num_slots, group.checkpoint_blocks)
+        if isinstance(group, RecurrentState)
+        else group
+        for group in layout.groups
+    ]
+    return replace(layout, groups=tuple(groups), slot_bytes=num_slots * layout.state_bytes)
