@@ -90,8 +90,8 @@ class LoadedModel:
 class ModelRunner:
     """Runs steps of one model over a KV cache of `num_blocks` blocks, in the model's dtype, or e4m3 with `scales`.
 
-    num_slots: for live states, if the model has layers that keep one. Attribute: draw_tokens, the kernel that draws from
-    the logits, or None. Raises InvalidArgumentError for sizes below 1.
+    num_slots: for live states, if the model has layers that keep one. Attribute: draw_tokens, the kernel that draws
+    from the logits, or None. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
