@@ -21,6 +21,7 @@ ModelOption = Annotated[
     typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.", autocompletion=completion.models),
 ]
 NumBlocksOption = Annotated[int | None, option_of(CacheSettings, "num_blocks")]
+RememberOption = Annotated[bool, option_of(CacheSettings, "remember_next_token")]
 NoPrefixCachingOption = Annotated[bool, option_of(CacheSettings, "prefix_caching")]
 
 

@@ -65,6 +65,11 @@ class CacheHit:
         """Tokens that the primary group has cached; more than num_readonly_tokens where another group has fewer."""
         return self.num_readonly_tokens
 
+    @property
+    def is_full_hit(self) -> bool:
+        """Whether all known tokens are cached, so that only the last one is computed, for its logits. O(1)."""
+        return self.num_tokens < self.num_readonly_tokens
+
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
         """Return the blocks of a group's block table, None for dead entries. Raises InvalidArgumentError. O(blocks)."""
         check_count("group", group, 0, 0)
