@@ -60,6 +60,7 @@ FLOORS = {
     "kvblocks.engine.sampling": 9,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
+    "kvblocks.engine.model.gguf": 8,
     "kvblocks.engine.model": 9,
     "kvblocks.engine.grammar": 10,
     "kvblocks.engine.attention": 10,

@@ -4,7 +4,8 @@ One decoder computes them all. They differ in data: this module has what an arch
 each model's config.json says. config.json also says which architecture a folder holds, as for `transformers`'
 AutoModel.
 
-From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta 2025).
+From: Llama (Touvron et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025), Gemma 3 (Gemma Team 2025), Llama 4
+(Meta 2025).
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,8 @@ class Architecture:
     multiplied by the square root of hidden_size. defaults: of fields that a config.json may leave out. prefixes: how
     the names of tensors may begin, and the beginnings that they stand for here. ignored_prefixes: of tensors that text
     doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
-    rotated in pairs of neighbours, (0, 1), (2, 3) and so on.
+    rotated in pairs of neighbours, (0, 1), (2, 3) and so on. has_output_bias: where attention has biases, its output's
+    projection has one, too.
     """
 
     name: str
@@ -41,9 +43,17 @@ class Architecture:
     ignored_prefixes: tuple[str, ...] = ()
     mlp_name: str = "mlp"
     has_rotated_pairs: bool = False
+    has_output_bias: bool = True
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama")
+# A published config.json doesn't say that queries, keys and values have biases.
+QWEN2 = Architecture(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    has_output_bias=False,
+    defaults={"attention_bias": True, "max_position_embeddings": 32768},
+)
 QWEN3 = Architecture(
     "Qwen3ForCausalLM", "qwen3", has_qk_norms=True, defaults={"head_dim": 128, "max_position_embeddings": 32768}
 )
@@ -119,7 +129,7 @@ LLAMA4 = Architecture(
     has_rotated_pairs=True,
     defaults=_LLAMA4_DEFAULTS,
 )
-SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES, LLAMA4)
+SUPPORTED_ARCHITECTURES = (LLAMA, QWEN2, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES, LLAMA4)
 
 
 def choose_architecture(fields: Mapping[str, Any]) -> Architecture:

@@ -85,6 +85,11 @@ class ModelConfig:
         )
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the projection of attention's output has a bias, and not only those of its input."""
+        return self.attention_bias and self.architecture.has_output_bias
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Each layer's rotary frequencies. O(layers)."""
         ropes = [self.rope if how.sees_all else self.local_rope or self.rope for how in self.attention]
