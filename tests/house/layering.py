@@ -55,7 +55,7 @@ FLOORS = {
     "kvblocks.verify.adapters": 9,  # each imports its engine, and ours only by its public names
     "kvblocks.replay.report": 12,  # shows what a replay found
     "kvblocks.tiers.store": 9,  # input and output, and one package in one module, imported when a store is opened
-    "kvblocks.engine.errors": 8,
+    "kvblocks.engine.errors": 7,
     "kvblocks.engine.collector": 8,
     "kvblocks.engine.sampling": 9,
     "kvblocks.engine.schedule": 9,
