@@ -26,12 +26,14 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/states $
 # under a minute on two cores. tests/house/test_way_in.py checks that they exist.
 FAST_TESTS := \
 	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
-	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
+	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
+	$(addprefix tests/test_,bad_input.py costs.py) \
 	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_dumb_model \
 	tests/groups/test_groups.py tests/groups/test_plan.py \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py eviction.py) \
 	tests/retention/test_policies.py::test_a_walk_with_one_policy_agrees \
-	$(addprefix tests/tiers/test_,tiers.py tier_quotas.py tier_machine.py::test_the_first_walks_show_no_wrong_bytes) \
+	$(addprefix tests/tiers/test_,tiers.py written_tiers.py tier_quotas.py) \
+	tests/tiers/test_tier_machine.py::test_the_first_walks_show_no_wrong_bytes \
 	tests/observe/test_explanation.py tests/kernels/test_table.py \
 	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/server/test_server_requests.py
 
@@ -119,8 +121,8 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 
 VLLM_TESTS := tests/integrations/vllm
 VLLM_NEWER_TESTS = $(if $(filter 10,$(VLLM_SEEDS)),$(VLLM_TESTS),\
-	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py))
-VLLM_WITH_ENGINE := $(addprefix --ignore=$(VLLM_TESTS)/,disk $(addprefix test_,engine.py shapes.py lifecycle.py own_tests.py))
+	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py cached_states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py))
+VLLM_WITH_ENGINE := $(addprefix --ignore=$(VLLM_TESTS)/,disk $(addprefix test_,engine.py shapes.py lifecycle.py served.py own_tests.py))
 VLLM_PYTEST = VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) \
 	$(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') $(PYTEST_ARGS)
 

@@ -517,6 +517,8 @@ class KVCacheManager:
         sequence = self._check_owned(sequence, "fork")
         if self._state_slots is not None:
             self._state_slots.check_fork(sequence)
+        if sequence.side_tables is not None:
+            sequence.side_tables.check_back(sequence.num_computed_tokens, sequence, "fork")
         twin = sequence.fork(sequence_id)
         self._claim(twin, "fork")
         self._slots.fork(sequence, twin)
@@ -553,7 +555,7 @@ class KVCacheManager:
         if num_computed_tokens is not None:
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.side_tables is not None:
-            sequence.side_tables.check_back(num_left, sequence.sequence_id, "truncate")
+            sequence.side_tables.check_back(num_left, sequence, "truncate")
         if self._state_slots is not None:
             self._state_slots.check_kept(sequence, num_left)
         self._change.begin()
@@ -582,7 +584,7 @@ class KVCacheManager:
         if self._state_slots is not None:
             end = self._state_slots.floor_of(own, end)
         if own.side_tables is not None:
-            own.side_tables.check_back(end, own.sequence_id, "rewind")
+            own.side_tables.check_back(end, own, "rewind")
         self._change.begin()
         self._go_back(own, end)
         if self._traffic is not None:
@@ -884,7 +886,7 @@ class KVCacheManager:
         None: there is nothing to do. start: position of the first token. total: num_total_tokens.
         """
         if self._state_slots is not None:
-            self._state_slots.check_room(sequence, num_external, total)
+            self._state_slots.check_room(sequence, hit, num_external, total)
         known, first = sequence.num_tokens, start + num_external
         readonly = start if hit is None else hit.num_readonly_tokens
         if num_external > known - readonly:
@@ -1034,15 +1036,25 @@ class KVCacheManager:
         The blocks stop being cached, here and in the tiers, and so does what is chained to them. All sequences that own
         one of them lose what is from there on, but for the first `num_written` tokens. writer: who was to write them,
         and is being cut or freed; None: they are bad. O(blocks + blocks of pins); and, only if a block has an owner
-        other than the writer, O(blocks of all sequences).
+        other than the writer and stores, O(blocks of all sequences and loads).
         """
+        are_shared = self._are_shared(blocks, writer)
         if self._traffic is not None:
-            self._traffic.note_lost(blocks, writer)
+            self._traffic.note_lost(blocks, writer, are_shared=are_shared)
         self._pool.uncache(blocks, "dropped" if writer is None else "aborted")
-        if max([block.ref_cnt for block in blocks], default=0) > (writer is not None):
+        if are_shared:
             self._slots.lose(set(blocks), num_written, self._sequences.values())
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
+
+    def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
+        """Whether one of these blocks has an owner other than its writer, if it has one, and stores. O(blocks)."""
+        num_own = 0 if writer is None else 1
+        shared = [block for block in blocks if block.ref_cnt > num_own]
+        if shared and self._traffic is not None:
+            stores = [pool.storing for pool in self._traffic.pools]
+            return any(block.ref_cnt > num_own + sum([block in storing for storing in stores]) for block in shared)
+        return bool(shared)
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first `num_tokens` tokens, which end a block, and stop caching them."""
@@ -1101,10 +1113,6 @@ class KVCacheManager:
         from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
-        if given and self._state_slots is not None:
-            raise InvalidArgumentError(
-                "tiers: expected none where layers keep a state, since tiers don't store states yet"
-            )
         if given and self._slots.has_side_groups:
             from kvblocks.tiers.grouped.traffic import GroupTraffic
 

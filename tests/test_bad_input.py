@@ -24,8 +24,10 @@ from kvblocks import (
     KVLayer,
     PrefixCache,
     RecurrentState,
+    Scratch,
     Sequence,
     SlidingWindow,
+    StateInPlace,
     Tier,
     plan,
 )
@@ -464,6 +466,15 @@ CALLS: dict[str, Call] = dict(
             ),
         ),
         (
+            "Scratch.num_blocks",
+            Call(lambda _: Scratch().num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        ("StateInPlace", Call(lambda _: StateInPlace, {"block_size": INT})),
+        (
+            "StateInPlace.num_blocks",
+            Call(lambda _: StateInPlace(4).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        (
             "RecurrentState.num_blocks",
             Call(lambda _: RecurrentState(4, 2).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
         ),
@@ -611,7 +622,7 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-KINDS = (ChunkedLocal, FullAttention, RecurrentState, SlidingWindow)
+KINDS = (ChunkedLocal, FullAttention, RecurrentState, Scratch, SlidingWindow, StateInPlace)
 EXEMPT |= {"Group": "the base class of all kinds"}
 for _kind in KINDS:
     EXEMPT |= {

@@ -122,7 +122,10 @@ VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx_lm", "torch"})
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
-FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.tiers.disk", "kvblocks.wire.extra_keys"})
+FACADE = frozenset(
+    {"kvblocks", "kvblocks.hashing", "kvblocks.retention.session_gate", "kvblocks.tiers.disk"}
+    | {"kvblocks.wire.extra_keys"}
+)
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -151,6 +154,7 @@ FORBIDDEN_STDLIB = frozenset(
 
 # "module" -> a package of the forbidden ones that it may import all the same, and why.
 PERMITTED_STDLIB = {
+    "kvblocks.integrations.vllm.scheduler": "time",  # inside vLLM, whose clock it gives to the session gate
     "kvblocks": "importlib",  # its names are imported when they are first asked for
     "kvblocks.wire": "importlib",  # likewise
     "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread
