@@ -278,6 +278,7 @@ CALLS: dict[str, Call] = dict(
         of_manager("forget_salt", salt=constant("mine", "text none")),
         of_inspect("block_hashes", sequence=of_world("waiting", "sequence")),
         of_inspect("leaks", min_age=INT),
+        of_inspect("watch_evictions", group_of=constant(str, "callable")),
         of_inspect("find_block", digest=constant(b"", "bytes")),
         of_manager("sequence", sequence_id=constant("running", "id")),
         of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
