@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from kvblocks.prefix_cache.inspector import CacheInspector
     from kvblocks.prefix_cache.match import PrefixInsert, PrefixMatch
     from kvblocks.prefix_cache.pins import PinnedPrefix
+    from kvblocks.prefix_cache.protocol import PrefixCacheProtocol
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.manager_pins import ManagerPins
     from kvblocks.retention.manager_quotas import ManagerQuotas
@@ -131,6 +132,7 @@ _HOMES = {
     "prefix_cache.inspector": ("CacheInspector",),
     "prefix_cache.match": ("PrefixInsert", "PrefixMatch"),
     "prefix_cache.pins": ("PinnedPrefix",),
+    "prefix_cache.protocol": ("PrefixCacheProtocol",),
     "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.manager_pins": ("ManagerPins",),
     "retention.manager_quotas": ("ManagerQuotas",),
@@ -205,6 +207,7 @@ __all__ = [
     "Plan",
     "PoolExhaustedError",
     "PrefixCache",
+    "PrefixCacheProtocol",
     "PrefixInsert",
     "PrefixMatch",
     "PrefixRow",

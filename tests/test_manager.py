@@ -47,6 +47,10 @@ class TestHits:
         sequence = Sequence("b", range(8))
         hit = manager.get_computed_blocks(sequence)
         assert (hit.num_tokens, len(hit.blocks), hit.num_readonly_tokens) == (7, 2, 8)
+        assert hit.is_full_hit and not hit.cut(7).is_full_hit
+        longer = manager.get_computed_blocks(Sequence("c", range(9)))
+        assert (longer.num_tokens, longer.is_full_hit) == (8, False)
+        assert not manager.get_computed_blocks(Sequence("d", range(8)), max_tokens=7).is_full_hit
         assert manager.allocate_slots(sequence, hit=hit) == []
         assert (sequence.block_ids, sequence.num_computed_tokens) == ([0, 1], 8)
         assert sequence.num_readonly_tokens == 8  # so the recomputed token's slot, in block 1, is not to be written

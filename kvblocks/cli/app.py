@@ -14,7 +14,11 @@ from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.version import __version__
 
 if TYPE_CHECKING:
+    from kvblocks.cli.chat import ChatTurn
+    from kvblocks.engine.completion import Completion
+    from kvblocks.engine.engine import Engine
     from kvblocks.engine.grammar.grammar import Grammar
+    from kvblocks.engine.options import OptionValues
     from kvblocks.engine.run.runner import LoadedModel
 
 _NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[engine]'"
@@ -31,6 +35,7 @@ from kvblocks.cli.models import (  # noqa: E402
     ModelOption,
     NoPrefixCachingOption,
     NumBlocksOption,
+    RememberOption,
     load_model,
     show_progress,
 )
@@ -158,8 +163,12 @@ def generate(
     num_blocks: NumBlocksOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
+    remember_next_token: RememberOption = False,
 ) -> None:
-    """Answer a prompt, and print the text as it comes. Several answers are printed one after another."""
+    """Answer a prompt, and print the text as it comes. Several answers are printed one after another.
+
+    A last line, on stderr, has the time to the first token, the speed, and how much of the prompt was cached.
+    """
     from kvblocks.engine.engine import Engine
     from kvblocks.engine.options import OptionValues
 
@@ -168,6 +177,7 @@ def generate(
         num_blocks=num_blocks,
         enable_prefix_caching=not no_prefix_caching,
         eviction=eviction,
+        remember_next_token=remember_next_token,
     )
     options = OptionValues(
         n=n,
@@ -184,14 +194,26 @@ def generate(
     tokenizer = engine.model.tokenizer
     is_chat = tokenizer is not None and tokenizer.has_chat_template
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
-    if n > 1:
-        completions = engine.generate([tokens], **options)
-        for number, completion in enumerate(completions, 1):
-            print(f"[{number}/{n}]\n{completion.text}")
-        return
-    for piece in engine.stream([tokens], **options):
-        print(piece.text, end="", flush=True)
-    print()
+    print(_answer(engine, tokens, options), file=sys.stderr)
+
+
+def _answer(engine: "Engine", prompt: "str | list[int]", options: "OptionValues") -> "ChatTurn":
+    """Print the answers to a prompt, and return what they cost together."""
+    from time import perf_counter
+
+    from kvblocks.cli.chat import ChatTurn
+
+    number, start_s = options["n"], perf_counter()
+    completions: list[Completion | None] = [None] * number
+    for piece in engine.stream([prompt], **options):
+        if number == 1:
+            print(piece.text, end="", flush=True)
+        completions[piece.sample_index] = piece.completion or completions[piece.sample_index]
+    seconds = perf_counter() - start_s
+    whole = [completion for completion in completions if completion is not None]
+    for place, completion in enumerate(whole, 1):
+        print("" if number == 1 else f"[{place}/{number}]\n{completion.text}")
+    return ChatTurn.of(whole, seconds)
 
 
 def _compile(file: Path, model: "LoadedModel") -> "Grammar":

@@ -6,7 +6,7 @@ The chat doesn't know where its answers come from: a server, or an engine in thi
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvblocks.cli.client import ServerClient
@@ -15,6 +15,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.errors import KVBlocksError
 
 if TYPE_CHECKING:
+    from kvblocks.engine.completion import Completion
     from kvblocks.engine.engine import Engine  # needs torch, which a chat with a server doesn't need
 
 Message = dict[str, str]
@@ -30,6 +31,19 @@ class ChatTurn:
     num_tokens: int
     ttft_s: float
     seconds: float
+
+    @classmethod
+    def of(cls, completions: "list[Completion]", seconds: float) -> "ChatTurn":
+        """The cost of all samples of one prompt together; the first one of them counts what the prompt cost."""
+        first = completions[0]
+        return cls(
+            first.text,
+            first.num_prompt_tokens,
+            first.num_cached_tokens,
+            sum([len(completion.token_ids) for completion in completions]),
+            first.ttft_s,
+            seconds,
+        )
 
     def __str__(self) -> str:
         rest = self.seconds - self.ttft_s
@@ -83,14 +97,7 @@ class EngineAnswerer:
         completion = generation.completion
         assert completion is not None and first_s is not None, "the last piece has the completion"
         end_s = time.perf_counter()
-        yield ChatTurn(
-            completion.text,
-            completion.num_prompt_tokens,
-            completion.num_cached_tokens,
-            len(completion.token_ids),
-            first_s - start_s,
-            end_s - start_s,
-        )
+        yield replace(ChatTurn.of([completion], end_s - start_s), ttft_s=first_s - start_s)
 
 
 class ServerAnswerer:

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     str,
-    typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.", autocompletion=completion.models),
+    typer.Option(
+        help="smollm2 (fetched if need be), a Hugging Face folder, or a GGUF file.", autocompletion=completion.models
+    ),
 ]
 NumBlocksOption = Annotated[int | None, option_of(CacheSettings, "num_blocks")]
+RememberOption = Annotated[bool, option_of(CacheSettings, "remember_next_token")]
 NoPrefixCachingOption = Annotated[bool, option_of(CacheSettings, "prefix_caching")]
 
 

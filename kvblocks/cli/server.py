@@ -6,7 +6,14 @@ from typing import Annotated
 import typer
 
 from kvblocks.cli.flags import option_of, takes_settings
-from kvblocks.cli.models import EvictionOption, ModelOption, NoPrefixCachingOption, NumBlocksOption, load_model
+from kvblocks.cli.models import (
+    EvictionOption,
+    ModelOption,
+    NoPrefixCachingOption,
+    NumBlocksOption,
+    RememberOption,
+    load_model,
+)
 from kvblocks.server.settings import CacheSettings, EventSettings, ServerSettings
 
 ApiKeyOption = Annotated[str | None, option_of(ServerSettings, "api_key")]
@@ -60,6 +67,7 @@ def chat(
     num_blocks: NumBlocksOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
+    remember_next_token: RememberOption = False,
 ) -> None:
     """Chat, and see what each turn cost: time to first token, speed, and how much of the prompt was cached.
 
@@ -83,14 +91,16 @@ def chat(
             num_blocks=num_blocks,
             enable_prefix_caching=not no_prefix_caching,
             eviction=eviction,
+            remember_next_token=remember_next_token,
         )
         answerer = EngineAnswerer(engine, max_tokens=max_tokens, temperature=temperature, seed=seed)
         print(describe_engine(engine))
         run_chat(answerer, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.answering)
         return
-    if (num_blocks, no_prefix_caching, eviction) != (None, False, None):
+    if (num_blocks, no_prefix_caching, eviction, remember_next_token) != (None, False, None, False):
         raise InvalidArgumentError(
-            "expected --num-blocks, --no-prefix-caching and --eviction without --url only: a server has its own cache"
+            "expected --num-blocks, --no-prefix-caching, --eviction and --remember-next-token without --url only:"
+            " a server has its own cache"
         )
     from kvblocks.cli.client import ServerClient
 

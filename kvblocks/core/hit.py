@@ -65,6 +65,11 @@ class CacheHit:
         """Tokens that the primary group has cached; more than num_readonly_tokens where another group has fewer."""
         return self.num_readonly_tokens
 
+    @property
+    def is_full_hit(self) -> bool:
+        """Whether all known tokens are cached, so that only the last one is computed, for its logits. O(1)."""
+        return self.num_tokens < self.num_readonly_tokens
+
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
         """Return the blocks of a group's block table, None for dead entries. Raises InvalidArgumentError. O(blocks)."""
         check_count("group", group, 0, 0)
@@ -99,14 +104,12 @@ class CacheHit:
         for these tokens rather than compute them twice. O(sequences with unfinished prefill), and a lookup if there are
         any.
         """
-        found = self.source.find_pending(self.sequence)
-        return 0 if found is None else found[1] * self.index.block_size
+        return (self.source.find_pending(self.sequence) or (None, 0))[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
         """The allocated sequence that will compute `pending_tokens`, None when there is none. As `pending_tokens`."""
-        found = self.source.find_pending(self.sequence)
-        return None if found is None else found[0]
+        return (self.source.find_pending(self.sequence) or (None, 0))[0]
 
     def __repr__(self) -> str:
         return f"CacheHit({shown(self.sequence.sequence_id)}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"

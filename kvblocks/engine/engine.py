@@ -93,7 +93,7 @@ class Engine:
     device and in tiers. An `EventPublisher`'s `publish` is one. It must neither wait nor raise. None: no events are
     recorded.
 
-    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling. `limits` may be replaced.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling, num_steps. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk's folder that can't be used. Loads
     the model.
     """
@@ -175,6 +175,11 @@ class Engine:
     def sampling(self) -> SamplingCounts:
         """How many tokens were drawn so far, and how many of them needed the whole vocabulary sorted. O(1)."""
         return self._stepper.sampler.counts
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps went through the model since the engine was made; those that died don't count. O(1)."""
+        return self._stepper.num_steps
 
     @property
     def has_work(self) -> bool:

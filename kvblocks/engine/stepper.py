@@ -36,6 +36,7 @@ class Stepper:
     def __init__(self, scheduler: Scheduler, sampler: BatchSampler) -> None:
         self.scheduler = scheduler
         self.sampler = sampler
+        self.num_steps = 0  # that went through the model
         self._generations: dict[Request, Generation] = {}
         self._only_answered = False  # in the last step
 
@@ -136,6 +137,7 @@ class Stepper:
         self._raise_if_streamed(results, chunks)
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
         self.scheduler.complete(chunks, tokens)
+        self.num_steps += 1
         if scorer is not None:
             self._note_scores(scorer, chunks)
         for generation, outcome in results:

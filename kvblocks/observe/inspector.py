@@ -89,7 +89,9 @@ class Inspector:
         """Return the cached prefixes as rows of a table, for people. O(cached blocks)."""
         self._change.check_whole()
         self._check_has_primary("inspect.prefix_rows")
-        return prefix_rows(self._index)
+        pins = self._slots.soft_holds
+        pinned = {block for table in pins.tables() for block in table} if pins is not None else set()
+        return prefix_rows(self._index, self._slots.pool.queue, pinned)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
         """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""

@@ -9,11 +9,12 @@ rest of a row's own run is its first child; the other children follow, oldest fi
 """
 
 from array import array
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, SupportsIndex
 
 from kvblocks.arguments import check_count
-from kvblocks.core.block import Run
+from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.wire.extra_keys import ExtraKey, decode_extra_keys
 
@@ -29,7 +30,10 @@ class PrefixRow(NamedTuple):
     its prefixes. start_token: position of its first token in the prefix. num_tokens: tokens in its blocks. num_blocks:
     blocks that hits get. num_duplicates: further blocks that hold the same prefixes. num_owned: how many of all these
     blocks have an owner; the others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: the keys of
-    its blocks, each once, with spans as (first position in the prefix, length).
+    its blocks, each once, with spans as (first position in the prefix, length). num_pinned: how many of all its blocks
+    a pin holds. num_ahead: how many free blocks are reused before the first of its blocks is, by the free queue alone;
+    None: that block has an owner. The smaller, the longer ago was the row's last access: every access ends behind all
+    earlier ones.
     """
 
     parent: int | None
@@ -41,6 +45,8 @@ class PrefixRow(NamedTuple):
     num_owned: int
     first_tokens: tuple[int, ...]
     extra_keys: tuple[ExtraKey, ...]
+    num_pinned: int = 0
+    num_ahead: int | None = None
 
     @property
     def num_free(self) -> int:
@@ -48,9 +54,15 @@ class PrefixRow(NamedTuple):
         return self.num_blocks + self.num_duplicates - self.num_owned
 
 
-def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
-    """Return the cached prefixes of `index` as rows, parents first. Changes nothing. O(cached blocks + keys)."""
+def prefix_rows(
+    index: PrefixIndex, free: Iterable[KVCacheBlock] = (), pinned: Collection[KVCacheBlock] = frozenset()
+) -> list[PrefixRow]:
+    """Return the cached prefixes of `index` as rows, parents first. Changes nothing.
+
+    free: the free blocks, next to be reused first. pinned: the blocks that pins hold. O(cached and free blocks + keys).
+    """
     rows: list[PrefixRow] = []
+    places = {block: number for number, block in enumerate(free)}
     roots = [run for run in index.runs() if run.key[0] is None]
     # (run, first position of the next row, ends of that row and of those behind it, last first, parent's index)
     pending: list[tuple[Run, int, list[int], int | None]] = []
@@ -58,7 +70,14 @@ def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
     while pending:
         run, first, ends, parent = pending.pop()
         end, row_index = ends.pop(), len(rows)
-        rows.append(_row(run, first, end, parent, rows))
+        blocks = _blocks(run, first, end)
+        rows.append(
+            _row(run, first, end, parent, rows)._replace(
+                num_owned=sum([block.ref_cnt > 0 for block in blocks]),
+                num_pinned=sum([block in pinned for block in blocks]),
+                num_ahead=places.get(blocks[0]),
+            )
+        )
         children = list(run.children.get(end - 1, {})) if run.children else []
         pending += [(child, 0, _ends(child), row_index) for child in reversed(children)]
         if ends:
@@ -97,6 +116,9 @@ def describe_blocks(rows: Items[PrefixRow]) -> str:
     parts = [f"{sum([row.num_owned for row in rows])} owned", f"{sum([row.num_free for row in rows])} free"]
     if num_duplicates:
         parts.append(_counted(num_duplicates, "duplicate"))
+    num_pinned = sum([row.num_pinned for row in rows])
+    if num_pinned:
+        parts.append(f"{num_pinned} pinned")
     return f"{_counted(num_blocks, 'block')} ({', '.join(parts)})"
 
 
@@ -132,15 +154,21 @@ def _ends(run: Run) -> list[int]:
     return sorted(ends, reverse=True)
 
 
+def _blocks(run: Run, first: int, end: int) -> list[KVCacheBlock]:
+    """Return the blocks of `run`'s positions first to end - 1: those that hits get, and behind them the duplicates."""
+    blocks = run.blocks[first:end]
+    if run.duplicates:
+        for position in range(first, end):
+            blocks += run.duplicates.get(position, ())
+    return blocks
+
+
 def _row(run: Run, first: int, end: int, parent: int | None, rows: list[PrefixRow]) -> PrefixRow:
     """Return the row of `run`'s positions first to end - 1, which are attached to rows[parent]."""
     depth = start_token = 0
     if parent is not None:
         depth, start_token = rows[parent].depth + 1, rows[parent].start_token + rows[parent].num_tokens
-    block_size, blocks = run.epoch.block_bytes // 4, run.blocks[first:end]
-    if run.duplicates:
-        for position in range(first, end):
-            blocks += run.duplicates.get(position, ())
+    block_size = run.epoch.block_bytes // 4
     num_tokens = (end - first) * block_size
     num_first = min(num_tokens, _MAX_FIRST_TOKENS)
     first_byte = first * run.epoch.block_bytes
@@ -150,8 +178,8 @@ def _row(run: Run, first: int, end: int, parent: int | None, rows: list[PrefixRo
         start_token=start_token,
         num_tokens=num_tokens,
         num_blocks=end - first,
-        num_duplicates=len(blocks) - (end - first),
-        num_owned=sum([block.ref_cnt > 0 for block in blocks]),
+        num_duplicates=len(_blocks(run, first, end)) - (end - first),
+        num_owned=0,
         first_tokens=tuple(array("I", bytes(run.tokens[first_byte : first_byte + 4 * num_first]))),
         extra_keys=_keys(run, first, end, start_token),
     )
@@ -173,7 +201,8 @@ def _keys(run: Run, first: int, end: int, start_token: int) -> tuple[ExtraKey, .
 
 def _label(row: PrefixRow) -> list[str]:
     span = f"tokens {row.start_token}-{row.start_token + row.num_tokens - 1}"
-    return [span, describe_blocks([row]), *describe_keys(row), describe_tokens(row)]
+    order = [] if row.num_ahead is None else [f"reused behind {_counted(row.num_ahead, 'block')}"]
+    return [span, describe_blocks([row]), *order, *describe_keys(row), describe_tokens(row)]
 
 
 def _left_out(rows: list[PrefixRow]) -> list[str]:

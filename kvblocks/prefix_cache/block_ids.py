@@ -15,7 +15,7 @@ _EXPECTED = "an iterable of ints, or a buffer of them"
 
 
 def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) -> list[int]:
-    """Return `kv_block_ids` as a list of `num_blocks` ints from 0 to 2**63 - 1; else InvalidArgumentError.
+    """Return `kv_block_ids` as a list of `num_blocks` or more ints from 0 to 2**63 - 1; else InvalidArgumentError.
 
     kv_block_ids: an iterable of ints (a bool isn't one); or a one-dimensional buffer of native integers of 2, 4 or 8
     bytes, such as array("q"), a NumPy array, or an object with a `numpy()` method (a torch CPU tensor). Doesn't check
@@ -24,10 +24,10 @@ def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) ->
     given: Any = kv_block_ids
     in_buffer = None if type(given) is list else _from_buffer(given)
     ids: list[Any] = listed("kv_block_ids", _EXPECTED, given) if in_buffer is None else in_buffer
-    if len(ids) != num_blocks:
+    if len(ids) < num_blocks:
         raise InvalidArgumentError(
-            f"kv_block_ids: expected {num_blocks}, one for each full block of {block_size} tokens and none for a "
-            f"partial one, got {len(ids)}"
+            f"kv_block_ids: expected at least {num_blocks}, one for each full block of {block_size} tokens, "
+            f"got {len(ids)}"
         )
     are_ints = in_buffer is not None or set(map(type, ids)) <= {int}
     if not (are_ints and _fit(ids)):

@@ -129,11 +129,11 @@ class PrefixCache:
     ) -> PrefixInsert:
         """Cache these tokens in these blocks, whose KV is computed. The prefix becomes the most recently used.
 
-        kv_block_ids: one for each full block, none for a partial one at the end; ints, or a buffer of them (see
-        `block_ids.check_block_ids`). Where a prefix is cached already, its block stays and the given id is not taken.
-        When the cache is full, blocks that nothing holds are evicted, as by `evict`. If that isn't enough, the
-        longest prefix that fits is cached. pin: pin the cached blocks, as `pin_prefix` does; the budget must have
-        room for all full blocks of the tokens.
+        kv_block_ids: one for each full block; ints, or a buffer of them (see `block_ids.check_block_ids`). Ids behind
+        these, such as that of a partial block, are ignored: they stay the caller's, as `unused_kv_blocks` says. Where a
+        prefix is cached already, its block stays and the given id is not taken. When the cache is full, blocks that
+        nothing holds are evicted, as by `evict`. If that isn't enough, the longest prefix that fits is cached. pin: pin
+        the cached blocks, as `pin_prefix` does; the budget must have room for all full blocks of the tokens.
 
         The result's `match` is what `match_prefix` of these tokens would find now, without another lookup; `stats`
         doesn't count it. It holds nothing until it is entered. If other threads may evict, insert and enter inside
@@ -143,7 +143,10 @@ class PrefixCache:
         PinBudgetError. O(tokens).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
-        ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
+        num_blocks = sequence.num_tokens // self.block_size
+        ids = check_block_ids(kv_block_ids, num_blocks, self.block_size)
+        tail = ids[num_blocks:]
+        del ids[num_blocks:]
         pins = check_flag("pin", pin)
         if not isinstance(sequence.tokens, array):  # a view of the caller's buffer, which the caller may change
             sequence.tokens = array("I", sequence.tokens.tobytes())
@@ -165,7 +168,7 @@ class PrefixCache:
             if pins and path:
                 self._pins.add(sequence, path, None)
             match.show(path, path_ids, self.block_size, store.index.version, store.payloads(sequence, path))
-            done = PrefixInsert(len(path), len(path) - num_found, unused + ids[len(path) :], evicted, match)
+            done = PrefixInsert(len(path), len(path) - num_found, unused + ids[len(path) :] + tail, evicted, match)
             self._change.end()
             store.drop_payloads()
             return done

@@ -86,7 +86,8 @@ class CacheInspector:
         """Return the cached prefixes as rows of a table, for people. O(cached blocks)."""
         with self._lock:
             self._catch_up()
-            return prefix_rows(self._store.index)
+            pinned = {block for path in self._pins.paths() for block in path}
+            return prefix_rows(self._store.index, self._store.free_blocks(), pinned)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
         """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""

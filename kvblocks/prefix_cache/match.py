@@ -190,9 +190,9 @@ class PrefixInsert(NamedTuple):
     """What an insertion did. Every given id is now in the cache or in `unused_kv_blocks`.
 
     num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: how many of these the call added.
-    unused_kv_blocks: given ids that the cache did not take, since another block holds the prefix already or there was
-    no room. evicted_kv_blocks: ids that the cache evicted to make room. Both are the caller's again. match: what
-    `match_prefix` of the tokens would find now; `stats` doesn't count it.
+    unused_kv_blocks: given ids that the cache did not take: another block holds the prefix already, there was no room,
+    or the id is behind those of the full blocks. evicted_kv_blocks: ids that the cache evicted to make room. Both are
+    the caller's again. match: what `match_prefix` of the tokens would find now; `stats` doesn't count it.
     """
 
     num_cached_blocks: int

@@ -128,6 +128,10 @@ class PrefixStore:
         """Blocks that nothing holds. O(1)."""
         return self._queue.num_free_blocks
 
+    def free_blocks(self) -> Iterable[KVCacheBlock]:
+        """Return the blocks that nothing holds, the least recently used first. O(1)."""
+        return self._queue
+
     def find(self, sequence: Sequence) -> list[KVCacheBlock]:
         """Return the blocks of the longest cached prefix. Changes nothing."""
         return find_blocks(self.index, sequence)

@@ -236,7 +236,10 @@ def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> li
     end = max([stop for _, stop, _ in ranges], default=0)
     priorities = [0] * min(-(-end // block_size), num_tokens // block_size)
     if not priorities:
-        raise InvalidArgumentError(f"pin: expected at least one full block of {block_size} tokens, got {end} tokens")
+        raise InvalidArgumentError(
+            f"pin: expected at least one full block of {block_size} tokens, got {end} tokens:"
+            " only full blocks are cached, so pin a longer prefix, or use smaller blocks (block_size)"
+        )
     for start, stop, level in ranges:
         for block in range(start // block_size, min(-(-stop // block_size), len(priorities))):
             priorities[block] = max(priorities[block], level)

@@ -32,7 +32,7 @@ def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path,
     monkeypatch.setattr(bench, "make_workloads", lambda *given: [replace(one, num_blocks=80) for one in make(*given)])
     kept, picture = tmp_path / "kept.json", tmp_path / "picture.png"
     options = ["--quick", "--rounds", "1", "--json", str(kept), "--plot", str(picture)]
-    bench.main(["--model", str(roomy_folder), "--device", "cpu", *options])
+    assert bench.main(["--model", str(roomy_folder), "--device", "cpu", *options]) == 0
     shown = capsys.readouterr().out
     results = json.loads(kept.read_text())
     assert {"model", "weights", "device", "cpu", "rate", "max_tokens", "threads", "mode"} <= results[
@@ -69,6 +69,8 @@ def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path,
     costs = results["costs"]
     assert [row["run"] for row in costs] == [case.name for case in bench.QUICK_CASES]
     assert all(row["about"] in shown for row in costs)
+    assert not any(row["targets"] for row in (*results["results"], *costs))  # a quick run judges nothing
+    assert "MISSED" not in shown
 
 
 @pytest.fixture
@@ -189,6 +191,8 @@ def row_of(name, without, caching, is_identical=True, shares=True, num_computed_
 )
 def test_targets_that_are_missed_are_said(bench, row, expected):
     assert list(bench.judge(row).values()) == expected
+    judged = [{"targets": {}}, {"targets": bench.judge(row)}]
+    assert bench.is_missed(judged) is not all(expected)
 
 
 def test_percentiles(bench):

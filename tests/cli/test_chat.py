@@ -194,7 +194,7 @@ def test_a_chat_begins_with_where_answers_come_from_the_cache_and_how_to_end(mod
 
 
 def test_the_caches_options_are_for_a_chat_in_this_process(capsys):
-    for option in (["--num-blocks", "9"], ["--no-prefix-caching"], ["--eviction", "lru"]):
+    for option in (["--num-blocks", "9"], ["--no-prefix-caching"], ["--eviction", "lru"], ["--remember-next-token"]):
         with pytest.raises(SystemExit) as raised:
             cli.main(["chat", "--url", "http://127.0.0.1:1", *option])
         assert raised.value.code == 2
@@ -217,6 +217,13 @@ def test_the_caches_options_reach_the_engine(command, model, tiny_folder, monkey
             [*command, "--model", str(tiny_folder), "--num-blocks", "50", "--no-prefix-caching", "--eviction", "slru"]
         )
     assert not raised.value.code
-    assert made == [{"num_blocks": 50, "enable_prefix_caching": False, "eviction": "slru"}]
+    expected = {"num_blocks": 50, "enable_prefix_caching": False, "eviction": "slru", "remember_next_token": False}
+    assert made == [expected]
+    with pytest.raises(SystemExit) as raised:
+        cli.main([*command, "--model", str(tiny_folder), "--remember-next-token"])
+    assert not raised.value.code
+    assert made[1:] == [
+        expected | {"num_blocks": None, "enable_prefix_caching": True, "eviction": None, "remember_next_token": True}
+    ]
     if command == ["chat"]:
         assert capsys.readouterr().out.startswith("In this process: cpu, float32,")

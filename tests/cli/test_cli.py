@@ -114,7 +114,10 @@ def test_an_answer_is_of_a_schema_and_drawn_as_it_is_told(capsys, tiny_folder, t
     schema.write_text('{"enum": ["left", "right"]}')
     asked = ["generate", "hello", "--model", str(tiny_folder), "--max-tokens", "12"]
     code, output, error = run([*asked, "--json-schema", str(schema), "--temperature", "1", "--n", "2"], capsys)
-    assert (code, error) == (0, "")
+    assert code == 0
+    assert re.fullmatch(
+        r"first token after \d+\.\d\d s, [\d.]+ tokens?(/s)?, 0 of \d+ prompt tokens from the cache .*\n", error
+    )
     assert {line.strip() for line in output.splitlines() if not line.startswith("[")} <= {'"left"', '"right"'}
     penalties = ["--presence-penalty", "--frequency-penalty"]
     told = [[], *([name, "2"] for name in penalties), ["--repetition-penalty", "9"]]

@@ -118,6 +118,7 @@ def check_the_exact_case(model, shared, own):
         (102, 0, 121),
         (102, 96, 25),
     ]
+    assert [engine.num_steps for engine in (cold, warm)] == [20, 21]  # a token each, and the warm one's first prompt
     assert results[0].token_ids == results[1].token_ids
     assert (results[0].text, len(results[0].token_ids)) == (results[1].text, 20)
     assert len(recorders[0].logits) == 20
@@ -223,9 +224,10 @@ def test_a_step_that_dies_takes_nothing_with_it(model, prompts):
             tensor.fill_(torch.nan)
         raise ModelError("the device is on fire")
 
-    engine.runner.run = die
+    num_steps, engine.runner.run = engine.num_steps, die
     with pytest.raises(ModelError, match="on fire"):
         engine.generate(prompts, max_tokens=6)
+    assert engine.num_steps == num_steps > 0
     engine.manager.check()
     assert engine.manager.num_free_blocks == 64
     assert engine.manager.stats.num_cached_blocks == 0

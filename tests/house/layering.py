@@ -55,11 +55,12 @@ FLOORS = {
     "kvblocks.verify.adapters": 9,  # each imports its engine, and ours only by its public names
     "kvblocks.replay.report": 12,  # shows what a replay found
     "kvblocks.tiers.store": 9,  # input and output, and one package in one module, imported when a store is opened
-    "kvblocks.engine.errors": 8,
+    "kvblocks.engine.errors": 7,
     "kvblocks.engine.collector": 8,
     "kvblocks.engine.sampling": 9,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
+    "kvblocks.engine.model.gguf": 8,
     "kvblocks.engine.model": 9,
     "kvblocks.engine.model.hybrid": 8,  # layers as functions of tensors; knows nothing of models
     "kvblocks.engine.grammar": 10,

@@ -387,10 +387,10 @@ class PrefixHistory:
         tokens = [0] * (num_blocks * self.model.block_size)
         calls: list[Callable[[], object]] = [
             lambda: cache.insert_prefix(tokens, [1]),
-            lambda: cache.insert_prefix(tokens, [1, 2, 3]),
+            lambda: cache.insert_prefix(tokens, []),
             lambda: cache.insert_prefix(tokens, [1, -1]),
             lambda: cache.insert_prefix(tokens, [1, 1]),
-            lambda: cache.insert_prefix([], [1]),
+            lambda: cache.insert_prefix([], [-1]),
             lambda: cache.match_prefix([], extra_keys=[(0, 1, "x")]),
             lambda: cache.evict(-1),
             lambda: cache.pin_prefix(tokens, ""),

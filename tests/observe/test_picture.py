@@ -175,11 +175,30 @@ def test_a_run_is_cut_where_others_hang_from_it() -> None:
     assert manager.inspect.prefix_rows() == [
         PrefixRow(None, 0, 0, 8, 2, 0, 2, tuple(range(8)), no_keys),
         PrefixRow(0, 1, 8, 8, 2, 0, 2, tuple(range(8, 16)), no_keys),
-        PrefixRow(1, 2, 16, 8, 2, 0, 0, (7,) * 8, no_keys),
+        PrefixRow(1, 2, 16, 8, 2, 0, 0, (7,) * 8, no_keys, num_ahead=54),
         PrefixRow(1, 2, 16, 8, 2, 0, 2, (8,) * 8, no_keys),
         PrefixRow(0, 1, 8, 8, 2, 0, 2, (9,) * 8, no_keys),
     ]
     assert [row.num_free for row in manager.inspect.prefix_rows()] == [0, 0, 2, 0, 0]
+
+
+def test_last_accesses_and_pins_are_told() -> None:
+    manager = KVCacheManager(16, 4)
+    for name, token in (("old", 1), ("new", 2), ("pinned", 3)):
+        manager.free(start(manager, name, [token] * 8))
+    pin = manager.pins.pin([3] * 4)
+
+    def told() -> dict[int, tuple[int, int | None]]:
+        return {row.first_tokens[0]: (row.num_pinned, row.num_ahead) for row in manager.inspect.prefix_rows()}
+
+    # Ten blocks hold nothing, and are reused before all others. Of each prefix the last block goes first.
+    assert told() == {1: (0, 11), 2: (0, 13), 3: (1, None)}
+    lines = parse(manager.inspect.to_dot()).nodes
+    assert "1 pinned" in lines["row2"]["label"] and "reused behind 11 blocks" in lines["row0"]["label"]
+    manager.free(start(manager, "old again", [1] * 8))
+    manager.pins.unpin(pin)
+    assert told() == {2: (0, 11), 1: (0, 14), 3: (0, 15)}
+    assert "pinned" not in manager.inspect.to_dot()
 
 
 def test_duplicates_evictions_and_aborts_are_seen() -> None:

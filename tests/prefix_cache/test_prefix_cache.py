@@ -74,6 +74,20 @@ def test_a_prompt_of_1060_tokens_matches_66_blocks_of_16():
     cache.check()
 
 
+def test_ids_behind_the_full_blocks_stay_the_callers():
+    """Eight tokens with three ids: whoever counts a partial block, too, need not cut its id off."""
+    cache = PrefixCache(8, 3)
+    tokens = list(range(8))
+    assert cache.insert_prefix(tokens, [10, 20, 30])[:4] == (2, 2, [30], [])
+    assert cache.match_prefix(tokens).matched_kv_blocks == [10, 20]
+    assert cache.insert_prefix(tokens, [11, 20, 30, 40])[:4] == (2, 0, [11, 30, 40], [])
+    assert cache.insert_prefix([7] * 3, [30])[:4] == (1, 1, [], [])  # the id is free for another prefix
+    whole = PrefixCache(8)
+    assert whole.insert_prefix(tokens, [1, 2, 3])[:4] == (0, 0, [1, 2, 3], [])
+    for made in (cache, whole):
+        made.check()
+
+
 def test_a_miss_is_an_empty_match():
     match = filled().match_prefix([1, 2, 3])
     assert (match.match_length, match.matched_kv_blocks, match.matched_tokens) == (0, [], [])
@@ -254,7 +268,7 @@ def test_block_ids_in_a_buffer(typecode):
         ),
         ([1, 2**63, 3], "position 1: expected an int from 0 to 9223372036854775807, got 9223372036854775808"),
         ([1, 2**64, 3], "position 1: expected an int from 0 to 9223372036854775807, got 18446744073709551616"),
-        (array("q", [1, 2]), "expected 3, one for each full block of 2 tokens and none for a partial one, got 2"),
+        (array("q", [1, 2]), "expected at least 3, one for each full block of 2 tokens, got 2"),
         (array("q", [1, 2, 1]), "expected 3 different ones, got 2"),
         (array("d", [1, 2, 3]), "native integers of 2, 4 or 8 bytes, got format 'd' and shape .3,"),
         (bytearray(3), "native integers of 2, 4 or 8 bytes, got format 'B' and shape .3,"),
@@ -331,8 +345,7 @@ def test_numpy_and_torch_take_ids_and_give_them_without_a_copy():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1, 2], "expected 3, one for each full block of 2 tokens and none for a partial one, got 2"),
-        ([1, 2, 3, 4], "expected 3, one for each full block of 2 tokens and none for a partial one, got 4"),
+        ([1, 2], "expected at least 3, one for each full block of 2 tokens, got 2"),
         ([1, 2, -3], "kv_block_ids: position 2: expected an int of at least 0, got -3"),
         ([1, 2.0, 3], "kv_block_ids: position 1: expected an int of at least 0, got 2.0"),
         ([True, 2, 3], "kv_block_ids: position 0: expected an int of at least 0, got True"),
@@ -703,6 +716,10 @@ def test_a_picture_of_what_is_cached():
         assert "4 blocks (2 owned, 2 free)" in cache.inspect.to_dot()
         assert "left out: 2 nodes" in cache.inspect.to_dot(max_nodes=1)
     assert [row.num_owned for row in cache.inspect.prefix_rows()] == [0, 0, 0]
+    assert [(row.num_pinned, row.num_ahead) for row in cache.inspect.prefix_rows()] == [(0, 3), (0, 0), (0, 1)]
+    cache.pin_prefix([*ABC[:4], 9, 9])
+    assert [(row.num_pinned, row.num_ahead) for row in cache.inspect.prefix_rows()] == [(2, None), (0, 0), (1, None)]
+    assert "4 blocks (3 owned, 1 free, 3 pinned)" in cache.inspect.to_dot()
 
 
 # Payloads

@@ -90,7 +90,10 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--attention", "fast"], "--attention: expected one of auto, triton, torch, flash-attn, got 'fast'"),
         (["--attention", "flash-attn"], "attention='flash-attn': expected a CUDA device, got 'cpu'"),
         (["--device", "tpu"], "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
-        (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
+        (
+            ["--model", "nonsense"],
+            "expected a known model (smollm2), a Hugging Face folder or a GGUF file, got 'nonsense'",
+        ),
         (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),
     ],
 )

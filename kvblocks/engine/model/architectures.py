@@ -4,8 +4,8 @@ One decoder computes them all. They differ in data: this module has what an arch
 each model's config.json says. config.json also says which architecture a folder holds, as for `transformers`'
 AutoModel.
 
-From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta 2025), LFM2
-(Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025).
+From: Llama (Touvron et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta
+2025), LFM2 (Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025).
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Architecture:
     head is rotated. has_output_gate: the attention's output is gated; the gates are stored behind each head's queries.
     has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
     models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are
-    called in a folder, and here.
+    called in a folder, and here. has_output_bias: where attention has biases, its output's projection has one, too.
     """
 
     name: str
@@ -52,9 +52,17 @@ class Architecture:
     parts: str = ""
     field_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensor_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    has_output_bias: bool = True
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama")
+# A published config.json doesn't say that queries, keys and values have biases.
+QWEN2 = Architecture(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    has_output_bias=False,
+    defaults={"attention_bias": True, "max_position_embeddings": 32768},
+)
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     "qwen3",
@@ -270,6 +278,7 @@ GRANITE4 = Architecture(
 )
 SUPPORTED_ARCHITECTURES = (
     LLAMA,
+    QWEN2,
     QWEN3,
     GEMMA3,
     GEMMA3_WITH_IMAGES,

@@ -132,6 +132,11 @@ class ModelConfig:
         )
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the projection of attention's output has a bias, and not only those of its input."""
+        return self.attention_bias and self.architecture.has_output_bias
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary frequencies of each layer of `attending`. O(layers)."""
         ropes = [self.rope if how.sees_all else self.local_rope or self.rope for how in self.attention]

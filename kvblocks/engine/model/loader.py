@@ -10,13 +10,15 @@ after the copy. So a process never has the weights in memory twice.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -27,6 +29,9 @@ from kvblocks.engine.model.hybrid.mixer import StateMixer
 from kvblocks.engine.model.products import pack, packed_rows
 from kvblocks.engine.model.rope import pair_order
 from kvblocks.engine.model.weights import ExpertWeights, LayerWeights, ModelWeights
+
+if TYPE_CHECKING:
+    from kvblocks.engine.model.gguf.file import GGUFModel
 
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -45,19 +50,18 @@ _SANDWICH_NORMS = {
 
 
 def load_weights(
-    path: str | Path,
+    path: "str | Path | GGUFModel",
     config: ModelConfig,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> ModelWeights:
-    """Load the weights that `config` describes from `path`, as `dtype` on `device`.
+    """Load the weights that `config` describes from a folder or an open GGUF file, as `dtype` on `device`.
 
     Raises ModelError if the folder or a file is missing or broken, a tensor is missing, unexpected, of a wrong shape
     or not floating point. O(bytes of the model).
     """
-    tensors = _find_tensors(_list_tensors(Path(path)), config)
-    _check(tensors, config)
+    tensors = check_weights(path, config)
     reader = _Reader(tensors, config, dtype, torch.device(device))
     embedding, lm_head = _read_vocabulary(reader)
     return ModelWeights(
@@ -66,6 +70,17 @@ def load_weights(
         final_norm=reader.read_norm(_FINAL_NORM),
         lm_head=lm_head,
     )
+
+
+def check_weights(path: "str | Path | GGUFModel", config: ModelConfig) -> dict[str, "_Stored"]:
+    """Return the tensors of a folder or an open GGUF file by name. Raises ModelError unless they are `config`'s."""
+    if isinstance(path, str | Path):
+        found = _list_tensors(Path(path))
+    else:
+        found = [_Stored(path.path, one.name, one.shape, "F32", one.read) for one in path.tensors]
+    tensors = _find_tensors(found, config)
+    _check(tensors, config)
+    return tensors
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -99,10 +114,10 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "self_attn.q_proj": (queries * (1 + architecture.has_output_gate), hidden),
             "self_attn.k_proj": (keys, hidden),
             "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
         },
         has_bias=config.attention_bias,
     )
+    shapes |= _with_biases({"self_attn.o_proj": (hidden, queries)}, has_bias=config.output_bias)
     if architecture.has_qk_norms:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes
@@ -176,12 +191,16 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in a file: its name there, and its shape and dtype by the file's header."""
+    """A tensor in a file: its name there, and its shape and dtype by the file's header.
+
+    read: makes its values, float32; None: safetensors does.
+    """
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    read: Callable[[], NDArray[np.float32]] | None = None
 
 
 @dataclass(frozen=True)
@@ -278,6 +297,8 @@ class _Reader:
         """A tensor as it is used here. "q_proj.gates" are the gates in a stored "q_proj"."""
         part = 1 if ".gates." in name else 0
         stored = self.tensors[name.replace(".gates.", ".")]
+        if stored.read is not None:
+            return torch.from_numpy(stored.read())
         with _opened(stored.path) as file:
             loaded: Tensor = file.get_tensor(stored.name)  # this tensor keeps the mapping alive
         if self.config.architecture.has_rotated_pairs and _IS_ROTATED.search(name):
@@ -322,7 +343,7 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
             "qkv": read_matrix(*qkv),
             "output": read_matrix("self_attn.o_proj"),
             "qkv_bias": read("bias", *qkv) if config.attention_bias else None,
-            "output_bias": read("bias", "self_attn.o_proj") if config.attention_bias else None,
+            "output_bias": read("bias", "self_attn.o_proj") if config.output_bias else None,
             "qk_norm": reader.read_qk_norm(prefix, index),
         }
     norms: dict[str, Any] = {

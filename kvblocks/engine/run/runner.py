@@ -18,7 +18,8 @@ from kvblocks.engine.errors import UnknownModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.model.fields import parse_dtype, stored_dtype
-from kvblocks.engine.model.loader import load_weights
+from kvblocks.engine.model.gguf.magic import is_gguf
+from kvblocks.engine.model.loader import check_weights, load_weights
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.warm_up import WarmUpStep
@@ -47,7 +48,7 @@ class LoadedModel:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str | None = None,
     ) -> "LoadedModel":
-        """Load a known model by name, fetching it if needed, or a Hugging Face folder.
+        """Load a known model by name, fetching it if needed, a Hugging Face folder, or a GGUF file.
 
         dtype: of weights, KV cache and computing: float32, float16 or bfloat16, as a name or a torch.dtype; None:
         float32 on a CPU, and elsewhere what the folder's config.json says, or float32.
@@ -60,9 +61,11 @@ class LoadedModel:
             folder = fetch_model(str(model))
         else:
             folder = Path(model).expanduser()
+            if is_gguf(folder):
+                return cls._load_gguf(folder, device, parse_dtype(dtype))
             if not folder.is_dir():
                 known = ", ".join(sorted(KNOWN_MODELS))
-                message = f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}"
+                message = f"expected a known model ({known}), a Hugging Face folder or a GGUF file, got {str(model)!r}"
                 raise UnknownModelError(message + _how_to_get(str(model)))
         wanted = parse_dtype(dtype)
         if wanted is None:
@@ -70,6 +73,17 @@ class LoadedModel:
         config = ModelConfig.from_folder(folder)
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(config, load_weights(folder, config, dtype=wanted, device=device), tokenizer)
+
+    @classmethod
+    def _load_gguf(cls, path: Path, device: torch.device | str, dtype: torch.dtype | None) -> "LoadedModel":
+        from kvblocks.engine.model.gguf.file import GGUFModel
+
+        model = GGUFModel(path)
+        config = ModelConfig.from_fields(model.fields)
+        check_weights(model, config)
+        definition, fields = model.tokenizer
+        tokenizer = Tokenizer.from_text(definition, {"tokenizer_config.json": fields, "config.json": model.fields})
+        return cls(config, load_weights(model, config, dtype=dtype or torch.float32, device=device), tokenizer)
 
     @property
     def device(self) -> torch.device:

@@ -74,13 +74,20 @@ class ChatTemplate:
         several named templates the one called "default" is used. Raises ModelError if the template does not compile.
         """
         path = folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
+        if path.is_file():
+            tokenizer_config = {**tokenizer_config, "chat_template": path.read_text(encoding="utf-8")}
+        return cls.from_config(tokenizer_config, str(folder))
+
+    @classmethod
+    def from_config(cls, tokenizer_config: Mapping[str, Any], place: str = "the model") -> "ChatTemplate | None":
+        """The template of tokenizer_config.json's fields, as `from_folder`. place: of the fields, for errors."""
+        source = tokenizer_config.get("chat_template")
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if source is None:
             return None
         if not isinstance(source, str):
-            raise ModelError(f"expected the chat template of {folder} to be text, got {type(source).__name__}")
+            raise ModelError(f"expected the chat template of {place} to be text, got {type(source).__name__}")
         named_tokens = {name: token_text(tokenizer_config.get(name)) for name in _NAMED_TOKENS}
         return cls(source, {name: text for name, text in named_tokens.items() if text is not None})
 

@@ -29,6 +29,7 @@ from kvblocks.errors import InvalidArgumentError, InvalidTokensError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
+_CONFIGS = ("tokenizer_config.json", "generation_config.json", "config.json")
 _REPLACEMENT = "\ufffd"  # decoding gives this for bytes that are not, or not yet, a character
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -82,13 +83,18 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"expected a Hugging Face folder with tokenizer.json, got {folder} without one")
-        names = ("tokenizer_config.json", "generation_config.json", "config.json")
-        configs = {name: _read_object(folder / name) for name in names}
+        configs = {name: _read_object(folder / name) for name in _CONFIGS}
         template = ChatTemplate.from_folder(folder, configs["tokenizer_config.json"])
         try:
             return cls(path.read_text(encoding="utf-8"), configs, template)
         except (ModelError, UnicodeDecodeError) as error:
             raise ModelError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_text(cls, definition: str, configs: Mapping[str, Mapping[str, Any]]) -> "Tokenizer":
+        """As `from_folder`, of a folder with tokenizer.json and these other files, by name. Raises ModelError."""
+        whole = {name: configs.get(name, {}) for name in _CONFIGS}
+        return cls(definition, whole, ChatTemplate.from_config(whole["tokenizer_config.json"]))
 
     @property
     def has_chat_template(self) -> bool:

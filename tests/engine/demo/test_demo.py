@@ -112,7 +112,10 @@ def test_generate_prints_the_answer(roomy_folder, capsys):
 @pytest.mark.parametrize("command", [["demo"], ["generate", "hello"]])
 def test_a_model_that_is_not_there_is_one_line(command, capsys):
     code, output, error = run([*command, "--model", "/no/such/folder"], capsys)
-    assert error == "kvblocks: expected a known model (smollm2) or a Hugging Face folder, got '/no/such/folder'\n"
+    assert (
+        error
+        == "kvblocks: expected a known model (smollm2), a Hugging Face folder or a GGUF file, got '/no/such/folder'\n"
+    )
     assert (code, output) == (2, "")
 
 

@@ -134,9 +134,13 @@ def add(name):
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        ({"architecture": "qwen3"}, None, "general.architecture = 'llama', got 'qwen3'"),
-        ({"tokenizer_pre": "llama-bpe"}, None, "tokenizer.ggml.pre = 'smollm', got 'llama-bpe'"),
-        ({}, add("blk.0.attn_q_norm"), "got 'blk.0.attn_q_norm.weight'"),
+        ({"architecture": "mamba"}, None, "general.architecture llama, qwen2, qwen3, gemma3, got 'mamba'"),
+        (
+            {"tokenizer_pre": "tekken"},
+            None,
+            "tokenizer.ggml.pre llama-bpe, qwen2, smollm, gpt-2, default, got 'tekken'",
+        ),
+        ({}, add("blk.0.attn_q_norm"), "expected no tensor model.layers.0.self_attn.q_norm.weight"),
         ({}, add("rope_freqs_norm"), "got 'rope_freqs_norm.weight'"),
         ({}, drop("blk.1.ffn_up"), "model.layers.1.mlp.up_proj.weight"),
         ({}, add("blk.2.ffn_norm"), "model.layers.2.post_attention_layernorm.weight"),

@@ -101,7 +101,7 @@ class TestConfig:
         [
             (
                 {"architectures": ["Qwen3MoeForCausalLM"]},
-                r"\(LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3.*\), got Qwen3MoeForCausalLM",
+                r"\(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma3.*\), got Qwen3MoeForCausalLM",
             ),
             ({"architectures": None, "model_type": "gemma2"}, "got none .model_type 'gemma2'"),
             ({"architectures": 5}, "architectures to be a list of names, got 5"),

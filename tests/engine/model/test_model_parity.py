@@ -19,6 +19,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     SiglipVisionConfig,
@@ -71,6 +73,9 @@ KINDS = {
     "rope linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "rope llama3": {"rope_parameters": LLAMA3},
     "odd sizes": {"hidden_size": 52, "intermediate_size": 75, "head_dim": 10, "vocab_size": 131},
+    "qwen2": {},
+    "qwen2, tied, windows": {"tie_word_embeddings": True}
+    | {"use_sliding_window": True, "sliding_window": 27, "max_window_layers": 1},
     "qwen3": QWEN3,
     "qwen3, tied, biases": QWEN3 | {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3, windows": QWEN3 | {"use_sliding_window": True, "sliding_window": 27, "max_window_layers": 1},
@@ -92,6 +97,7 @@ KINDS = {
     | {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"] + ["full_attention"] * 2},
 }
 ARCHITECTURES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
     "llama4": (Llama4ForCausalLM, Llama4TextConfig),
