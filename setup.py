@@ -40,6 +40,7 @@ PLAIN = (
     "groups/states/copies.py",
     "groups/states/kind.py",
     "observe/explanation.py",
+    "prefix_cache/evicted.py",
     "retention/gate_records.py",
     "retention/pause_lengths.py",
     "retention/policies/policy.py",

@@ -167,6 +167,7 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
     "kvblocks.prefix_cache.cache:PrefixCache.__init__": "the manager's options, as far as they mean something here",
+    "kvblocks.prefix_cache.cache:PrefixCache.insert_prefix": "the one call that takes all that an engine has computed",
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.tiers.tier:Tier.__init__": "an option each, by keyword, with a default",
     "kvblocks.wire.publisher:EventPublisher.__init__": "an option each, by keyword, with a default",
