@@ -898,11 +898,12 @@ def test_blocks_and_payloads_share_one_budget_and_one_order_of_use():
     assert cache.match_prefix([1, 1, 2, 2, 9]).last_payload == (4, state["a"])
     assert cache.match_prefix([4, 4, 5, 9]).last_payload == (3, state["c"]) and cache.inspect.num_bytes() == 19
     done = cache.insert_prefix([1, 1, 2, 2, 6, 6], [5], num_cached_tokens=4, block_bytes=3)
-    assert (done.evicted_kv_blocks, done.evicted_kv_blocks.payloads) == ([], [state["a"]])  # older than its blocks
-    assert cache.evict(num_bytes=4).payloads == [state["c"]]
-    assert cache.evict(1) == [4]
-    assert cache.evict(2, num_bytes=1) == [3, 5]
-    assert (cache.inspect.num_bytes(), cache.clear()) == (4, [1, 0])
+    assert (done.evicted_kv_blocks, done.evicted_kv_blocks.payloads) == ([4], [])  # the last match ended before it
+    assert cache.evict(num_bytes=4).payloads == [state["a"]]  # older than its blocks
+    gone = cache.evict(1)
+    assert (gone, gone.payloads) == ([3], [state["c"]])
+    assert cache.evict(2, num_bytes=1) == [5, 1]
+    assert (cache.inspect.num_bytes(), cache.clear()) == (2, [0])
     cache.check()
 
 
