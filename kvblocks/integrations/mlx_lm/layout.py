@@ -15,7 +15,8 @@ State = tuple[Arrays, tuple[int, ...]]
 class Layout:
     """The layers of one kind of prompt cache. Compared by `key`.
 
-    stacks: all of them. Rows come first. num_rows: how many of the stacks are rows; the others are windows.
+    stacks: all of them. Rows come first. num_rows: how many of the stacks are rows; the others are windows, which reach
+    back `most_reach` tokens at most.
     block_bytes: the bytes of the rows of a block, at least 1. has_states: whether there are layers with states.
     """
 
@@ -30,9 +31,22 @@ class Layout:
                 members.setdefault(stack, []).append((number, place))
         self.stacks = sorted(members, key=lambda stack: (stack.reach, stack.shape, stack.dtype))
         self._members = [members[stack] for stack in self.stacks]
+        self.most_reach = max([stack.reach for stack in self.stacks], default=0)
         self.num_rows = sum([not stack.reach for stack in self.stacks])
         row_bytes = [len(members[stack]) * _product(stack.shape) * _size_of(stack.dtype) for stack in self.stacks]
         self.block_bytes = max(1, block_size * sum(row_bytes[: self.num_rows]))
+
+    def block_of_bytes(self, raw: bytes, block_size: int) -> Arrays:
+        """Return the rows of a block whose bytes stand one after another. O(bytes)."""
+        arrays, start = [], 0
+        for stack, members in zip(self.stacks[: self.num_rows], self._members, strict=False):
+            shape = (len(members), *stack.shape[:-1], block_size, stack.shape[-1])
+            end = start + _product(shape) * _size_of(stack.dtype)
+            kind: Any = getattr(mx, stack.dtype.rpartition(".")[2])
+            flat = mx.array(memoryview(raw)[start:end]) if end > start else mx.zeros(0, mx.uint8)
+            arrays.append(flat.view(kind).reshape(shape))
+            start = end
+        return arrays
 
     def stretches(self, held: Sequence[Held]) -> list[tuple[int, int]]:
         """Return from which token to which each stack has all rows."""

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvblocks.integrations.mlx_lm import layers
+from kvblocks.integrations.mlx_lm.disk import StoredPiece
 from kvblocks.integrations.mlx_lm.layers import Held
 from kvblocks.integrations.mlx_lm.layout import Layout, State
 from kvblocks.integrations.mlx_lm.shelf import Block, Piece
@@ -164,11 +165,7 @@ class Space:
 
         def piece_at(end: int) -> Piece:
             if end not in pieces:
-                number = end // size
-                block = path[number - 1] if number else self.root
-                tail = prompt.wide(number * size, end)
-                there = block.siblings.get(tail) if tail else block.piece
-                pieces[end] = Piece(block, tail, end) if there is None else there
+                pieces[end] = self._piece_at(prompt, path, end)
             return pieces[end]
 
         def copied(stack: int, first: int, end: int) -> mx.array:
@@ -196,3 +193,23 @@ class Space:
         mx.eval(new)
         del pieces[num_tokens]
         return [*pieces.values(), last]
+
+    def _piece_at(self, prompt: Prompt, path: Sequence[Block], end: int) -> Piece:
+        """Return the piece that is kept at a token, or a new one."""
+        number = end // self._block_size
+        block = path[number - 1] if number else self.root
+        tail = prompt.wide(number * self._block_size, end)
+        there = block.siblings.get(tail) if tail else block.piece
+        return Piece(block, tail, end) if there is None else there
+
+    def restore_pieces(self, prompt: Prompt, stored: Sequence[StoredPiece]) -> list[Piece]:
+        """Return the pieces of a prompt that were read, the last one at its end. What is kept already stays."""
+        path = self.path(prompt)
+        pieces = []
+        for one in stored:
+            piece = self._piece_at(prompt, path, one.num_tokens)
+            piece.rows = piece.rows or one.rows
+            piece.windows = {**one.windows, **piece.windows}
+            piece.states = one.states if piece.states is None else piece.states
+            pieces.append(piece)
+        return pieces

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from kvblocks import InvalidArgumentError, PrefixCache, PrefixInsert, PrefixMatch, UnsupportedEngineError
 from kvblocks.integrations.mlx_lm import layers
+from kvblocks.integrations.mlx_lm.disk import Disk, DiskOptions, StoredPiece
 from kvblocks.integrations.mlx_lm.layers import Held
 from kvblocks.integrations.mlx_lm.layout import Layout
 from kvblocks.integrations.mlx_lm.plans import Plan, Space
@@ -27,7 +28,7 @@ class BlockPromptCache:
 
     model: is checked, if given: a model with layers that can't be kept is refused by their name. max_bytes: the most
     bytes of all that is kept; what was used least recently goes first. block_size: tokens of a block. max_size: the
-    most prompts whose ends are kept; None: any number. Raises InvalidArgumentError and UnsupportedEngineError.
+    most prompts whose ends are kept; None: any number. disk: where to keep all of it, too; None: nowhere. Raises InvalidArgumentError and UnsupportedEngineError.
 
     index: the `PrefixCache` underneath, for `stats` and `inspect`; change nothing by it. Any thread may call.
     """
@@ -39,6 +40,7 @@ class BlockPromptCache:
         max_bytes: SupportsIndex = _MOST,
         block_size: SupportsIndex = 64,
         max_size: SupportsIndex | None = None,
+        disk: DiskOptions | None = None,
     ) -> None:
         self.max_bytes = min(int(max_bytes), _MOST)
         self.max_size = None if max_size is None else int(max_size)
@@ -56,6 +58,7 @@ class BlockPromptCache:
         self._num_ends = dict.fromkeys(CACHE_TYPES, 0)
         self._num_bytes = dict.fromkeys(CACHE_TYPES, 0)
         self._refused: set[str] = set()
+        self._disk = None if disk is None else Disk(disk, self.block_size)
 
     def __len__(self) -> int:
         return sum(self._num_ends.values())
@@ -81,6 +84,8 @@ class BlockPromptCache:
         """
         with self._lock:
             prompt = Prompt(tokens)
+            if self._disk is not None and prompt.num_tokens and not prompt.keys:
+                self._load(self._disk, model, prompt)
             plans = [self._plan(space, prompt) for space in self._spaces.get(model, {}).values()]
             best = max(plans, key=lambda plan: plan.num_tokens, default=None)
             if best is None or (not best.num_tokens and not best.is_exact):
@@ -112,7 +117,10 @@ class BlockPromptCache:
                 return  # the states are those of another token
             space = self._space(model, layout)
             if num_tokens:
-                self._insert(space, Prompt(tokens[:num_tokens]), held, cache_type)
+                prompt = Prompt(tokens[:num_tokens])
+                self._insert(space, prompt, held, cache_type)
+                if self._disk is not None and not prompt.keys and self._disk.open(model, layout):
+                    self._store(self._disk, space, prompt)
             if self.max_size is not None:
                 self._trim(self.max_size, _MOST)
 
@@ -183,8 +191,15 @@ class BlockPromptCache:
                 self._blocks[self._next_id] = block
                 ids.append(self._next_id)
                 self._next_id += 1
-        self._num_bytes[cache_type] += space.layout.block_bytes * len(ids)
         pieces = space.cut_pieces(prompt, path, held)
+        self._enter(space, prompt, ids, pieces, cache_type)
+
+    def _enter(
+        self, space: Space, prompt: Prompt, ids: Sequence[int], pieces: Sequence[Piece], cache_type: str
+    ) -> None:
+        """Enter a prompt whose blocks and pieces are made. ids: of the new blocks, the prompt's last ones."""
+        num_found = prompt.num_tokens // self.block_size - len(ids)
+        self._num_bytes[cache_type] += space.layout.block_bytes * len(ids)
         for piece in pieces:
             if not piece.is_kept:
                 piece.cache_type = cache_type
@@ -196,7 +211,7 @@ class BlockPromptCache:
         done = self.index.insert_prefix(
             prompt.packed,
             array("q", ids),
-            num_cached_tokens=len(found) * size,
+            num_cached_tokens=num_found * self.block_size,
             block_bytes=space.layout.block_bytes,
             payloads=[(piece.num_tokens, piece, piece.num_bytes) for piece in pieces],
             lora=space.name,
@@ -226,6 +241,73 @@ class BlockPromptCache:
                 keys = prompt.keys_before(num_tokens)
                 self.index.attach(prompt.packed[:num_tokens], None, lora=space.name, extra_keys=keys)
                 self._drop(piece)
+
+    # The disk.
+
+    def _load(self, disk: Disk, model: Hashable, prompt: Prompt) -> None:
+        """Enter what the disk has of a prompt, if that is more than the memory has."""
+        layout = disk.known_layout(model)
+        if layout is None:
+            return
+        space, size = self._space(model, layout), self.block_size
+        known = self._plan(space, prompt).num_tokens
+        path = disk.path(prompt.packed)
+        ends = disk.ends(prompt.packed, path)
+        end, stored = len(path) * size, []
+        if layout.has_states or len(layout.stacks) > layout.num_rows:
+            most = prompt.num_tokens - 1
+            end, stored = self._read_pieces(disk, space, prompt, path, [at for at in ends if known < at <= most])
+        if end <= known:
+            return
+        found = space.path(prompt)
+        rows = disk.read_blocks(layout, path[len(found) : end // size])
+        if len(found) + len(rows) < end // size:
+            end, stored = (len(found) + len(rows)) * size, []
+        beginning = prompt.beginning(end)
+        ids, last = [], found[-1] if found else space.root
+        for number, own in enumerate(rows[: max(end // size - len(found), 0)], len(found)):
+            tokens = prompt.wide(number * size, (number + 1) * size)
+            last = Block(last, tokens, own, layout.block_bytes, CACHE_TYPES[0])
+            self._blocks[self._next_id] = last
+            ids.append(self._next_id)
+            self._next_id += 1
+        self._enter(space, beginning, ids, space.restore_pieces(beginning, stored), CACHE_TYPES[0])
+
+    def _read_pieces(
+        self, disk: Disk, space: Space, prompt: Prompt, path: Sequence[Any], ends: list[int]
+    ) -> tuple[int, list[StoredPiece]]:
+        """Read the last piece that has all states, and those before it that its windows reach back to."""
+        stored: list[StoredPiece] = []
+        end = 0
+        for at in reversed(ends):
+            if stored and at <= end - space.layout.most_reach - self.block_size:
+                break
+            piece = disk.read_piece(prompt.packed, path, at)
+            if piece is None or (not stored and space.layout.has_states and piece.states is None):
+                continue
+            end = end or at
+            stored.insert(0, piece)
+        return end, stored
+
+    def _store(self, disk: Disk, space: Space, prompt: Prompt) -> None:
+        path = space.path(prompt)
+        pieces = []
+        if space.layout.has_states or len(space.layout.stacks) > space.layout.num_rows:
+            last = path[-1] if path else space.root
+            ends = [last.siblings.get(prompt.wide(len(path) * self.block_size, prompt.num_tokens)), last.piece]
+            own = [block.piece for block in path[-(space.layout.most_reach // self.block_size + 2) : -1]]
+            pieces = [
+                StoredPiece(piece.num_tokens, piece.rows, piece.windows, piece.states)
+                for piece in (*own, *ends)
+                if isinstance(piece, Piece)
+            ]
+        disk.store(prompt.packed, [(number, block.rows) for number, block in enumerate(path)], pieces)
+
+    def close(self) -> None:
+        """Have the disk write what waits, and close it. What is in memory stays of use."""
+        with self._lock:
+            if self._disk is not None:
+                self._disk.close()
 
     # Bookkeeping.
 

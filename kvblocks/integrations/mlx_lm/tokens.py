@@ -17,6 +17,7 @@ class Prompt:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.num_tokens = len(tokens)
+        self._tokens = tokens
         self._wide = array("q", tokens).tobytes()
         self.keys: list[tuple[int, int, str]] = []
         try:
@@ -29,6 +30,10 @@ class Prompt:
                     if not 0 <= tokens[start] <= _MOST_TOKEN:
                         self.keys.append((start, end, str(tokens[start])))
                     start = end
+
+    def beginning(self, num_tokens: int) -> "Prompt":
+        """Return the first tokens as a prompt of its own."""
+        return Prompt(self._tokens[:num_tokens])
 
     def wide(self, first: int, end: int) -> bytes:
         """Return tokens as 8 bytes each, with the ids of images. O(tokens)."""
