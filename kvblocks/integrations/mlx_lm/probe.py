@@ -6,6 +6,7 @@ warning.
 """
 
 import inspect
+import re
 from typing import Any
 
 from kvblocks.integrations import probing
@@ -53,7 +54,7 @@ def check_server(server: Any) -> None:
     wrong = [] if "LRUPromptCache(model_provider.cli_args.prompt_cache_size)" in made else ["run"]
     used = inspect.getsource(server.ResponseGenerator)
     known = {"fetch_nearest_cache", "insert_cache", "trim_to", "stats_by_type", "nbytes"}
-    calls = {part.split("(")[0].split(")")[0].split(".")[0].strip() for part in used.split("self.prompt_cache.")[1:]}
+    calls = set(re.findall(r"self\.prompt_cache\.(\w+)", used))
     wrong += [f"ResponseGenerator uses prompt_cache.{name}" for name in sorted(calls - known)]
     probing.check_parts(NAME, "the server of a tested mlx-lm", "one in which differ:", wrong)
 

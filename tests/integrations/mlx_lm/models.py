@@ -11,7 +11,7 @@ _SMALL = {"hidden_size": 32, "intermediate_size": 64, "rms_norm_eps": 1e-5, "voc
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_SMALL, **_HEADS, "num_hidden_layers": 3},
+    "llama": {**_SMALL, **_HEADS, "num_hidden_layers": 3, "tie_word_embeddings": False},
     "gemma3_text": {
         **_SMALL,
         **_HEADS,
