@@ -10,7 +10,6 @@ An engine that the integration doesn't support stays as it is, with a warning. v
 own option `--scheduler-cls`, in each of its processes. mini-sglang isn't either, since its cache is chosen by name.
 """
 
-import importlib
 import os
 import sys
 import sysconfig
@@ -22,14 +21,11 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "KVBLOCKS_AUTO"
-# By name: the module of the engine whose import it waits for, and the one whose `install` it calls.
+# By name: the module of the engine whose import it waits for.
 INTEGRATIONS = {
-    "mlx_lm": ("mlx_lm.models.cache", "kvblocks.integrations.mlx_lm.install"),
-    "nano_vllm": ("nanovllm.engine.scheduler", "kvblocks.integrations.nano_vllm"),
-    "transformers": (
-        "transformers.generation.continuous_batching.continuous_api",
-        "kvblocks.integrations.transformers.install",
-    ),
+    "mlx_lm": "mlx_lm.models.cache",
+    "nano_vllm": "nanovllm.engine.scheduler",
+    "transformers": "transformers.generation.continuous_batching.continuous_api",
 }
 _FILE = "kvblocks_auto.pth"
 _LINE = (
@@ -40,9 +36,9 @@ _LINE = (
 class _Installing(Loader):
     """Loads a module as its own loader does, and then calls `install`."""
 
-    def __init__(self, loader: Loader, module: str) -> None:
+    def __init__(self, loader: Loader, name: str) -> None:
         self._loader = loader
-        self._module = module
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # what importlib.resources and others ask of it
@@ -55,9 +51,9 @@ class _Installing(Loader):
         """As the module's own loader; then install. A failure is a warning."""
         self._loader.exec_module(module)
         try:
-            importlib.import_module(self._module).install()
+            install(self._name)
         except Exception as error:  # noqa: BLE001  # the engine goes on without us, whatever it is
-            warnings.warn(f"{VARIABLE}: {self._module} was not installed: {error}", stacklevel=2)
+            warnings.warn(f"{VARIABLE}: {self._name} was not installed: {error}", stacklevel=2)
 
 
 class _Finder(MetaPathFinder):
@@ -68,15 +64,31 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for a module that is waited for, None for all others."""
-        module = self._awaited.pop(name, None)
-        if module is None:
+        integration = self._awaited.pop(name, None)
+        if integration is None:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Installing(spec.loader, module)
+                spec.loader = _Installing(spec.loader, integration)
                 return spec
         return None
+
+
+def install(name: str) -> None:
+    """Call the `install` of an integration, with its defaults. Raises what that raises."""
+    if name == "mlx_lm":
+        from kvblocks.integrations import mlx_lm
+
+        mlx_lm.install()
+    elif name == "nano_vllm":
+        from kvblocks.integrations import nano_vllm
+
+        nano_vllm.install()
+    else:
+        from kvblocks.integrations import transformers
+
+        transformers.install()
 
 
 def start() -> None:
@@ -85,7 +97,7 @@ def start() -> None:
     unknown = [name for name in names if name not in INTEGRATIONS]
     if unknown:
         warnings.warn(f"{VARIABLE}: expected some of {', '.join(INTEGRATIONS)}, got {', '.join(unknown)}", stacklevel=2)
-    awaited = dict([INTEGRATIONS[name] for name in names if name in INTEGRATIONS])
+    awaited = {INTEGRATIONS[name]: name for name in names if name in INTEGRATIONS}
     if awaited:
         sys.meta_path.insert(0, _Finder(awaited))
 

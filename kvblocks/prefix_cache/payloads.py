@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.block import ROOT, KVCacheBlock, Run
 from kvblocks.core.hashing import encode_extra_keys
 from kvblocks.core.sequence import Sequence
 
@@ -126,7 +126,9 @@ class Payloads:
         if not self._by_block:
             return []
         marked: list[tuple[int, KVCacheBlock]] = []  # blocks with payloads, the last first: how many end there
-        number, run, last = len(path), *(path[-1].node if path else (None, 0))
+        number = len(path)
+        run: Run | None
+        run, last = path[-1].node if path else ROOT
         while run is not None:
             positions = self._positions.get(run)
             if positions:

@@ -43,6 +43,7 @@ FLOORS = {
     "kvblocks.integrations.vllm.probe": 9,
     "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
     "kvblocks.integrations": 11,  # inside other engines, which have environments of their own
+    "kvblocks.integrations.auto": 12,  # loaded by an interpreter that was told to, and imports what is asked for
     "kvblocks.integrations.vllm_plugin": 12,  # loaded by every vLLM, and imports the integration when that is chosen
     "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.kernels.device": 8,  # the kernels themselves
@@ -105,6 +106,8 @@ REPLAY = "kvblocks.replay"
 REPLAY_PACKAGES = CORE_PACKAGES | {"numpy"}
 DISK = "kvblocks.tiers.disk"
 VLLM_DISK = "kvblocks.integrations.vllm.disk"
+MLX_LM = "kvblocks.integrations.mlx_lm"  # has a disk, and a server's start
+AUTO = "kvblocks.integrations.auto"
 STORE = "kvblocks.tiers.store"
 STORE_DOOR = "kvblocks.tiers.store.client"  # the module that speaks to a server; the others have rules alone
 WIRE = "kvblocks.wire"
@@ -113,6 +116,7 @@ WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
 WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
+MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.tiers.disk", "kvblocks.wire.extra_keys"})
 
@@ -245,6 +249,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return KERNEL_PACKAGES
     if is_inside(module, SERVER) or is_inside(module, CLI):
         return SERVER_PACKAGES
+    if is_inside(module, MLX_LM):
+        return MLX_PACKAGES
     if is_inside(module, INTEGRATIONS):
         return INTEGRATION_PACKAGES
     if module == STORE_DOOR:
@@ -285,7 +291,9 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = module in WIRE_DOORS or any(is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK))
+    does_io = module in WIRE_DOORS or any(
+        is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK, MLX_LM, AUTO)
+    )
     pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING

@@ -87,11 +87,11 @@ class Disk:
         if fingerprint is None:
             return None
         try:
-            name, text = (self._folder / "layout.txt").read_text(encoding="utf-8").split("\n", 1)
+            name, digest, text = (self._folder / "layout.txt").read_text(encoding="utf-8").split("\n")
+            if name != fingerprint.hex() or digest != hashlib.sha256(text.encode()).hexdigest():
+                return None
             shape, found = ast.literal_eval(text)
         except (OSError, ValueError, SyntaxError):
-            return None
-        if name != fingerprint.hex():
             return None
         layers = [
             Layer(kind, class_name, options, tuple([Stack(*stack) for stack in stacks]))
@@ -121,7 +121,8 @@ class Disk:
                 secret=self._options.secret,
             )
             scratch = self._folder / "layout.new"
-            scratch.write_text(f"{fingerprint.hex()}\n{text}", encoding="utf-8")
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            scratch.write_text(f"{fingerprint.hex()}\n{digest}\n{text}", encoding="utf-8")
             scratch.replace(self._folder / "layout.txt")
             remembered = self._store.remembered()
         except (DiskError, OSError, InvalidArgumentError) as error:

@@ -127,7 +127,8 @@ class Space:
         """Plan without states: the last block may be one that only begins as the prompt does."""
         size = self._block_size
         found = len(blocks) * size
-        number, items = 0, []
+        number = 0
+        items: list[Any] = []
         if found < most:
             last = blocks[-1] if blocks else self.root
             has_windows = len(self.layout.stacks) > self.layout.num_rows

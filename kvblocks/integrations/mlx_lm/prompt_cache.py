@@ -28,7 +28,8 @@ class BlockPromptCache:
 
     model: is checked, if given: a model with layers that can't be kept is refused by their name. max_bytes: the most
     bytes of all that is kept; what was used least recently goes first. block_size: tokens of a block. max_size: the
-    most prompts whose ends are kept; None: any number. disk: where to keep all of it, too; None: nowhere. Raises InvalidArgumentError and UnsupportedEngineError.
+    most prompts whose ends are kept; None: any number. disk: where to keep all of it, too; None: nowhere. Raises
+    InvalidArgumentError and UnsupportedEngineError.
 
     index: the `PrefixCache` underneath, for `stats` and `inspect`; change nothing by it. Any thread may call.
     """
@@ -253,7 +254,8 @@ class BlockPromptCache:
         known = self._plan(space, prompt).num_tokens
         path = disk.path(prompt.packed)
         ends = disk.ends(prompt.packed, path)
-        end, stored = len(path) * size, []
+        end = len(path) * size
+        stored: list[StoredPiece] = []
         if layout.has_states or len(layout.stacks) > layout.num_rows:
             most = prompt.num_tokens - 1
             end, stored = self._read_pieces(disk, space, prompt, path, [at for at in ends if known < at <= most])

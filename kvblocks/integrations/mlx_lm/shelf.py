@@ -45,7 +45,8 @@ class Siblings:
         sorted strings.
         """
         place = bisect_left(self._tokens, tokens)
-        best, items = 0, []
+        best = 0
+        items: list[Any] = []
         for step, first in ((-1, place - 1), (1, place)):
             index = first
             while 0 <= index < len(self._tokens) and abs(index - first) < most:

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from integrations.mlx_lm.models import CONFIGS, VOCABULARY, make_model
 
@@ -87,7 +87,7 @@ class Server:
         self.process.kill()
         self.process.wait()
 
-    def __enter__(self) -> "Server":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Going on from a prompt cache of ours gives what computing everything gives, and skips at least what mlx-lm's skips."""
+"""Going on from a cache of ours gives what computing everything gives, and skips at least what mlx-lm's skips."""
 
 import mlx.core as mx
 import pytest
