@@ -135,7 +135,8 @@ class Payloads:
                 here = positions[: bisect_right(positions, last)]
                 marked += [(number - last + position, run.blocks[position]) for position in reversed(here)]
             number -= last + 1
-            run, last = run.key[0], run.key[1]
+            key = run.key
+            run, last = key[0], key[1]
         found = self._find_tails(sequence, 0, None)
         for number, block in reversed(marked):
             found += self._find_tails(sequence, number, block)
