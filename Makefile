@@ -65,6 +65,7 @@ help:
 	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
 	@echo '  BENCH_ARGS=--quick         a `make bench` of a few seconds'
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
+	@echo '  MLX_SHORT=1                a short `make test-mlx`: no slow tests'
 	@echo '  HYPOTHESIS_PROFILE=thorough  forty times as many generated cases, new ones in every run'
 	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
 	@echo '                             for the CPU build (about 200 MB):'

@@ -12,24 +12,31 @@ from kvblocks.integrations.mlx_lm import BlockPromptCache
 # much without any cache, if the chunks of a prompt differ.
 TO_THE_BIT = ("llama", "qwen3_next", "lfm2", "llama4")
 CLOSE = 1e-5
+QUICK = {("llama", 0.4), ("gemma3_text", 0.1), ("lfm2", 0.4)}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resumed_equals_cold_and_no_fewer_tokens_are_found(name):
     model = make_model(name)
     walk = Walk(model, BlockPromptCache(model, block_size=8), LRUPromptCache(max_size=10**6))
-    for _ in range(25):
+    for _ in range(16):
         walk.step()
     assert walk.worst <= (0 if name in TO_THE_BIT else CLOSE)
-    assert walk.num_hits >= 12
+    assert walk.num_hits >= 8
     if name != "llama4":  # whose caches mlx-lm trims wrongly: see below
         assert walk.num_worse == 0 and walk.num_computed <= walk.num_theirs
     if name != "mamba2":  # whose states are all that it has
         assert walk.ours.nbytes < walk.theirs.nbytes / 2
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("share", [0.1, 0.4])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        pytest.param(name, share, marks=() if (name, share) in QUICK else pytest.mark.slow)
+        for name in CONFIGS
+        for share in (0.1, 0.4)
+    ],
+)
 def test_a_tight_budget_holds_and_nothing_wrong_is_found(name, share):
     model = make_model(name)
     free = Walk(model, BlockPromptCache(model, block_size=8), seed=1)
