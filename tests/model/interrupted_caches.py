@@ -29,7 +29,8 @@ class CacheWorld:
         cache.insert_prefix(OTHER, [10, 11, 12], pin=True)
         cache.insert_prefix([*LONG[:8], 90, 91, 92, 93], [0, 1, 20])
         cache.insert_prefix(range(100, 112), [30, 31, 32])
-        cache.attach(LONG, "payload", num_bytes=0 if max_bytes is None else 6)
+        self.num_bytes = 0 if max_bytes is None else 1
+        cache.attach(LONG, "payload", num_bytes=6 * self.num_bytes)
         self.held = cache.match_prefix(range(100, 108))
         self.held.__enter__()
         with cache.match_prefix(LONG):
@@ -67,7 +68,7 @@ class CacheWorld:
             "match_prefix": lambda: cache.match_prefix(LONG),
             "query_match_len": lambda: cache.query_match_len(LONG),
             "insert_prefix": lambda: cache.insert_prefix(LONG, [0, 1, 2]),
-            "attach": lambda: cache.attach(LONG, "another"),
+            "attach": lambda: cache.attach(LONG, "another", num_bytes=self.num_bytes),
             "evict": lambda: cache.evict(1),
             "pin_prefix": lambda: cache.pin_prefix(LONG),
             "unpin_prefix": lambda: cache.unpin_prefix(LONG),
