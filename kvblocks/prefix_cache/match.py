@@ -13,7 +13,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError
 from kvblocks.prefix_cache.evicted import EvictedBlocks
-from kvblocks.prefix_cache.payloads import Entry
+from kvblocks.prefix_cache.payloads import PayloadEntry
 
 
 def ids_of(blocks: list[KVCacheBlock]) -> list[int]:
@@ -167,7 +167,7 @@ class PrefixMatch:
         kv_block_ids: list[int],
         block_size: int,
         version: int,
-        payloads: list[Entry],
+        payloads: list[PayloadEntry],
     ) -> Any:
         """Set the matching blocks, with their ids, as of `version`. Only for the cache.
 

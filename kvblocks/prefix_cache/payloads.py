@@ -32,7 +32,7 @@ class NewPayload(NamedTuple):
     num_bytes: int
 
 
-class Entry:
+class PayloadEntry:
     """One payload. num_tokens: of its prompt. use: when it was last used, see `Budget`."""
 
     __slots__ = ("block", "num_bytes", "num_tokens", "payload", "tail", "use")
@@ -59,8 +59,8 @@ class Payloads:
     def __init__(self, block_size: int, limits: tuple[int, int] | None) -> None:
         self._block_size = block_size
         self._limits = limits
-        self._by_block: dict[KVCacheBlock | None, dict[Tail, Entry]] = {}
-        self._order: OrderedDict[Entry, None] = OrderedDict()  # the least recently used first
+        self._by_block: dict[KVCacheBlock | None, dict[Tail, PayloadEntry]] = {}
+        self._order: OrderedDict[PayloadEntry, None] = OrderedDict()  # the least recently used first
         self._positions: dict[Run, list[int]] = {}  # sorted: of the blocks with payloads
         self._places: dict[KVCacheBlock, tuple[Run, int]] = {}  # of these blocks; an evicted block forgets its own
         self._dropped: list[Any] = []
@@ -72,7 +72,7 @@ class Payloads:
         return not self._by_block
 
     @property
-    def oldest(self) -> Entry | None:
+    def oldest(self) -> PayloadEntry | None:
         """The least recently used one. O(1)."""
         return next(iter(self._order), None)
 
@@ -91,7 +91,7 @@ class Payloads:
         spans = [key for key in keys.extra_keys if key[0] < num_tokens]
         return tokens, encode_extra_keys(keys.salt, keys.lora, spans, self._block_size).get(num_blocks)
 
-    def get(self, sequence: Sequence, num_tokens: int, path: list[KVCacheBlock]) -> Entry | None:
+    def get(self, sequence: Sequence, num_tokens: int, path: list[KVCacheBlock]) -> PayloadEntry | None:
         """Return the payload of the first `num_tokens` tokens, whose full blocks are `path`. O(block_size + spans)."""
         kept = self._by_block.get(path[-1] if path else None)
         return None if kept is None else kept.get(self.tail(sequence, num_tokens, len(path)))
@@ -109,7 +109,7 @@ class Payloads:
                 return False
             if len(kept) == limit:
                 self.remove(next(iter(kept.values())))
-        entry = Entry(block, tail, new.payload, new.num_tokens, new.num_bytes, use)
+        entry = PayloadEntry(block, tail, new.payload, new.num_tokens, new.num_bytes, use)
         self._by_block.setdefault(block, {})[tail] = entry
         self._order[entry] = None
         self.num_bytes += new.num_bytes
@@ -118,7 +118,7 @@ class Payloads:
             self._places[block] = block.run, block.index
         return True
 
-    def find(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[Entry]:
+    def find(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[PayloadEntry]:
         """Return the payloads of all beginnings of a sequence whose cached blocks are `path`, the shortest first.
 
         O(runs), and O(block_size) at most for each block of the path that has payloads.
@@ -142,14 +142,14 @@ class Payloads:
             found += self._find_tails(sequence, number, block)
         return found
 
-    def _find_tails(self, sequence: Sequence, num_blocks: int, block: KVCacheBlock | None) -> list[Entry]:
+    def _find_tails(self, sequence: Sequence, num_blocks: int, block: KVCacheBlock | None) -> list[PayloadEntry]:
         """Return the payloads that are kept with `block`, the last of `num_blocks`, as far as the sequence has them."""
         kept = self._by_block.get(block)
         if kept is None:
             return []
         start, most = num_blocks * self._block_size, sequence.num_tokens
         ends = sorted({entry.num_tokens for entry in kept.values()}) if len(kept) < self._block_size else None
-        found: list[Entry] = []
+        found: list[PayloadEntry] = []
         for end in range(start, start + self._block_size) if ends is None else ends:
             if end <= most and (end or not most):
                 entry = kept.get(self.tail(sequence, end, num_blocks))
@@ -157,14 +157,14 @@ class Payloads:
                     found.append(entry)
         return found
 
-    def renew(self, entry: Entry, use: int) -> None:
+    def renew(self, entry: PayloadEntry, use: int) -> None:
         """Make a payload the most recently used. O(1)."""
         entry.use = use
         self._order.move_to_end(entry)
         kept = self._by_block[entry.block]
         kept[entry.tail] = kept.pop(entry.tail)  # each block's are in the order of use, too
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: PayloadEntry) -> None:
         """Forget one payload. O(payloads of a run)."""
         kept = self._by_block[entry.block]
         del kept[entry.tail], self._order[entry]

@@ -29,7 +29,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
 from kvblocks.prefix_cache.budget import Budget
 from kvblocks.prefix_cache.evicted import EvictedBlocks
-from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK, Entry, NewPayload, Payloads
+from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK, NewPayload, PayloadEntry, Payloads
 from kvblocks.retention.eviction import Eviction
 
 _NEVER: Final = 2**62  # no use has so high a number
@@ -195,7 +195,7 @@ class PrefixStore:
         budget.use += 1
         budget.note_used(path)
 
-    def renew_payload(self, entry: Entry) -> None:
+    def renew_payload(self, entry: PayloadEntry) -> None:
         """Make a payload the most recently used, beside the path that was renewed last. O(1)."""
         self._payloads.renew(entry, 0 if self._budget is None else self._budget.use)
 
@@ -376,7 +376,7 @@ class PrefixStore:
         new = NewPayload(sequence.num_tokens, payload, num_bytes)
         return self._payloads.attach(sequence, path, new, 0 if budget is None else budget.use)
 
-    def payloads(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[Entry]:
+    def payloads(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[PayloadEntry]:
         """Return the payloads of the sequence's beginnings, the shortest first. path: its cached blocks.
 
         As `Payloads.find`.

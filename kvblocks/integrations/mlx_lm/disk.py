@@ -24,8 +24,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvblocks import BlockIdentity, InvalidArgumentError
+from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
 from kvblocks.integrations.mlx_lm.layers import NAME, Layer, Stack
-from kvblocks.integrations.mlx_lm.layout import Layout
 from kvblocks.tiers.disk import DiskError, DiskStore
 
 _LOG = logging.getLogger(NAME)
@@ -81,7 +81,7 @@ class Disk:
 
     # Opening.
 
-    def known_layout(self, model: Hashable) -> Layout | None:
+    def known_layout(self, model: Hashable) -> CacheLayout | None:
         """Return the layout of what is stored for a model, opening its store; None if nothing is."""
         fingerprint = self._fingerprint(model)
         if fingerprint is None:
@@ -97,10 +97,10 @@ class Disk:
             Layer(kind, class_name, options, tuple([Stack(*stack) for stack in stacks]))
             for kind, class_name, options, stacks in found
         ]
-        layout = Layout(shape, layers, self._block_size)
+        layout = CacheLayout(shape, layers, self._block_size)
         return layout if self.open(model, layout) else None
 
-    def open(self, model: Hashable, layout: Layout) -> bool:
+    def open(self, model: Hashable, layout: CacheLayout) -> bool:
         """Have the store of this model and layout open. False: there is none."""
         fingerprint = self._fingerprint(model)
         if fingerprint is None:
@@ -194,7 +194,7 @@ class Disk:
                     found.append(start + length)
         return sorted(found)
 
-    def read_blocks(self, layout: Layout, identities: Sequence[BlockIdentity]) -> list[list[mx.array]]:
+    def read_blocks(self, layout: CacheLayout, identities: Sequence[BlockIdentity]) -> list[list[mx.array]]:
         """Return the rows of stored blocks, up to the first that isn't right."""
         found = []
         for identity in identities:

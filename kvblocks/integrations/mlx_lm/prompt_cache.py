@@ -10,12 +10,12 @@ import mlx.core as mx
 
 from kvblocks import InvalidArgumentError, PrefixCache, PrefixInsert, PrefixMatch, UnsupportedEngineError
 from kvblocks.integrations.mlx_lm import layers
+from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
 from kvblocks.integrations.mlx_lm.disk import Disk, DiskOptions, StoredPiece
 from kvblocks.integrations.mlx_lm.layers import Held
-from kvblocks.integrations.mlx_lm.layout import Layout
-from kvblocks.integrations.mlx_lm.plans import Plan, Space
-from kvblocks.integrations.mlx_lm.shelf import Block, Piece
-from kvblocks.integrations.mlx_lm.tokens import Prompt
+from kvblocks.integrations.mlx_lm.resuming import Resumption, Space
+from kvblocks.integrations.mlx_lm.shelf import Block, KeptPiece
+from kvblocks.integrations.mlx_lm.tokens import PromptTokens
 
 _LOG = logging.getLogger(layers.NAME)
 _MOST = 2**63 - 1
@@ -84,7 +84,7 @@ class BlockPromptCache:
         was found becomes the most recently used. O(tokens), and a copy of the KV.
         """
         with self._lock:
-            prompt = Prompt(tokens)
+            prompt = PromptTokens(tokens)
             if self._disk is not None and prompt.num_tokens and not prompt.keys:
                 self._load(self._disk, model, prompt)
             plans = [self._plan(space, prompt) for space in self._spaces.get(model, {}).values()]
@@ -113,12 +113,12 @@ class BlockPromptCache:
                 return
             ends = [one.end for one in held if one.end is not None and one.layer.kind != layers.UNUSED]
             num_tokens = min([len(tokens), *ends])
-            layout = Layout(layers.shape_of(prompt_cache), [one.layer for one in held], self.block_size)
+            layout = CacheLayout(layers.shape_of(prompt_cache), [one.layer for one in held], self.block_size)
             if layout.has_states and max(ends, default=num_tokens) > num_tokens:
                 return  # the states are those of another token
             space = self._space(model, layout)
             if num_tokens:
-                prompt = Prompt(tokens[:num_tokens])
+                prompt = PromptTokens(tokens[:num_tokens])
                 self._insert(space, prompt, held, cache_type)
                 if self._disk is not None and not prompt.keys and self._disk.open(model, layout):
                     self._store(self._disk, space, prompt)
@@ -154,7 +154,7 @@ class BlockPromptCache:
             assert sum(self._num_bytes.values()) == self.nbytes == total + blocks, "bytes"
             assert self.nbytes <= self.max_bytes, "more than max_bytes"
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[KeptPiece]:
         roots = [space.root for spaces in self._spaces.values() for space in spaces.values()]
         for block in [*roots, *self._blocks.values()]:
             yield from block.siblings.pieces()
@@ -163,20 +163,20 @@ class BlockPromptCache:
 
     # Looking up.
 
-    def _plan(self, space: Space, prompt: Prompt) -> Plan:
+    def _plan(self, space: Space, prompt: PromptTokens) -> Resumption:
         match = self.index.match_prefix(prompt.packed, lora=space.name, extra_keys=prompt.keys)
         return space.plan(prompt, [self._blocks[number] for number in match.matched_kv_blocks], match.payloads)
 
     # Inserting.
 
-    def _space(self, model: Hashable, layout: Layout) -> Space:
+    def _space(self, model: Hashable, layout: CacheLayout) -> Space:
         spaces = self._spaces.setdefault(model, {})
         if layout.key not in spaces:
             spaces[layout.key] = Space(f"space {self._num_spaces}", layout, self.block_size)
             self._num_spaces += 1
         return spaces[layout.key]
 
-    def _insert(self, space: Space, prompt: Prompt, held: list[Held], cache_type: str) -> None:
+    def _insert(self, space: Space, prompt: PromptTokens, held: list[Held], cache_type: str) -> None:
         size = self.block_size
         found = space.path(prompt)
         path = list(found)
@@ -196,7 +196,7 @@ class BlockPromptCache:
         self._enter(space, prompt, ids, pieces, cache_type)
 
     def _enter(
-        self, space: Space, prompt: Prompt, ids: Sequence[int], pieces: Sequence[Piece], cache_type: str
+        self, space: Space, prompt: PromptTokens, ids: Sequence[int], pieces: Sequence[KeptPiece], cache_type: str
     ) -> None:
         """Enter a prompt whose blocks and pieces are made. ids: of the new blocks, the prompt's last ones."""
         num_found = prompt.num_tokens // self.block_size - len(ids)
@@ -221,7 +221,7 @@ class BlockPromptCache:
         self._forget(done, pieces)
         self._drop_superseded(space, prompt, done.match)
 
-    def _cut_rows(self, layout: Layout, held: list[Held], first: int, last: int) -> list[list[mx.array]]:
+    def _cut_rows(self, layout: CacheLayout, held: list[Held], first: int, last: int) -> list[list[mx.array]]:
         """Return the rows of blocks `first` to `last` - 1, copied."""
         size = self.block_size
         rows: list[list[mx.array]] = [[] for _ in range(first, last)]
@@ -232,7 +232,7 @@ class BlockPromptCache:
         mx.eval(rows)
         return rows
 
-    def _drop_superseded(self, space: Space, prompt: Prompt, match: PrefixMatch) -> None:
+    def _drop_superseded(self, space: Space, prompt: PromptTokens, match: PrefixMatch) -> None:
         """If all layers have rows, ends of the prompt's beginnings are of no use any more: its blocks say it all."""
         if space.layout.has_states or len(space.layout.stacks) > space.layout.num_rows:
             return
@@ -245,7 +245,7 @@ class BlockPromptCache:
 
     # The disk.
 
-    def _load(self, disk: Disk, model: Hashable, prompt: Prompt) -> None:
+    def _load(self, disk: Disk, model: Hashable, prompt: PromptTokens) -> None:
         """Enter what the disk has of a prompt, if that is more than the memory has."""
         layout = disk.known_layout(model)
         if layout is None:
@@ -276,7 +276,7 @@ class BlockPromptCache:
         self._enter(space, beginning, ids, space.restore_pieces(beginning, stored), CACHE_TYPES[0])
 
     def _read_pieces(
-        self, disk: Disk, space: Space, prompt: Prompt, path: Sequence[Any], ends: list[int]
+        self, disk: Disk, space: Space, prompt: PromptTokens, path: Sequence[Any], ends: list[int]
     ) -> tuple[int, list[StoredPiece]]:
         """Read the last piece that has all states, and those before it that its windows reach back to."""
         stored: list[StoredPiece] = []
@@ -291,7 +291,7 @@ class BlockPromptCache:
             stored.insert(0, piece)
         return end, stored
 
-    def _store(self, disk: Disk, space: Space, prompt: Prompt) -> None:
+    def _store(self, disk: Disk, space: Space, prompt: PromptTokens) -> None:
         path = space.path(prompt)
         pieces = []
         if space.layout.has_states or len(space.layout.stacks) > space.layout.num_rows:
@@ -301,7 +301,7 @@ class BlockPromptCache:
             pieces = [
                 StoredPiece(piece.num_tokens, piece.rows, piece.windows, piece.states)
                 for piece in (*own, *ends)
-                if isinstance(piece, Piece)
+                if isinstance(piece, KeptPiece)
             ]
         disk.store(prompt.packed, [(number, block.rows) for number, block in enumerate(path)], pieces)
 
@@ -313,16 +313,16 @@ class BlockPromptCache:
 
     # Bookkeeping.
 
-    def _count(self, piece: Piece, sign: int) -> None:
+    def _count(self, piece: KeptPiece, sign: int) -> None:
         if piece.is_kept:
             self._num_ends[piece.cache_type] += sign * piece.is_end
             self._num_bytes[piece.cache_type] += sign * piece.num_bytes
 
-    def _drop(self, piece: Piece) -> None:
+    def _drop(self, piece: KeptPiece) -> None:
         self._count(piece, -1)
         piece.forget()
 
-    def _forget(self, done: PrefixInsert, pieces: Sequence[Piece]) -> None:
+    def _forget(self, done: PrefixInsert, pieces: Sequence[KeptPiece]) -> None:
         attached = {id(piece) for piece in pieces} - {id(piece) for piece in done.unused_payloads}
         for piece in (*done.evicted_kv_blocks.payloads, *done.unused_payloads):
             if id(piece) not in attached:  # or it was evicted, and then attached again

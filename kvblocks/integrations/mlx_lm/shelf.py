@@ -34,9 +34,9 @@ class Siblings:
         place = bisect_left(self._tokens, tokens)
         return self._items[place] if place < len(self._tokens) and self._tokens[place] == tokens else None
 
-    def pieces(self) -> "list[Piece]":
+    def pieces(self) -> "list[KeptPiece]":
         """Return the pieces. O(siblings)."""
-        return [item for item in self._items if isinstance(item, Piece)]
+        return [item for item in self._items if isinstance(item, KeptPiece)]
 
     def nearest(self, tokens: bytes, most: int) -> tuple[int, list[Any]]:
         """Return how many of the first tokens one has, the most, and at most `most` of those that have so many.
@@ -88,7 +88,7 @@ class Block:
         self.rows = rows
         self.num_bytes = num_bytes
         self.cache_type = cache_type
-        self.piece: Piece | None = None
+        self.piece: KeptPiece | None = None
         self.siblings = Siblings()
         if above is not None:
             above.siblings.add(tokens, self)
@@ -100,7 +100,7 @@ class Block:
             self.above = None
 
 
-class Piece:
+class KeptPiece:
     """What is kept at one token. block: the last whole block before it. tail: the packed tokens behind that.
 
     rows: of the tail, by stack. windows: by stack, the position in the block of the first row, and the rows up to the

@@ -1,4 +1,4 @@
-"""`Prompt`: the tokens of a request as a `PrefixCache` takes them.
+"""`PromptTokens`: the tokens of a request as a `PrefixCache` takes them.
 
 mlx-lm's server puts negative ids of images in place of the tokens of their patches. `PrefixCache` takes ids of 32 bits.
 So a stretch of one such id becomes tokens 0 with an extra key.
@@ -12,7 +12,7 @@ from kvblocks.integrations.mlx_lm.shelf import TOKEN_BYTES
 _MOST_TOKEN = 2**32 - 1
 
 
-class Prompt:
+class PromptTokens:
     """packed: u32 tokens. keys: the extra keys of images."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -31,9 +31,9 @@ class Prompt:
                         self.keys.append((start, end, str(tokens[start])))
                     start = end
 
-    def beginning(self, num_tokens: int) -> "Prompt":
+    def beginning(self, num_tokens: int) -> "PromptTokens":
         """Return the first tokens as a prompt of its own."""
-        return Prompt(self._tokens[:num_tokens])
+        return PromptTokens(self._tokens[:num_tokens])
 
     def wide(self, first: int, end: int) -> bytes:
         """Return tokens as 8 bytes each, with the ids of images. O(tokens)."""

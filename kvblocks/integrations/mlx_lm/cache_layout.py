@@ -1,4 +1,4 @@
-"""`Layout`: all layers of a prompt cache together, and how its arrays are stacked."""
+"""`CacheLayout`: all layers of a prompt cache together, and how its arrays are stacked."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ State = tuple[Arrays, tuple[int, ...]]
 """The state of one layer: its arrays, and the options that go with them."""
 
 
-class Layout:
+class CacheLayout:
     """The layers of one kind of prompt cache. Compared by `key`.
 
     stacks: all of them. Rows come first. num_rows: how many of the stacks are rows; the others are windows, which reach

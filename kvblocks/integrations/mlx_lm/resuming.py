@@ -1,4 +1,4 @@
-"""`Space`: the prompts of one model and layout. `Plan`: up to which token one can be gone on from, and with what.
+"""`Space`: the prompts of one model and layout. `Resumption`: up to which token one can be gone on from, and with what.
 
 A beginning of a prompt is of use if its rows are there from the first token on, the windows' rows for their reach
 before its end, and all states exactly at its end.
@@ -10,16 +10,16 @@ from typing import Any
 import mlx.core as mx
 
 from kvblocks.integrations.mlx_lm import layers
+from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout, State
 from kvblocks.integrations.mlx_lm.disk import StoredPiece
 from kvblocks.integrations.mlx_lm.layers import Held
-from kvblocks.integrations.mlx_lm.layout import Layout, State
-from kvblocks.integrations.mlx_lm.shelf import Block, Piece
-from kvblocks.integrations.mlx_lm.tokens import Prompt
+from kvblocks.integrations.mlx_lm.shelf import Block, KeptPiece
+from kvblocks.integrations.mlx_lm.tokens import PromptTokens
 
 _MOST_SIBLINGS = 16  # are looked at, where the first one may lack the rows of windows
 
 
-class Plan:
+class Resumption:
     """A beginning of a prompt that is of use: its first `num_tokens` tokens. 0: nothing is.
 
     blocks: its blocks, a last one of which may be used in part. part: a piece with the tokens behind them; None: none
@@ -28,7 +28,7 @@ class Plan:
     """
 
     def __init__(
-        self, layout: Layout, block_size: int, blocks: list[Block], part: Piece | None, *, num_tokens: int = 0
+        self, layout: CacheLayout, block_size: int, blocks: list[Block], part: KeptPiece | None, *, num_tokens: int = 0
     ) -> None:
         self.num_tokens = num_tokens
         self.blocks = blocks
@@ -92,18 +92,18 @@ class Plan:
 class Space:
     """The prompts of one model and layout. name: theirs in the index. root: stands before their first blocks."""
 
-    def __init__(self, name: str, layout: Layout, block_size: int) -> None:
+    def __init__(self, name: str, layout: CacheLayout, block_size: int) -> None:
         self.name = name
         self.layout = layout
         self.root = Block(None, b"", [], 0, "system")
         self._block_size = block_size
 
-    def plan(self, prompt: Prompt, blocks: list[Block], pieces: Sequence[tuple[int, Piece]]) -> Plan:
+    def plan(self, prompt: PromptTokens, blocks: list[Block], pieces: Sequence[tuple[int, KeptPiece]]) -> Resumption:
         """Return the longest beginning of a prompt that is of use. blocks, pieces: what the index found."""
         is_exact = bool(pieces) and pieces[-1][0] == prompt.num_tokens and pieces[-1][1].is_end
         most = prompt.num_tokens if is_exact else prompt.num_tokens - 1
         own = [piece for end, piece in pieces if end <= most]
-        plan = Plan(self.layout, self._block_size, [], None)
+        plan = Resumption(self.layout, self._block_size, [], None)
         if not self.layout.has_states:
             plan = self._plan_rows(prompt, blocks, most)
         if self.layout.has_states or len(self.layout.stacks) > self.layout.num_rows:
@@ -111,7 +111,7 @@ class Space:
         plan.is_exact = is_exact and plan.num_tokens == prompt.num_tokens
         return plan
 
-    def path(self, prompt: Prompt) -> list[Block]:
+    def path(self, prompt: PromptTokens) -> list[Block]:
         """Return the blocks that are kept of a prompt. O(blocks log(siblings))."""
         found: list[Block] = []
         last = self.root
@@ -123,7 +123,7 @@ class Space:
             last = block
         return found
 
-    def _plan_rows(self, prompt: Prompt, blocks: list[Block], most: int) -> Plan:
+    def _plan_rows(self, prompt: PromptTokens, blocks: list[Block], most: int) -> Resumption:
         """Plan without states: the last block may be one that only begins as the prompt does."""
         size = self._block_size
         found = len(blocks) * size
@@ -134,37 +134,37 @@ class Space:
             has_windows = len(self.layout.stacks) > self.layout.num_rows
             wanted = prompt.wide(found, min(found + size, prompt.num_tokens))
             number, items = last.siblings.nearest(wanted, _MOST_SIBLINGS if has_windows else 1)
-        plans = [Plan(self.layout, size, list(blocks), None, num_tokens=min(most, found))]
+        plans = [Resumption(self.layout, size, list(blocks), None, num_tokens=min(most, found))]
         for item in items:
             own, part = ([*blocks, item], None) if isinstance(item, Block) else (list(blocks), item)
-            plans.append(Plan(self.layout, size, own, part, num_tokens=min(most, found + number)))
+            plans.append(Resumption(self.layout, size, own, part, num_tokens=min(most, found + number)))
         for plan in plans:
             plan.shorten()
         return max(plans, key=lambda plan: plan.num_tokens)
 
-    def _plan_piece(self, blocks: list[Block], pieces: list[Piece]) -> Plan:
+    def _plan_piece(self, blocks: list[Block], pieces: list[KeptPiece]) -> Resumption:
         """Plan the end of a piece that has all states and windows."""
         for piece in reversed(pieces):
             if piece.states is not None or not self.layout.has_states:
                 own = blocks[: piece.num_tokens // self._block_size]
                 part = piece if piece.tail else None
-                plan = Plan(self.layout, self._block_size, own, part, num_tokens=piece.num_tokens)
+                plan = Resumption(self.layout, self._block_size, own, part, num_tokens=piece.num_tokens)
                 if plan.has_windows():
                     plan.states = piece.states or []
                     return plan
-        return Plan(self.layout, self._block_size, [], None)
+        return Resumption(self.layout, self._block_size, [], None)
 
-    def cut_pieces(self, prompt: Prompt, path: Sequence[Block], held: Sequence[Held]) -> list[Piece]:
+    def cut_pieces(self, prompt: PromptTokens, path: Sequence[Block], held: Sequence[Held]) -> list[KeptPiece]:
         """Return the pieces of a prompt that ends here, with copies of what they hold: the last one is its end.
 
         path: all of its blocks. A piece that is kept already gets what it lacks.
         """
         size, layout, num_tokens = self._block_size, self.layout, prompt.num_tokens
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, KeptPiece] = {}
         new: list[mx.array] = []
         stretches = layout.stretches(held)
 
-        def piece_at(end: int) -> Piece:
+        def piece_at(end: int) -> KeptPiece:
             if end not in pieces:
                 pieces[end] = self._piece_at(prompt, path, end)
             return pieces[end]
@@ -195,15 +195,15 @@ class Space:
         del pieces[num_tokens]
         return [*pieces.values(), last]
 
-    def _piece_at(self, prompt: Prompt, path: Sequence[Block], end: int) -> Piece:
+    def _piece_at(self, prompt: PromptTokens, path: Sequence[Block], end: int) -> KeptPiece:
         """Return the piece that is kept at a token, or a new one."""
         number = end // self._block_size
         block = path[number - 1] if number else self.root
         tail = prompt.wide(number * self._block_size, end)
         there = block.siblings.get(tail) if tail else block.piece
-        return Piece(block, tail, end) if there is None else there
+        return KeptPiece(block, tail, end) if there is None else there
 
-    def restore_pieces(self, prompt: Prompt, stored: Sequence[StoredPiece]) -> list[Piece]:
+    def restore_pieces(self, prompt: PromptTokens, stored: Sequence[StoredPiece]) -> list[KeptPiece]:
         """Return the pieces of a prompt that were read, the last one at its end. What is kept already stays."""
         path = self.path(prompt)
         pieces = []
