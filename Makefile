@@ -26,12 +26,14 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/states $
 # under a minute on two cores. tests/house/test_way_in.py checks that they exist.
 FAST_TESTS := \
 	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
-	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
+	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
+	$(addprefix tests/test_,bad_input.py costs.py) \
 	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_dumb_model \
 	tests/groups/test_groups.py tests/groups/test_plan.py \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py eviction.py) \
 	tests/retention/test_policies.py::test_a_walk_with_one_policy_agrees \
-	$(addprefix tests/tiers/test_,tiers.py tier_quotas.py tier_machine.py::test_the_first_walks_show_no_wrong_bytes) \
+	$(addprefix tests/tiers/test_,tiers.py written_tiers.py tier_quotas.py) \
+	tests/tiers/test_tier_machine.py::test_the_first_walks_show_no_wrong_bytes \
 	tests/observe/test_explanation.py tests/kernels/test_table.py \
 	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/server/test_server_requests.py
 
@@ -67,9 +69,8 @@ help:
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
 	@echo '  MLX_SHORT=1                a short `make test-mlx`: no slow tests'
 	@echo '  HYPOTHESIS_PROFILE=thorough  forty times as many generated cases, new ones in every run'
-	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
-	@echo '                             for the CPU build (about 200 MB):'
-	@echo '                             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
+	@echo '  PIP_ARGS="..."             more arguments for pip. Where it would bring CUDA (several GB), and no NVIDIA GPU is'
+	@echo '                             there, torch'"'"'s CPU build is installed (200 MB), unless PIP_ARGS names an index'
 
 demo: $(ENGINE_STAMP)
 	$(BIN)/kvblocks demo
@@ -245,7 +246,7 @@ endef
 $(ENGINE_STAMP): $(PINS)
 	$(make_venv)
 	@echo '[2/3] installing the build tool and torch (the largest download)'
-	@$(PIP) setuptools torch
+	@$(PIP) $$($(BIN)/python tools/torch_for_cpu.py $(PIP_ARGS)) setuptools torch
 	@echo '[3/3] installing kvblocks[engine,server] and what it needs'
 	@$(PIP) --no-build-isolation -e '.[engine,server]'
 	@touch $@
@@ -253,7 +254,7 @@ $(ENGINE_STAMP): $(PINS)
 $(DEV_STAMP): $(PINS)
 	$(make_venv)
 	@echo '[2/3] installing the build tool and torch (the largest download)'
-	@$(PIP) setuptools torch
+	@$(PIP) $$($(BIN)/python tools/torch_for_cpu.py $(PIP_ARGS)) setuptools torch
 	@echo '[3/3] installing kvblocks[engine,server,bench,test,dev] and what it needs'
 	@$(PIP) --no-build-isolation -e '.[engine,server,bench,test,dev]'
 	@touch $@ $(ENGINE_STAMP)

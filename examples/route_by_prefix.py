@@ -5,8 +5,11 @@
         --worker b=… --worker c=… "Once upon a time"
 
 An index knows what workers have cached. There are two, with the same calls: our own mirror of the workers' events, and
-Dynamo's indexer (`python -m dynamo.indexer`, --dynamo http://127.0.0.1:8090), which listens to the same events. Without
-arguments it shows three workers without a model, in this process. Needs `pip install 'kvblocks[wire]'`.
+Dynamo's indexer (`python -m dynamo.indexer`, --dynamo http://127.0.0.1:8090), which listens to the same events.
+
+`GatedRouter` has a session gate before each worker, for agents whose sessions together are larger than the workers'
+pools (docs/gate.md). Without arguments both routers are shown, with workers without a model. Needs
+`pip install '.[wire]'`.
 """
 
 import argparse
@@ -14,18 +17,20 @@ import json
 import time
 import urllib.request
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.error import HTTPError
 
 from kvblocks import KVCacheManager, Sequence
+from kvblocks.retention.session_gate import SessionGate
 from kvblocks.wire import EventPublisher, MirrorClient, Source
 
 TIMEOUT_S = 600.0
 CONFLICT = 409
 RECOMPUTE_WEIGHT = 2
+MOST_HOMES = 100_000
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,16 @@ class DynamoIndex:
 class Errand:
     """A prompt that was sent to a worker, until it is finished. num_cached: tokens that were expected there."""
 
-    worker: str
     tokens: list[int]
     salt: str | None
-    num_cached: int
-    num_left: int
+    max_tokens: int
+    worker: str = ""
+    num_cached: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """The tokens that the worker has to compute, at most."""
+        return len(self.tokens) - self.num_cached + self.max_tokens
 
 
 class Router:
@@ -139,15 +149,20 @@ class Router:
 
     def send(self, tokens: list[int], salt: str | None = None, *, max_tokens: int = 0) -> Errand:
         """Choose a worker, and count the prompt as its work until `finish`. Raises LookupError if all are down."""
-        found = self.index.find(tokens, salt)
-        cached = {name: max(found.get(name, 0), self._coming(name, tokens, salt)) for name in self.up}
+        errand = Errand(tokens, salt, max_tokens)
+        self._assign(errand, self.up)
+        return errand
+
+    def _assign(self, errand: Errand, workers: Iterable[str]) -> None:
+        """Give an errand to the worker among these with the lowest cost. Raises LookupError if there are none."""
+        tokens, found = errand.tokens, self.index.find(errand.tokens, errand.salt)
+        cached = {name: max(found.get(name, 0), self._coming(name, tokens, errand.salt)) for name in workers}
         if not cached:
             raise LookupError("expected a worker that answers, got none")
-        load = {name: sum(errand.num_left for errand in self._errands[name]) for name in cached}
+        load = {name: sum(each.num_left for each in self._errands[name]) for name in cached}
         chosen = cheapest({name: len(tokens) - cached[name] for name in cached}, load)
-        errand = Errand(chosen, tokens, salt, cached[chosen], len(tokens) - cached[chosen] + max_tokens)
+        errand.worker, errand.num_cached = chosen, cached[chosen]
         self._errands[chosen] = [*self._errands.pop(chosen), errand]  # now last, so another worker wins the next tie
-        return errand
 
     def finish(self, errand: Errand) -> None:
         """Take note that a prompt was answered, or failed."""
@@ -172,6 +187,93 @@ class Router:
         """Return how many of the prompt's first tokens a worker will have cached when its current prompts are done."""
         errands = [errand for errand in self._errands[worker] if errand.salt == salt]
         return max((num_common(tokens, errand.tokens) for errand in errands), default=0)
+
+
+class GatedRouter(Router):
+    """A router with a session gate before each worker. Not safe to share between threads.
+
+    A session stays with the worker that it had. Its prompts wait here until this worker's gate lets them in: send no
+    prompt before `release` returns it. num_tokens: the room of a worker, which is what its pool holds, and half of its
+    host tier. seconds_per_token: that a worker takes for a prompt. clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        workers: Iterable[str],
+        num_tokens: int,
+        seconds_per_token: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(index, workers)
+        self.gates = {name: SessionGate(num_tokens) for name in self._up}
+        self._seconds_per_token, self._clock = seconds_per_token, clock
+        self._asked: dict[Errand, tuple[Hashable, SessionGate]] = {}  # by errand, its session, and whom it asked
+        self._waiting: set[Errand] = set()
+        self._ready: list[Errand] = []
+        self._homes: dict[tuple[str | None, Hashable], str] = {}  # of the sessions that had turns last
+
+    def send(
+        self, tokens: list[int], salt: str | None = None, *, max_tokens: int = 0, session: Hashable = None
+    ) -> Errand:
+        """Choose a worker for a session's next prompt, or for a prompt without a session, which never waits."""
+        errand = Errand(tokens, salt, max_tokens)
+        self._ask(errand, session, self.up)
+        return errand
+
+    def release(self) -> tuple[list[Errand], float | None]:
+        """Return the errands that may go to their workers now, and when to call this again if nothing else happens.
+
+        Call it after `send`, `finish`, `end` and `note_down`, and at that time.
+        """
+        now, wake_times = self._clock(), []
+        going, self._ready = self._ready, []
+        for name, gate in self.gates.items():
+            num_busy = sum(errand not in self._waiting for errand in self._errands[name])
+            decision = gate.release(num_busy, self._seconds_per_token, now)
+            going += [errand for errand in decision.admitted if isinstance(errand, Errand)]
+            wake_times += [decision.wake_at] if decision.wake_at is not None else []
+        self._waiting.difference_update(going)
+        return going, min(wake_times, default=None)
+
+    def finish(self, errand: Errand) -> None:
+        """Take note that a prompt failed, or is withdrawn."""
+        self.end(errand, 0, "error")
+
+    def end(self, errand: Errand, num_answered: int, reason: str) -> None:
+        """Take note that a prompt was answered with so many tokens. reason: the answer's stop reason."""
+        super().finish(errand)
+        _, gate = self._asked.pop(errand)
+        if errand in self._waiting:
+            self._waiting.remove(errand)
+            gate.cancel(errand)
+        else:
+            gate.ended(errand, len(errand.tokens) + num_answered, reason, self._clock())
+
+    def note_down(self, worker: str) -> None:
+        """As `Router` says. What waited for this worker waits for another, if one is up. Its gate begins anew."""
+        super().note_down(worker)
+        self.gates[worker] = SessionGate(self.gates[worker].num_tokens)
+        for errand in [each for each in self._errands[worker] if each in self._waiting]:
+            self._errands[worker].remove(errand)
+            self._waiting.remove(errand)
+            self._ask(errand, self._asked.pop(errand)[0], self.up or [worker])
+
+    def _ask(self, errand: Errand, session: Hashable, workers: list[str]) -> None:
+        """Assign an errand to one of these workers, and ask the worker's gate."""
+        key = errand.salt, session
+        home = self._homes.pop(key, None)
+        self._assign(errand, [home] if home in workers else workers)
+        gate = self.gates[errand.worker]
+        self._asked[errand] = session, gate
+        if session is not None:
+            self._homes[key] = errand.worker
+        if len(self._homes) > MOST_HOMES:
+            del self._homes[next(iter(self._homes))]
+        if gate.ask(errand, session, errand.salt, len(errand.tokens), errand.num_cached, self._clock()):
+            self._ready.append(errand)
+        else:
+            self._waiting.add(errand)
 
 
 def cheapest(missing: Mapping[str, int], load: Mapping[str, int]) -> str:
@@ -260,6 +362,44 @@ def demonstrate() -> None:
         publisher.close()
 
 
+class NoIndex:
+    """An index that knows nothing."""
+
+    def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
+        """As `Index` says."""
+        del tokens, salt
+        return {}
+
+    def forget(self, worker: str) -> None:
+        """As `Index` says."""
+
+    def close(self) -> None:
+        """As `Index` says."""
+
+
+def demonstrate_gates() -> None:
+    """Show agents that take turns at two workers, on a clock of our own. A worker has room for one agent."""
+    now = 0.0
+    router = GatedRouter(NoIndex(), "ab", 1000, 0.05, lambda: now)
+    prompts = {name: [number] * 700 for number, name in enumerate(("ann", "bob", "cid"))}
+    names = {router.send(prompt, session=name): name for name, prompt in prompts.items()}
+    going, _ = router.release()
+    print(", ".join(f"{names[errand]} goes to {errand.worker}" for errand in going))
+    for errand in going:
+        now += 1.0
+        router.end(errand, 20, "tool_use")
+    again = router.send([*prompts["ann"], *range(40)], session="ann")
+    (errand,), _ = router.release()
+    assert errand is again
+    print(f"ann goes on at {errand.worker} while {names[next(each for each in names if each not in going)]} waits")
+    router.end(errand, 20, "end_turn")
+    going, wake_at = router.release()
+    while not going and wake_at is not None:
+        now = wake_at
+        going, wake_at = router.release()
+    print(f"after {now:.1f} s {names[going[0]]} goes to {going[0].worker}")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Send each prompt to a worker, one after the other, and say where it went and what was cached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -274,6 +414,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.worker:
         demonstrate()
+        demonstrate_gates()
         return
     workers = dict(given.worker)
     with closing(make_index(given, workers)) as index:

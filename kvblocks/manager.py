@@ -190,7 +190,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences, pins and holds own, 0.0 to 1.0. O(1)."""
+        """Share of the pool that sequences, pins and holds own, 0.0 to 1.0; for statistics, as in vLLM. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
 
     @property
@@ -404,9 +404,10 @@ class KVCacheManager:
     ) -> list[tuple[int, int, int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
-        token_ids: one for each sequence. Returns (index in `sequences`, group, index in its block table, block id) for
-        each table entry that got a block: all that an engine has to write to the step's block tables. Returns None,
-        with nothing changed for any sequence, when the pool can't serve all of them.
+        For engines that decode many sequences in a step. token_ids: one for each sequence. Returns (index in
+        `sequences`, group, index in its block table, block id) for each table entry that got a block: all that an
+        engine has to write to the step's block tables. Returns None, with nothing changed for any sequence, when the
+        pool can't serve all of them.
 
         Raises SequenceStateError, InvalidTokensError, and InvalidArgumentError for repeated sequences or another number
         of tokens than of sequences. O(sequences x groups).
@@ -743,7 +744,10 @@ class KVCacheManager:
         return self._inspector
 
     def sequences(self) -> list[Sequence]:
-        """Return the allocated sequences, in the order in which they began. Changes nothing. O(sequences)."""
+        """Return the allocated sequences, in the order in which they began. Changes nothing. O(sequences).
+
+        For engines that have to end or report all of them, after an error for example.
+        """
         self._change.check_whole()
         return list(self._sequences.values())
 
@@ -880,7 +884,7 @@ class KVCacheManager:
         None: there is nothing to do. start: position of the first token. total: num_total_tokens.
         """
         if self._state_slots is not None:
-            self._state_slots.check_room(sequence, num_external, total)
+            self._state_slots.check_room(sequence, hit, num_external, total)
         known, first = sequence.num_tokens, start + num_external
         readonly = start if hit is None else hit.num_readonly_tokens
         if num_external > known - readonly:
@@ -1030,15 +1034,25 @@ class KVCacheManager:
         The blocks stop being cached, here and in the tiers, and so does what is chained to them. All sequences that own
         one of them lose what is from there on, but for the first `num_written` tokens. writer: who was to write them,
         and is being cut or freed; None: they are bad. O(blocks + blocks of pins); and, only if a block has an owner
-        other than the writer, O(blocks of all sequences).
+        other than the writer and stores, O(blocks of all sequences and loads).
         """
+        are_shared = self._are_shared(blocks, writer)
         if self._traffic is not None:
-            self._traffic.note_lost(blocks, writer)
+            self._traffic.note_lost(blocks, writer, are_shared=are_shared)
         self._pool.uncache(blocks, "dropped" if writer is None else "aborted")
-        if max([block.ref_cnt for block in blocks], default=0) > (writer is not None):
+        if are_shared:
             self._slots.lose(set(blocks), num_written, self._sequences.values())
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
+
+    def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
+        """Whether one of these blocks has an owner other than its writer, if it has one, and stores. O(blocks)."""
+        num_own = 0 if writer is None else 1
+        shared = [block for block in blocks if block.ref_cnt > num_own]
+        if shared and self._traffic is not None:
+            stores = [pool.storing for pool in self._traffic.pools]
+            return any(block.ref_cnt > num_own + sum([block in storing for storing in stores]) for block in shared)
+        return bool(shared)
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first `num_tokens` tokens, which end a block, and stop caching them."""
@@ -1097,10 +1111,6 @@ class KVCacheManager:
         from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
-        if given and self._state_slots is not None:
-            raise InvalidArgumentError(
-                "tiers: expected none where layers keep a state, since tiers don't store states yet"
-            )
         if given and self._slots.has_side_groups:
             from kvblocks.tiers.grouped.traffic import GroupTraffic
 

@@ -33,7 +33,7 @@ def test_work_grows_with_what_is_done(worst_cases, case: str) -> None:
 
 
 @uncompiled
-@pytest.mark.parametrize("case", ["tenants", "refused", "left-holds"])
+@pytest.mark.parametrize("case", ["tenants", "refused", "left-holds", "abort-storing"])
 def test_work_does_not_grow_with_what_is_not_touched(worst_cases, case: str) -> None:
     few, many = (count_bytecodes(worst_cases[case].make(size)) for size in (100, 400))
     assert many < 1.1 * few

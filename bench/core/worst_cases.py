@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import kvblocks
 from bench.conditions import conditions, keep, print_conditions
-from kvblocks import KVCacheManager, PrefixCache, Sequence
+from kvblocks import KVCacheManager, PrefixCache, Sequence, Tier
 
 BLOCK_SIZE = 4
 FRESH = 1 << 30  # tokens from here on are used nowhere else
@@ -196,6 +196,17 @@ def _left_holds(num_blocks: int) -> Work:
     return cache.evictable_count
 
 
+def _abort_storing(num_blocks: int) -> Work:
+    """What a step computes is being stored already, 4 blocks of each sequence, and one of them is aborted."""
+    tiers = [Tier("host", num_blocks, 1, store="computed")]
+    manager = KVCacheManager(16 * num_blocks, BLOCK_SIZE, tiers=tiers)
+    sequences = [Sequence(first, _tokens(first, 4)) for first in range(0, num_blocks, 4)]
+    for sequence in sequences:
+        manager.allocate_slots(sequence)
+    assert sum(len(transfer.slots) for transfer in manager.tiers.take_transfers()) == num_blocks
+    return lambda: manager.abort(sequences[-1], 0)
+
+
 CASES = {
     "evict": Worst("evict two interleaved runs", 16_000, lambda n: _evict_interleaved(n, with_duplicate=False)),
     "evict-duplicate": Worst(
@@ -217,6 +228,7 @@ CASES = {
     "refused": Worst("refused, blocks pinned", 100_000, _refused),
     "refused-first": Worst("refused for the first time", 100_000, _refused_first),
     "given-up": Worst("100 blocks that pins give up", 100_000, _given_up),
+    "abort-storing": Worst("abort beside open stores", 16_000, _abort_storing),
     "left-holds": Worst("count after 4,000 holds", 20_000, _left_holds),
 }
 

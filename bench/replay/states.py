@@ -37,6 +37,8 @@ MODELS = {
     "kimi-linear": StateModel(7 * 576 * 2, 20 * (4 * 32 * 128 * 128 + 2 * 3 * 3 * 4096), 1920),
     # 4 layers of 8 KV heads of 128; 24 of Mamba2: 128 heads of 64 by 128 in float32, a convolution of 4
     "nemotron-h": StateModel(4 * 2 * 8 * 128 * 2, 24 * (4 * 128 * 64 * 128 + 2 * 3 * 10240), 1040),
+    # 6 layers of 8 KV heads of 64; 10 short convolutions of 2048 channels that keep 2 inputs
+    "lfm2": StateModel(6 * 2 * 8 * 64 * 2, 10 * 2 * 2048 * 2),
 }
 """Sizes by the models' default configurations, in bf16 where nothing else is said."""
 

@@ -36,6 +36,7 @@ from kvblocks.cli.models import (  # noqa: E402
 )
 from kvblocks.cli.replay import replay_commands  # noqa: E402
 from kvblocks.cli.server import server_commands  # noqa: E402
+from kvblocks.cli.verify import verify_commands  # noqa: E402
 
 _SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httptools", "httpx2"})
 _NO_SERVER = "kvblocks: this command needs the server: pip install 'kvblocks[engine,server]'"
@@ -198,6 +199,7 @@ def _compile(file: Path, model: "LoadedModel") -> "Grammar":
 
 app.add_typer(server_commands)
 app.add_typer(replay_commands)
+app.add_typer(verify_commands)
 app.add_typer(cache_commands, name="cache")
 
 

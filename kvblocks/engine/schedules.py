@@ -41,7 +41,7 @@ class GroupedOrder(AgingOrder):
 
     The next request is the one that has most full blocks in common with the one admitted last; ties by arrival. In the
     tree of prompts this is a depth-first walk: the request that shares most goes first, then one that shares a little
-    less. When no request shares a block, the oldest one begins another group. Unlike the order by longest cached
+    less. When no request shares a block, the oldest one begins another cohort. Unlike the order by longest cached
     prefix, this order works with an empty cache. It also brings requests that read the same blocks into one batch,
     which cascade attention uses.
 

@@ -8,6 +8,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.groups.hit import GroupHit, Tables
 from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.states.checkpoint import Checkpoint
 
 Mixed = list[tuple[int, list[KVCacheBlock | None]]]
 """By `layout.side_groups`: the first table index that a start needs, and the blocks from there; None: to be loaded."""
@@ -17,10 +18,12 @@ class LoadingHit(GroupHit):
     """A `GroupHit` and the loads behind it.
 
     end: the number of tokens up to the end of the loads, a multiple of the alignment. more: the primary group's cached
-    blocks from the hit's end up to there. mixed: the side groups' blocks that a start at `end` needs.
+    blocks from the hit's end up to there. mixed: the side groups' blocks that a start at `end` needs. arriving: where
+    layers keep a state, the device's checkpoint at `end`; None: the load brings one. num_state_blocks: how many blocks
+    that takes; 0 if none is brought.
     """
 
-    __slots__ = ("end", "mixed", "more")
+    __slots__ = ("arriving", "end", "mixed", "more", "num_state_blocks")
 
     def __init__(self, found: CacheHit, hit: GroupHit | None, index: GroupIndex, held: list[KVCacheBlock]) -> None:
         """found: the hit behind which loads were looked up. hit: the hit of the same length that the sequence starts
@@ -32,9 +35,12 @@ class LoadingHit(GroupHit):
         else:
             super().__init__(hit.sequence, hit.blocks, hit.tables, hit.num_matched, index, hit.source)
             self.version = hit.version
+            self.checkpoint = hit.checkpoint
         self.more = held[len(self.blocks) :]
         self.mixed: Mixed = []
         self.end = 0
+        self.arriving: Checkpoint | None = None
+        self.num_state_blocks = 0
 
 
 class Fallback:

@@ -425,8 +425,8 @@ class GroupSlots(SlotAllocator):
 def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBlock], list[KVCacheBlock], int]:
     """Begin the side tables of a sequence that loads, with placeholders for loaded blocks, and set its fallback.
 
-    Returns the blocks of its primary table; the cached blocks of side groups, each as often as the sequence is to own
-    it; and the number of placeholders. O(blocks).
+    Returns the blocks of its primary table; the cached blocks of side groups and checkpoints, each as often as the
+    sequence is to own it; and how many blocks the loads bring beside those of the primary group. O(blocks).
     """
     touched: list[KVCacheBlock] = []
     num_gaps = 0
@@ -438,7 +438,9 @@ def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBl
     tables.fallback = Fallback(len(hit.blocks) * tables.layout.block_size, hit.end, hit.tables)
     for _, held in hit.tables:
         touched += held
-    return hit.blocks + hit.more, touched, num_gaps
+    for checkpoint in (hit.checkpoint, hit.arriving):
+        touched += [] if checkpoint is None else checkpoint.blocks
+    return hit.blocks + hit.more, touched, num_gaps + hit.num_state_blocks
 
 
 def make_slots(

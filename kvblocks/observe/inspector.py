@@ -154,7 +154,7 @@ class Inspector:
         return number
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, next to be taken first. O(free blocks).
+        """Return the ids of the free blocks, next to be taken first. For tests and tools. O(free blocks).
 
         With an eviction policy only the blocks that hold nothing are sure to be taken in this order. The others are in
         the order in which they became free.

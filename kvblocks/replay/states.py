@@ -32,11 +32,16 @@ from kvblocks.version import __version__
 MAX_BLOCK_SIZE = 16
 """Tokens in a block, at most; it divides the trace's blocks."""
 
+LARGER_BLOCK = 64
+"""Tokens in a block that has room for a small state, too."""
+
 CHUNK_TOKENS = 8192
 """How often "dense" saves a state."""
 
 SPLITS = {"split 5 %": 0.05, "split 15 %": 0.15, "split 47 %": 0.9 / 1.9}
 """The shares of memory that two separate pools give to states. The last is SGLang's default: 0.9 parts to 1."""
+
+IN_EACH = "in each "
 
 DESIGNS: dict[str, str] = {
     "free states": "a state at each block, in no memory: the most that any design can hit, with this order of reuse",
@@ -44,6 +49,8 @@ DESIGNS: dict[str, str] = {
     "exact": "one pool; exactly at the prompt's last full block and where prompts part",
     "dense": f"as kvblocks, and every {CHUNK_TOKENS:,} tokens",
     "large blocks": "one pool; blocks so large that a layer's state fits into one",
+    "in each block": "no checkpoints: each block has room for the state at its end, and so fewer tokens fit",
+    f"in each {LARGER_BLOCK}": f"the same with blocks of {LARGER_BLOCK} tokens",
     **dict.fromkeys(SPLITS, "two pools, of which states have this share; saved as by exact"),
 }
 """What is compared: the name, and where states are and when they are saved."""
@@ -73,8 +80,13 @@ class StateModel:
         return -(-self.state_bytes // (self.kv_bytes * block_size))
 
     def designs(self) -> list[str]:
-        """Return the names of the designs that this model is replayed with."""
-        return [name for name in DESIGNS if name != "large blocks" or self.large_block is not None]
+        """Return the names of the designs that this model is replayed with.
+
+        A state in each block is of use only if it is small: for states smaller than a block of 64 tokens.
+        """
+        is_small = self.state_bytes < self.kv_bytes * LARGER_BLOCK
+        left_out = {"large blocks"} if self.large_block is None else set()
+        return [name for name in DESIGNS if name not in left_out and (is_small or not name.startswith(IN_EACH))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,12 +341,15 @@ def shares_of(job: StateJob, model: StateModel, block_size: int) -> MemoryShares
     """Return how a design divides memory. Raises InvalidArgumentError if not even a state and a block fit."""
     if job.design == "large blocks" and model.large_block is not None:
         block_size = model.large_block
-    block_bytes, part = model.kv_bytes * block_size, SPLITS.get(job.design, 0.0)
+    if job.design == f"{IN_EACH}{LARGER_BLOCK}":
+        block_size = LARGER_BLOCK
+    has_states = job.design.startswith(IN_EACH)
+    block_bytes, part = model.kv_bytes * block_size + has_states * model.state_bytes, SPLITS.get(job.design, 0.0)
     num_blocks, num_states = (
         int(job.num_bytes * (1 - part) / block_bytes),
         int(job.num_bytes * part / model.state_bytes),
     )
-    is_one_pool = not part and job.design != "free states"
+    is_one_pool = not part and not has_states and job.design != "free states"
     shares = MemoryShares(block_size, num_blocks, model.state_blocks(block_size) if is_one_pool else 0, num_states)
     if shares.room < 1 or (part and not num_states):
         raise InvalidArgumentError(

@@ -13,10 +13,12 @@ from multiprocessing.pool import AsyncResult, Pool
 from typing import Any, Protocol
 
 import kvblocks
+from kvblocks.arguments import shown
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+from kvblocks.groups.plan import KVLayer, plan
 from kvblocks.replay.attainable import attainable_hits
 from kvblocks.replay.bound import max_hits, next_uses, references_in
-from kvblocks.replay.models import model_groups
 from kvblocks.replay.prefixes import prefix_tree
 from kvblocks.replay.result import Conditions, FixedOrder, Result, Row, Tokens
 from kvblocks.replay.run import Outcome, Setup, make_manager, run
@@ -26,12 +28,33 @@ from kvblocks.version import __version__
 DEFAULT_MEAN_S = 60.0
 _POLL_S = 0.1
 
+MODELS: dict[str, tuple[int, list[KVLayer]]] = {
+    # 34 layers with 4 KV heads of 256; for each with full attention, five with a window of 1,024 tokens
+    "gemma3-4b": (1024, [KVLayer(0 if (layer + 1) % 6 == 0 else 1, 4, 256) for layer in range(34)]),
+}
+"""By name: tokens in the window, and the layers, of kind 0 (full attention) or 1 (window)."""
+_BF16_BYTES = 2
+_GIB = 2**30
+
+
+def model_groups(name: str, block_size: int) -> tuple[Group, ...]:
+    """Return a model's groups of layers, in which one token stands for a block of `block_size` tokens.
+
+    A hit ends at the end of a block, and the next token sees the window - 1 tokens before it. The window in blocks is
+    the number of blocks that these tokens are in. Raises InvalidArgumentError.
+    """
+    if name not in MODELS:
+        raise InvalidArgumentError(f"groups: expected one of {', '.join(MODELS)}, got {shown(name)}")
+    window, layers = MODELS[name]
+    num_seen = -(-(window - 1) // block_size)
+    return plan((FullAttention(1), SlidingWindow(1, num_seen + 1)), layers, _BF16_BYTES, _GIB).groups
+
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
     """What a sweep runs. sizes: blocks of the pool. mean_arrival_s: None: arrivals as recorded.
 
-    host_blocks: of a tier below the device; None: no tier. groups: a model of `models.MODELS`. optima: whether to
+    host_blocks: of a tier below the device; None: no tier. groups: a model of `MODELS`. optima: whether to
     compute `Row.attainable` and `Row.fixed_order`. tells_ends: as in `run.Setup`.
     """
 

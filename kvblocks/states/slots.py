@@ -25,6 +25,7 @@ from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
+from kvblocks.groups.loading import LoadingHit
 from kvblocks.groups.need import Need
 from kvblocks.groups.pins import GroupPins
 from kvblocks.groups.pool import GroupPool
@@ -34,6 +35,7 @@ from kvblocks.groups.states.copies import StateCopy
 from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.groups.states.live import LiveState, States, WaitingSave
 from kvblocks.groups.tables import tables_of
+from kvblocks.states.arriving import begin_arriving, check_twin, end_arriving, fork_arriving, leave_arriving
 from kvblocks.stats import Refusal
 
 MAX_ROUNDING = 1024
@@ -81,10 +83,14 @@ class StateSlots(GroupSlots):
         found = hit if isinstance(hit, GroupHit) else None
         checkpoint = None if found is None else found.checkpoint
         start = 0 if found is None else found.num_tokens
-        state = self.states.begin(sequence, start, [] if checkpoint is None else checkpoint.blocks)
-        if checkpoint is not None:
-            checkpoint.is_landmark = True
-            state.made.append(checkpoint)
+        if isinstance(hit, LoadingHit):
+            start = hit.end
+            state = begin_arriving(self.pool, self.states, sequence, hit, self._take(hit.num_state_blocks, sequence))
+        else:
+            state = self.states.begin(sequence, start, [] if checkpoint is None else checkpoint.blocks)
+            if checkpoint is not None:
+                checkpoint.is_landmark = True
+                state.made.append(checkpoint)
         if epoch is not None:
             state.plan(self._places(sequence, found), self.states.every, start)
         tables = tables_of(sequence)
@@ -142,9 +148,9 @@ class StateSlots(GroupSlots):
             num_missing += sum([block.ref_cnt == 0 for block in hit.checkpoint.blocks])
         return num_missing
 
-    def check_room(self, sequence: Sequence, num_external: int, num_total: int | None) -> None:
+    def check_room(self, sequence: Sequence, hit: CacheHit | None, num_external: int, num_total: int | None) -> None:
         """Raise InvalidArgumentError if tokens come without their state, or too many drafts are asked for."""
-        if num_external:
+        if num_external and not isinstance(hit, LoadingHit):  # loads bring the state, too
             raise InvalidArgumentError(
                 "num_external_computed_tokens: expected 0 where layers keep a state, since the state after these tokens"
                 f" would be missing, got {num_external}"
@@ -163,7 +169,8 @@ class StateSlots(GroupSlots):
         state = self._state_of(sequence)
         if not self.states.free_slots:
             raise SequenceStateError("fork: expected a free slot for the state of the new sequence, got none")
-        if self._change.rest and sequence.num_computed_tokens != state.num_taken:
+        check_twin(sequence, state)
+        if self._change.rest and state.arriving is None and sequence.num_computed_tokens != state.num_taken:
             raise SequenceStateError(
                 f"fork: expected a sequence whose tokens are all computed, since its state is copied before the next"
                 f" step; got {sequence}, which got slots since copies of states were last taken"
@@ -173,8 +180,11 @@ class StateSlots(GroupSlots):
         """As `GroupSlots.fork`. The twin gets a slot, and a copy of the state."""
         super().fork(sequence, twin)
         state, tables = self._state_of(sequence), tables_of(twin)
-        copy = self.states.fork(state, twin, sequence.num_computed_tokens)
-        self.pool.touch(copy.restoring)
+        if state.arriving is not None:
+            copy = fork_arriving(self.pool, self.states, state, twin)
+        else:
+            copy = self.states.fork(state, twin, sequence.num_computed_tokens)
+            self.pool.touch(copy.restoring)
         copy.made += state.made
         copy.start = state.start
         copy.plan(state.places, state.every, twin.num_computed_tokens)
@@ -213,11 +223,13 @@ class StateSlots(GroupSlots):
     def go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence that was rewound to `num_tokens` tokens the state after them. O(blocks of a checkpoint)."""
         state, found = self._state_of(sequence), None
-        if num_tokens:
-            found = self._checkpoints.at(sequence.blocks[num_tokens // self._block_size - 1])
-            assert found is not None, f"{sequence}: went back to where no checkpoint is"
-        blocks = [] if found is None else found.blocks
-        self.pool.touch(blocks)
+        blocks = leave_arriving(self.pool, state, num_tokens)
+        if blocks is None:
+            if num_tokens:
+                found = self._checkpoints.at(sequence.blocks[num_tokens // self._block_size - 1])
+                assert found is not None, f"{sequence}: went back to where no checkpoint is"
+            blocks = [] if found is None else found.blocks
+            self.pool.touch(blocks)
         self.pool.release_table(state.restoring)
         self.states.restart(state, num_tokens, blocks)
         if found is not None:
@@ -235,6 +247,8 @@ class StateSlots(GroupSlots):
             if not blocks.isdisjoint(state.restoring):
                 start = 0 if state.origin is None else state.origin.position
                 sequence.lose(start - 1, self._block_size)  # one less, so that it is lost even if nothing is behind it
+            if state.arriving is not None and not blocks.isdisjoint(state.arriving.fallback):
+                sequence.lose(state.arriving.start - 1, self._block_size)
             bad = [save for save in state.waiting if not blocks.isdisjoint(save.blocks)]
             if bad:
                 self._drop_waiting(state, min([save.position for save in bad]) - 1)
@@ -250,8 +264,14 @@ class StateSlots(GroupSlots):
             if save.position > sequence.num_cached_blocks * self._block_size:
                 state.waiting.append(save)
                 continue
-            self._attach(sequence, state, save.position, Checkpoint(save.blocks, is_landmark=save.is_landmark))
+            checkpoint = Checkpoint(save.blocks, save.position, is_landmark=save.is_landmark)
+            self._attach(sequence, state, save.position, checkpoint)
             self._release(save.blocks, is_landmark=save.is_landmark)
+
+    def end_loads(self, sequence: Sequence) -> None:
+        """As `GroupSlots.end_loads`. The sequence's slot is restored from the checkpoint that the loads brought."""
+        super().end_loads(sequence)
+        end_arriving(self.pool, self.states, self._state_of(sequence))
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """As `GroupSlots.tables`, with the blocks that the state owns."""
@@ -326,7 +346,7 @@ class StateSlots(GroupSlots):
         state = self._state_of(sequence)
         for blocks in state.tables():
             self.pool.release_table(blocks)
-        state.restoring = []
+        state.restoring, state.arriving = [], None
         for checkpoint in state.made:
             if checkpoint.is_cached and checkpoint.is_landmark and not checkpoint.blocks[0].ref_cnt:
                 self.pool.touch(checkpoint.blocks)
@@ -356,9 +376,9 @@ class StateSlots(GroupSlots):
         return places - {0}
 
     def _pass(self, sequence: Sequence, state: LiveState) -> None:
-        """Take note that a step is scheduled up to the sequence's last token with slots."""
+        """Take note that a step is scheduled up to the sequence's last token with slots. Of one that loads, none is."""
         end = sequence.num_computed_tokens
-        while state.next_place < end:
+        while state.next_place < end + (state.arriving is not None):
             self.states.num_passed += 1
             state.go_to(state.next_place)
         if state.next_place == end:
@@ -389,7 +409,7 @@ class StateSlots(GroupSlots):
         if waits:
             state.waiting.append(WaitingSave(position, blocks, is_landmark=is_landmark))
             return
-        checkpoint = Checkpoint(blocks, is_landmark=is_landmark)
+        checkpoint = Checkpoint(blocks, position, is_landmark=is_landmark)
         self._attach(sequence, state, position, checkpoint)
         saved.append(checkpoint)
 

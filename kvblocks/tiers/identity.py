@@ -27,9 +27,9 @@ class BlockIdentity:
 
     parent: the SHA-256 digest of the block before it, b"" for a first block. extra_keys: encoded as `kvblocks.hashing`
     says, b"" for none. tokens: its token ids as little-endian u32. column: 0 for a block of the primary group. Side
-    groups' blocks count from 1: the column of the row that they are attached in (`groups.index`), plus 1. Their
-    `parent` is the digest of the primary block that they are attached to. That digest covers everything, so their keys
-    and tokens are b"". Read-only, compared by value.
+    groups' blocks count from 1: the column of the row that they are attached in (`groups.index`), plus 1. The parts of
+    a checkpoint have the columns behind these. Their `parent` is the digest of the primary block that they are attached
+    to. That digest covers everything, so their keys and tokens are b"". Read-only, compared by value.
     Raises InvalidArgumentError for parts that aren't bytes, or a bad column.
     """
 

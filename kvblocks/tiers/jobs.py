@@ -43,14 +43,6 @@ class Job:
         if ok:
             self._note_arrived(self._has_arrived, transfer)
 
-    def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:  # noqa: ARG002  # loads need both
-        """Take note of lost blocks of the device: what is from the first of them on is bad. O(blocks).
-
-        At the end would be too late: they may be written by then, and cached again. prefixes: what they held.
-        """
-        lost = [number for number, block in enumerate(self.blocks[: self.num_good]) if block in blocks]
-        self.num_good = min([self.num_good, *lost])
-
     def cancel_queued(self) -> None:
         """End the transfers that `take_transfers` hasn't returned yet."""
         for transfer in self.transfers:
@@ -112,7 +104,11 @@ class LoadJob(Job):
         return found
 
     def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
-        """As `Job.note_lost`. What the load brings of the same prefixes may be bad, too, and so is all behind them."""
+        """Take note of lost blocks of the device, and of prefixes that are lost in tiers. O(blocks of the load).
+
+        What the load brings of them may be bad, too, and so is all behind them. At the end would be too late: the
+        blocks may be written by then, and cached again.
+        """
         indices = [index for index, block in enumerate(self.prefix.blocks) if block in blocks]
         indices += [len(lost.blocks) - 1 for lost in prefixes if self.prefix.begins_with(lost, self._block_size)]
         for index in indices:
@@ -181,12 +177,14 @@ class StoreJob(Job):
         return [] if run is None else [prefix_of(run, index + 1).blocks]
 
     def _leave_uncached(self) -> None:
-        """Count only the first blocks that are still cached at their nodes as good. O(blocks)."""
+        """Count only the first blocks as good that are still cached at their nodes, and were not lost. O(blocks)."""
+        lost = self.pool.lost
         for number in range(self.num_good):
             (run, index), block = self._nodes[number], self.blocks[number]
-            if block.run is not run or block.index != index or not block.is_cached:
+            if block.run is not run or block.index != index or not block.is_cached or block in lost:
                 self.num_good = number
                 break
+        lost.difference_update(self.blocks)
 
     def names(self, number: int) -> Digests | None:
         """Return the names of the first blocks for events; None if no events are recorded. O(number)."""

@@ -23,9 +23,11 @@ class TierPool:
     """The slots of a tier and what is wished for. Counters as in `TierStats`.
 
     rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at
-    most max_storing, with their salts. copies: by block of the device, the slot that was last stored from it, whatever
-    either holds by now. quotas: of tenants; None without quotas. changes: what is to be remembered if the tier is
-    persistent; else None. num_loading_bytes: of loads that haven't ended, begun or not.
+    most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began. At its
+    end would be too late to ask: they may be written by then, and cached again. copies: by block of the device, the
+    slot that was last stored from it, whatever either holds by now. quotas: of tenants; None without quotas. changes:
+    what is to be remembered if the tier is persistent; else None. num_loading_bytes: of loads that haven't ended, begun
+    or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -33,6 +35,7 @@ class TierPool:
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
+        self.lost: set[KVCacheBlock] = set()
         self.copies: dict[KVCacheBlock, KVCacheBlock] = {}
         self.max_storing = max_storing
         self.name: str = tier.name
@@ -79,6 +82,13 @@ class TierPool:
             taken.append(self.pool.take_one())
         tenant.add(-num_charged)
         return taken
+
+    def take_whole(self, prefix: Prefix, first: int, num_blocks: int) -> list[KVCacheBlock]:
+        """`take` for the blocks of a prefix from index `first` on, but no slots for a part of a checkpoint."""
+        slots = self.take(prefix.num_whole(first, num_blocks), prefix.salt)
+        number = prefix.num_whole(first, len(slots))
+        self.pool.release_table(slots[number:])
+        return slots[:number]
 
     def _has_spare(self) -> bool:
         """Whether the next slot to be taken holds nothing, or a tenant beyond its quota has a free slot."""
@@ -186,6 +196,19 @@ class TierPool:
 
         With one group there are no columns.
         """
+        return False
+
+    @property
+    def part_columns(self) -> range:
+        """The columns of `BlockIdentity` for the parts of a checkpoint, where layers keep a state; else none. O(1)."""
+        return range(0)
+
+    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:  # noqa: ARG002  # for subclasses
+        """Return the slots of the checkpoint at a cached slot, in the order of their columns; perhaps none. O(1)."""
+        return []
+
+    def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:  # noqa: ARG002
+        """Attach a checkpoint to a cached slot, if all of its parts are there. slots: by column. O(slots)."""
         return False
 
     def is_attached(self, primary: KVCacheBlock, column: int) -> bool:  # noqa: ARG002  # for subclasses

@@ -156,10 +156,17 @@ class _Restoring:
 
     def _attach(self, numbers: list[int]) -> None:
         """Attach slots to their primary blocks. Of two in one column the newer one stays."""
+        parts: dict[int, dict[int, int]] = {}  # of checkpoints: by the number above and the column, the newest number
         for number in sorted(numbers, reverse=True):
-            primary = self._blocks[self._above[number]]
-            if self._pool.attach(primary, self._identities[number].column, self._blocks[number]):
+            above, column = self._above[number], self._identities[number].column
+            if column in self._pool.part_columns:
+                parts.setdefault(above, {}).setdefault(column, number)
+            elif self._pool.attach(self._blocks[above], column, self._blocks[number]):
                 self._attached.append(number)
+        for above, found in parts.items():
+            slots = {column: self._blocks[number] for column, number in found.items()}
+            if self._pool.attach_parts(self._blocks[above], slots):
+                self._attached += found.values()
 
     def in_order(self) -> list[int]:
         """Return the numbers of the cached blocks in the order in which to give them back: the last used first.
@@ -216,7 +223,8 @@ def note_found(
 ) -> int:
     """Have a tier's map say that it holds the first `num_blocks` blocks of a prefix, and nothing behind them.
 
-    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column).
+    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column);
+    and the parts of checkpoints, in the columns behind. A checkpoint that isn't there as a whole is forgotten.
     names: as `first_names` returned. Slots are taken as for a store, so there may be fewer than needed. Returns how
     many first blocks the map has after the call. O(blocks).
     """
@@ -238,6 +246,10 @@ def note_found(
             len(held),
             None if names is None else Digests(names[len(held) * pool.index.epoch.num_digest_bytes :]),
         )
+    there = set(attached)
+    for index, primary in enumerate(held):
+        if not there.issuperset([(index, column) for column in pool.part_columns]):  # a lookup must not count on it
+            pool.drop(pool.parts_at(primary)[:1])
     found = [*held, *slots]
     beside = _attach(pool, prefix, found, attached)
     pool.let_go(found)
@@ -255,8 +267,18 @@ def _attach(
     """Attach slots for the side groups' blocks that were found, and return these slots. O(attached)."""
     missing = [(index, column) for index, column in attached if index < len(found)]
     missing = [(index, column) for index, column in missing if not pool.is_attached(found[index], column)]
-    slots = _take(pool, len(missing), prefix.salt)
-    for (index, column), slot in zip(missing, slots, strict=False):  # quotas may have allowed fewer
+    alone = [(index, column) for index, column in missing if column not in pool.part_columns]
+    slots = _take(pool, len(alone), prefix.salt)
+    for (index, column), slot in zip(alone, slots, strict=False):  # quotas may have allowed fewer
         if pool.attach(found[index], column, slot):
             pool.note_attached(found[: index + 1], prefix.tokens, column)
+    parts: dict[int, set[int]] = {}
+    for index, column in missing:
+        if column in pool.part_columns:
+            parts.setdefault(index, set()).add(column)
+    for index, columns in parts.items():  # a checkpoint is there if all of its parts are
+        of_state = _take(pool, len(pool.part_columns), prefix.salt) if len(columns) == len(pool.part_columns) else []
+        if pool.attach_parts(found[index], dict(zip(sorted(columns), of_state))):  # noqa: B905  # perhaps fewer
+            pool.note_attached(found[: index + 1], prefix.tokens, min(columns))
+        slots += of_state
     return slots

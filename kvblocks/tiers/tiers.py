@@ -211,7 +211,8 @@ class Tiers:
         """Say that a shared tier has the first `num_blocks` full blocks of a sequence now, and nothing behind them.
 
         tier: its name. attached: the side groups' blocks that it has, as (index of the primary block that they are
-        attached to, column as in `BlockIdentity`). From now on `find` counts on the answer, and a load checks it. Slots
+        attached to, column as in `BlockIdentity`), and the parts of checkpoints; it has a checkpoint if it has all of
+        the parts. From now on `find` counts on the answer, and a load checks it. Slots
         are taken as for a store, within quotas. So the result may be less than `num_blocks`: it is the number of first
         blocks known to be there. Call it when the tier has answered, before `find`. Blocks that `evict_blocks` took
         back must be deleted from the tier before it is asked. Raises InvalidArgumentError. O(tokens).

@@ -239,15 +239,14 @@ class Traffic:
 
     def num_writable(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens may be reported as written: those before the load. O(1)."""
-        job = self._loading.get(sequence)
-        return num_tokens if job is None else min(num_tokens, job.start)
+        return min(num_tokens, self._loading[sequence].start) if sequence in self._loading else num_tokens
 
-    def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None) -> None:
+    def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None, *, are_shared: bool) -> None:
         """Forget what tiers have of these lost blocks of the device. Called before the blocks stop being cached.
 
-        sequence: who was to write them: what was stored from them goes. None: they are bad, maybe since a tier brought
-        them: all that tiers have of their prefixes goes. Loads that bring it, or come behind it, fail, and so do stores
-        that read the blocks. O(lost blocks + prefixes), and O(blocks of stores) if one reads them.
+        sequence: who was to write them: what was stored from them goes. None: they are bad: all that tiers have of
+        their prefixes goes. Loads that bring it or come behind it fail, and so do stores that read them. are_shared: if
+        one has an owner other than `sequence` and stores. O(lost blocks + prefixes); and O(blocks of loads) if so.
         """
         if not self.pools:
             return
@@ -258,9 +257,9 @@ class Traffic:
         for pool in self.pools:
             if [block for block in left if block in pool.copies]:
                 prefixes += [prefix for owner in owners for prefix in pool.drop_copies(owner, left)]
-        is_read = [block for pool in self.pools for block in blocks if block in pool.storing]
-        for job in self._jobs:
-            if is_read or isinstance(job, LoadJob):
+            pool.lost.update([block for block in blocks if block in pool.storing])
+        for job in self._jobs if are_shared or prefixes else ():
+            if isinstance(job, LoadJob):
                 job.note_lost(lost, prefixes)
 
     def clear(self) -> None:
@@ -313,15 +312,15 @@ class Traffic:
                 if isinstance(job, LoadJob):
                     tables += [prefix for other, prefix in job.parts if other is pool]
             pool.pool.check(tables)
+            storing = [job.blocks for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
+            assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
+            assert pool.lost <= pool.storing.keys(), f"{pool.name}: lost blocks that no store reads"
+            assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
         for sequence, job in self._loading.items():
             assert sequence.owner is self._change and sequence in job.sequences, f"{sequence}: waits for no load"
             assert job in self._jobs and job.num_open, f"{sequence}: waits for a load that is over"
         num_open = sum([job.num_open for job in self._jobs])
         assert num_open == len(self._queue) + len(self._begun), f"tiers: {num_open} transfers counted"
-        for pool in self.pools:
-            storing = [job.blocks for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
-            assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
-            assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
 
     # Steps of the above that `GroupTraffic` overrides.
 
@@ -386,9 +385,8 @@ class Traffic:
 
     def _wish_for_used(self, block: KVCacheBlock) -> None:
         """Wish for the prefix up to this cached block, which a second sequence uses."""
-        for pool in self.pools:
-            if pool.stores_reused:
-                pool.wish(block.node)
+        for pool in [pool for pool in self.pools if pool.stores_reused]:
+            pool.wish(block.node)
 
     def _wish_for_computed(self) -> None:
         """Wish for what sequences have cached since the last look, for tiers that store what is computed."""
@@ -423,11 +421,13 @@ class Traffic:
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
             moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
             number = min([number, *moving])
-            slots = pool.take(number, prefix.salt)
-            if not slots:
+            if not (slots := pool.take_whole(prefix, first, number)):
                 for held in above:
                     pool.let_go(held)  # the stored part was used, so it is reused last
-                pool.num_dropped_blocks += len(prefix.blocks) - first
+                if number and pool.storing and not prefix.num_whole(first, number):
+                    pool.wishes.put_aside(run, num_blocks)  # until there is room for the whole checkpoint
+                else:
+                    pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
             self._begin_store(self._make_store(pool, run, prefix, above, slots), transfers)
             if first + len(slots) < len(prefix.blocks):
@@ -470,8 +470,8 @@ class Traffic:
         num_stored = job.finish()
         pool.num_stored_blocks += num_stored
         pool.num_dropped_blocks += num_arrived - num_stored
-        if num_arrived < len(job.blocks):
-            pool.wishes.drop(job.run)  # not tried again until it is wished for again
+        if num_arrived < len(job.blocks):  # not tried again until it is wished for again
+            pool.wishes.drop(job.run)
         pool.wishes.resume()
         tables = job.good_tables()
         for table in tables:

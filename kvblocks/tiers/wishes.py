@@ -42,6 +42,10 @@ class Prefix:
                 found.append(identity)
         return found
 
+    def num_whole(self, first: int, number: int) -> int:  # noqa: ARG002  # for subclasses
+        """Return how many blocks from index `first` on may move together: `number` or fewer. O(1)."""
+        return number
+
     def begins_with(self, other: "Prefix", block_size: int) -> bool:
         """Whether `other` is the beginning of this prefix, by its tokens and keys. O(its tokens)."""
         num_blocks = len(other.tokens) // (4 * block_size)

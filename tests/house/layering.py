@@ -51,6 +51,9 @@ FLOORS = {
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.replay": 10,  # traces through the public manager; no engine
     "kvblocks.replay.served": 11,  # the same on a server that takes time
+    "kvblocks.verify": 8,  # random walks over any block manager
+    "kvblocks.verify.server": 9,  # a client of any server
+    "kvblocks.verify.adapters": 9,  # each imports its engine, and ours only by its public names
     "kvblocks.replay.report": 12,  # shows what a replay found
     "kvblocks.tiers.store": 9,  # input and output, and one package in one module, imported when a store is opened
     "kvblocks.engine.errors": 8,
@@ -77,6 +80,7 @@ FLOORS = {
     "kvblocks.server.endpoints": 17,
     "kvblocks.server.app": 18,
     "kvblocks.server.run": 18,
+    "kvblocks.cli.replay": 18,
     "kvblocks.cli": 19,
     "kvblocks.__main__": 20,
 }
@@ -114,11 +118,17 @@ WIRE = "kvblocks.wire"
 WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
 # The modules of the wire that have sockets, threads or settings; the others do no input or output, like the core.
 WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
+VERIFY_SERVER = "kvblocks.verify.server"
+VERIFY_ADAPTERS = "kvblocks.verify.adapters"
+VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx_lm", "torch"})
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
-FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.tiers.disk", "kvblocks.wire.extra_keys"})
+FACADE = frozenset(
+    {"kvblocks", "kvblocks.hashing", "kvblocks.retention.session_gate", "kvblocks.tiers.disk"}
+    | {"kvblocks.wire.extra_keys"}
+)
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -147,6 +157,7 @@ FORBIDDEN_STDLIB = frozenset(
 
 # "module" -> a package of the forbidden ones that it may import all the same, and why.
 PERMITTED_STDLIB = {
+    "kvblocks.integrations.vllm.scheduler": "time",  # inside vLLM, whose clock it gives to the session gate
     "kvblocks": "importlib",  # its names are imported when they are first asked for
     "kvblocks.wire": "importlib",  # likewise
     "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread
@@ -247,12 +258,14 @@ def allowed_packages(module: str) -> frozenset[str]:
     """The packages outside the standard library that `module` may import."""
     if is_inside(module, KERNELS):
         return KERNEL_PACKAGES
-    if is_inside(module, SERVER) or is_inside(module, CLI):
+    if is_inside(module, SERVER) or is_inside(module, CLI) or is_inside(module, VERIFY_SERVER):
         return SERVER_PACKAGES
     if is_inside(module, MLX_LM):
         return MLX_PACKAGES
     if is_inside(module, INTEGRATIONS):
         return INTEGRATION_PACKAGES
+    if is_inside(module, VERIFY_ADAPTERS):
+        return VERIFIED_PACKAGES
     if module == STORE_DOOR:
         return CORE_PACKAGES | {"valkey"}
     if is_inside(module, DISK) or is_inside(module, STORE):

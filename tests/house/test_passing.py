@@ -13,7 +13,7 @@ import pytest
 from house.layering import FunctionNode, find_functions
 
 ROOT = Path(__file__).resolve().parents[2] / "kvblocks"
-ROOMS = ("core", "groups", "retention", "observe", "tiers")
+ROOMS = ("core", "groups", "states", "retention", "prefix_cache", "observe", "tiers")
 
 
 Branches = dict[ast.AST, bool]

@@ -66,7 +66,7 @@ def test_what_is_not_there_is_found():
 
 def test_the_readme_is_for_newcomers():
     num_lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
-    assert num_lines <= 200, f"README.md: expected at most 200 lines, got {num_lines}: move details to docs/"
+    assert num_lines <= 100, f"README.md: expected at most 100 lines, got {num_lines}: move details to docs/"
 
 
 def test_the_fast_tests_are_there():

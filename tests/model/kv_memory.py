@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import kvblocks
 from kvblocks import Group, KVCacheBlock
+from kvblocks.verify import Contexts
 from model.sight import first_seen, sees_all
 
 Spans = tuple[tuple[int, int, object], ...]
@@ -55,7 +56,7 @@ class KVMemory:
         self.awaited_from: dict[kvblocks.Sequence, int] = {}  # the first token that a call delayed
         self.delayed: set[kvblocks.Sequence] = set()  # whose new tokens, not seen by `schedule` yet, are delayed
         self.num_copied = self.num_operations = self.num_deaths = self.num_dead = 0
-        self._numbers: dict[object, int] = {}
+        self.contexts = Contexts()
         self._cached: dict[object, list[int]] = {}
 
     # What a step will do, and whether it does it.
@@ -503,16 +504,11 @@ class KVMemory:
         starting: dict[int, list[object]] = {}
         for span in sorted(spans, key=repr):
             starting.setdefault(span[0], []).append(span)
-        number = self._number((salt, lora))
-        numbers = []
+        parts: list[object] = []
         for position, token in enumerate(tokens):
             used = self.weights_of(salt) if weights is None else weights[position]
-            number = self._number((number, token, tuple(starting.get(position, ())), used))
-            numbers.append(number)
-        return numbers
-
-    def _number(self, context: object) -> int:
-        return self._numbers.setdefault(context, len(self._numbers))
+            parts.append((token, tuple(starting.get(position, ())), used))
+        return self.contexts.chain(self.contexts.root(salt, lora), parts)
 
     def _in_group(self, group: int, number: int) -> int:
         return number * len(self.groups) + group

@@ -12,6 +12,8 @@ import pytest
 import kvblocks
 from kvblocks import CacheHit, Group, SequenceStateError, Tier, TierHit
 from kvblocks.groups import RecurrentState
+from kvblocks.groups.tables import tables_of
+from kvblocks.tiers.grouped.hit import GroupTierHit
 from model.kv_memory import ENDLESS
 from model.state_memory import StateMemory
 from model.tier_machine import MAX_RUNNING, MAX_TOKENS, TierMachine
@@ -33,6 +35,10 @@ class StateMachine(TierMachine):
     def weight_of(self, operation: str) -> int:
         if not self.tiers and operation in _OF_TIERS:
             return 0
+        if self.tiers and operation == "do_crowd":
+            return 12
+        if self.tiers and operation in {"do_load", "do_lose_a_hit"}:
+            return 8
         return _WEIGHTS.get(operation, super().weight_of(operation))
 
     def make_memory(self, num_blocks: int) -> StateMemory:
@@ -61,9 +67,74 @@ class StateMachine(TierMachine):
         self.count("hits")
         self.count("limited hits", hit.num_matched_tokens - end >= self.manager.alignment)
 
+    def do_load(self) -> None:
+        """A prompt is computed and stored, and the device forgets it. Another sequence loads it, or a part of it."""
+        while len(self.running) > 1:
+            self.end(self.random.choice(self.running))
+        self.do_new()
+        other = self.waiting[-1]
+        self.compute(other)
+        if other in self.running:
+            self.end(other)
+        for _ in range(self.random.randint(1, 3)):
+            self.do_take_transfers()
+            for moving in list(self.moving):
+                self.answer(moving)
+        if self.random.random() < 0.5:
+            self.do_crowd()
+        self.do_crowd()
+        if self.random.random() < 0.4 and not other.extra_keys:  # the device has the beginning again
+            self.add(other.token_ids(0, self.random.randint(1, other.num_tokens)), other.salt, [])
+            self.compute(self.waiting[-1])
+        num_tokens = self.random.choice([other.num_tokens, self.random.randint(1, other.num_tokens)])
+        if all(end <= num_tokens for _, end, _ in other.extra_keys):
+            self.add([*other.token_ids(0, num_tokens), 1], other.salt, list(other.extra_keys))
+            later = self.waiting[-1]
+            self.start(later, num_loads=2)
+            is_behind_hit = self.waits_from.get(later, 0) > 0
+            self.count("hit and loads", is_behind_hit)
+            if is_behind_hit and self.random.random() < 0.4:
+                how = self.random.choice(
+                    ["reset", "salt", "lost", "step dies", "rewind", "truncate", "give up", "fork"]
+                )
+                if how == "reset":
+                    self.manager.reset_prefix_cache()
+                    self.found.clear()
+                elif how == "salt":
+                    self.manager.forget_salt(later.salt)
+                elif how == "lost":
+                    self.lose_some(later)
+                else:
+                    getattr(self, {"step dies": "do_step_dies"}.get(how, f"do_{how.replace(' ', '_')}"))()
+
+    def compute(self, sequence: kvblocks.Sequence) -> None:
+        """Compute a waiting sequence to its end, if there is room, with all the cuts that the manager asks for."""
+        self.start(sequence, num_loads=0)
+        while sequence in self.running and sequence.num_computed_tokens < sequence.num_tokens:
+            self.step()
+            end = self.manager.states.next_cut(sequence, sequence.num_tokens)
+            if self.manager.allocate_slots(sequence, end - sequence.num_computed_tokens) is None:
+                break
+            self.schedule()
+        self.step()
+
+    def check_arriving(self, load: GroupTierHit, hit: Any, below: list[list[int]], number: int) -> None:
+        end = load.first_token + load.num_tokens
+        if hit.arriving is None:
+            assert len(below) == self.state.checkpoint_blocks == hit.num_state_blocks, f"{load}: a part of a state"
+            found = self.memory.read_rows(below, end)
+        else:
+            assert not below and not hit.num_state_blocks, f"{load}: brings what the device has"
+            found = self.memory.read([block.block_id for block in hit.arriving.blocks], end)
+        assert found == number, f"{load}: its checkpoint at {end} holds {self.memory.what(found)}"
+        self.count("states found below", bool(below))
+        self.count("states found on the device, with windows below", not below)
+
     # Chunks.
 
     def first_chunk(self, sequence: kvblocks.Sequence, hit: CacheHit, loads: list[TierHit], left: int) -> int | None:
+        if loads:
+            return super().first_chunk(sequence, hit, loads, left)
         start = sequence.num_tokens - left
         least = start if hit.blocks else start + 1
         return self.cut(sequence, start, self.end_of_chunk(sequence, least), hit) - start
@@ -129,6 +200,10 @@ class StateMachine(TierMachine):
         if len(self.running) >= MAX_RUNNING:
             return
         is_computed = sequence not in self.memory.in_step()
+        if sequence in self.waits_from:
+            is_computed = sequence.num_computed_tokens == end_of_loads(sequence)
+            if not is_computed and not self.is_checked:
+                return
         if not is_computed and not self.is_checked:
             self.step()
         if not self.manager.states.num_free_slots or (not is_computed and self.is_checked):
@@ -143,6 +218,10 @@ class StateMachine(TierMachine):
         self.num_made += 1
         self.running.append(super_fork)
         self.memory.fork(sequence, super_fork)
+        if sequence in self.waits_from:
+            self.count("forks while loading")
+            self.waits_from[super_fork] = self.waits_from[sequence]
+            assert self.manager.tiers.is_loading(super_fork)
         self.schedule()
 
     def do_truncate(self) -> None:
@@ -153,22 +232,27 @@ class StateMachine(TierMachine):
         end = self.random.randint(min(sequence.num_prompt_tokens, sequence.num_tokens), sequence.num_tokens)
         computed = sequence.num_computed_tokens
         left = min(end, computed)
-        is_kept = self.memory.has_state(sequence, left)
+        is_kept = self.memory.has_state(sequence, left) or self.keeps_load(sequence, left)
         before = sequence.token_ids()
         try:
             self.manager.truncate(sequence, end)
         except SequenceStateError:
-            assert self.memory.has_windows or left < computed - self.state.num_kept or not is_kept
+            is_loading = sequence in self.waits_from
+            assert is_loading or self.memory.has_windows or left < computed - self.state.num_kept or not is_kept
             assert sequence.token_ids() == before and sequence.num_computed_tokens == computed
             self.count("truncations refused", left < computed)
             return
         assert is_kept, f"{sequence}: truncated from {computed} to {left}, and that state isn't there"
-        if left < computed:
+        if left < computed and sequence not in self.waits_from:
             self.memory.select(sequence, left)
             self.count("truncated to a kept state")
         self.memory.cancel(sequence, left)
         self.went_back(sequence)
         self.abort_lost()
+
+    def keeps_load(self, sequence: kvblocks.Sequence, num_tokens: int) -> bool:
+        """Whether a sequence that waits for loads may be cut to `num_tokens` tokens and wait on."""
+        return sequence in self.waits_from and num_tokens >= end_of_loads(sequence)
 
     def do_rewind(self) -> None:
         sequence = self.pick()
@@ -187,6 +271,7 @@ class StateMachine(TierMachine):
         assert 0 <= left <= end and left == sequence.num_computed_tokens, f"{sequence}: rewound to {left}, not {end}"
         self.drop_copies(self.memory.lose_slots(slots, max(first, left)))
         self.count("rewound to a checkpoint", 0 < left < computed)
+        self.count("rewound while loading", left < computed and sequence in self.waits_from)
         self.count("rewound to the beginning", left == 0)
         if left < computed:
             self.memory.lose_state(sequence)
@@ -218,9 +303,16 @@ class StateMachine(TierMachine):
             self.count(name, getattr(stats, f"num_{name}"))
 
 
+def end_of_loads(sequence: kvblocks.Sequence) -> int:
+    """The token at which the loads of a sequence that waits for some end."""
+    state = tables_of(sequence).live_state
+    assert state is not None and state.arriving is not None, f"{sequence}: waits for no state"
+    return state.arriving.end
+
+
 _WEIGHTS = {"do_start": 30, "do_grow": 30, "do_append": 8, "do_append_step": 4, "do_step": 8, "do_free": 12}
 
 _OF_TIERS = {
     *("do_take_transfers", "do_move", "do_answer", "do_answer_twice", "do_give_up", "do_restore", "do_restart"),
-    *("do_hit_and_load", "do_lose_a_hit", "do_quota_below"),
+    *("do_hit_and_load", "do_lose_a_hit", "do_quota_below", "do_load"),
 }

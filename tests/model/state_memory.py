@@ -70,7 +70,7 @@ class StateMemory(TierMemory):
             assert slot is not None, f"{sequence}: it runs, and has no slot"
             if sequence not in self.slot_of:
                 self.slot_of[sequence] = slot
-                self.starting.add(sequence)
+                self.starting.add(sequence)  # even if it loads: then it starts once that has arrived
             assert self.slot_of[sequence] == slot, f"{sequence}: its slot has changed to {slot}"
         slots = list(self.slot_of.values())
         assert len(set(slots)) == len(slots), f"two sequences have one slot: {self.slot_of}"
@@ -83,11 +83,12 @@ class StateMemory(TierMemory):
         for copy in before:
             self._restore(copy)
         self._poison_free_slots()
-        for sequence in self.starting:
+        ready = {sequence for sequence in self.starting if sequence not in self.loading}
+        for sequence in ready:
             found = self.states[self.slot_of[sequence]]
             expected = self.context(sequence, self.start_of_step(sequence))
             assert found == expected, f"{sequence}: a step begins, and its slot holds {self.what(found)}"
-        self.starting.clear()
+        self.starting -= ready
         for sequence, positions in self.coming():
             self._advance(sequence, positions)
         super().run_step()
@@ -120,8 +121,12 @@ class StateMemory(TierMemory):
     def read(self, block_ids: Sequence[int], position: int) -> int:
         """Return the state that a checkpoint in these blocks holds, all of it and after `position` tokens."""
         assert len(block_ids) == self.num_pages, f"a checkpoint in blocks {block_ids}, not in {self.num_pages}"
-        found = [self.page_in(block_id) for block_id in block_ids]
-        what = f"the checkpoint after {position} tokens in blocks {[*block_ids]}"
+        return self.read_rows([self.now[block_id] for block_id in block_ids], position)
+
+    def read_rows(self, rows: list[list[int]], position: int) -> int:
+        """As `read`, of what the blocks hold, or slots of a tier."""
+        found = [self._page(row) for row in rows]
+        what = f"the checkpoint after {position} tokens in {rows}"
         assert None not in found, f"{what}: its pages are {found}"
         parts = [page for page in found if page is not None]
         assert [place for place, _, _ in parts] == [*range(len(parts))], f"{what}: its pages are {parts}"
@@ -130,7 +135,9 @@ class StateMemory(TierMemory):
 
     def page_in(self, block_id: int) -> tuple[int, int, int] | None:
         """The page of a checkpoint that a block holds: its place, its context and its position."""
-        row = self.now[block_id]
+        return self._page(self.now[block_id])
+
+    def _page(self, row: list[int]) -> tuple[int, int, int] | None:
         return self.pages.get(row[0]) if len({*row}) == 1 else None
 
     def _advance(self, sequence: kvblocks.Sequence, positions: list[int]) -> None:
@@ -156,11 +163,18 @@ class StateMemory(TierMemory):
         assert state == self.context(owner, position), f"{copy}: the slot holds {self.what(state)}, of {owner}"
         assert len(copy.block_ids) == self.num_pages == len({*copy.block_ids}), f"{copy}: in {copy.block_ids}"
         for place, block_id in enumerate(copy.block_ids):
-            number = -3 - self._number(("page", place, state, position))
+            number = -3 - self.contexts.root("page", place, state, position)
             self.pages[number] = place, state, position
             self.now[block_id] = [number] * len(self.now[block_id])
             self.num_uses[block_id] += 1
             for offset in range(len(self.now[block_id])):
+                self.unknown.pop((block_id, offset), None)
+
+    def bring(self, block_id: int, row: list[int]) -> None:
+        super().bring(block_id, row)
+        if row[0] in self.pages:
+            self.num_uses[block_id] += 1
+            for offset in range(len(row)):
                 self.unknown.pop((block_id, offset), None)
 
     def in_step(self) -> list[kvblocks.Sequence]:
@@ -211,6 +225,7 @@ class StateMemory(TierMemory):
     def restart(self) -> None:
         super().restart()
         self.before, self.after = [], []
+        self.num_restored = self.num_cleared = 0  # as another manager counts
 
     # Questions.
 

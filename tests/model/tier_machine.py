@@ -188,12 +188,18 @@ class TierMachine:
         groups, end = self.groups, load.first_token + load.num_tokens
         of_table = [side_group.group for side_group in load.layout.side_groups] + [load.layout.primary]
         found: dict[tuple[int, int], list[int]] = {}
+        of_state: list[list[int]] = []
         for table, index, pool, slot in load.pieces:
-            found[of_table[table], index] = self.below[pool.name][slot.block_id]
+            if table < len(of_table):
+                found[of_table[table], index] = self.below[pool.name][slot.block_id]
+            else:
+                assert index == len(of_state), f"{load}: the parts of its checkpoint are in disorder"
+                of_state.append(self.below[pool.name][slot.block_id])
         assert isinstance(load.hit, GroupHit)
         hit = load.loading_hit(load.hit)
         assert not load.pieces or sum(pool.num_block_bytes for _, _, pool, _ in load.pieces) == load.num_all_bytes
         self.count("pieces of windows alone", all(table < len(of_table) - 1 for table, _, _, _ in load.pieces))
+        self.check_arriving(load, hit, of_state, numbers[end - 1])
         for index, block in enumerate([*hit.blocks, *hit.more]):
             found[load.layout.primary, index] = self.memory.then[block.block_id]
         for side_group, (first, blocks) in zip(load.layout.side_groups, hit.mixed, strict=True):
@@ -205,6 +211,10 @@ class TierMachine:
                 expected = numbers[index * spec.block_size : (index + 1) * spec.block_size]
                 held = found[group, index][: spec.block_size]
                 assert held == self.memory.in_group(group, expected), f"{load}: wrong KV in group {group} at {index}"
+
+    def check_arriving(self, load: GroupTierHit, hit: Any, below: list[list[int]], number: int) -> None:
+        """A load's end has the state after its tokens, whose last one has `number`. below: what tiers have of it."""
+        assert not below and load.checkpoint is None, f"{load}: brings a state"
 
     def do_start(self) -> None:
         if self.waiting and len(self.running) < MAX_RUNNING:
@@ -742,6 +752,11 @@ class TierMachine:
                 for there, here in list(pairs):
                     rows = [pool.group_index.rows([slot], 0, 1)[0] for pool, slot in ((old, there), (new, here))]
                     assert [slot is None for slot in rows[0]] == [slot is None for slot in rows[1]]
+                    if old.group_index.checkpoints is not None and new.group_index.checkpoints is not None:
+                        states = [old.group_index.checkpoints.at(there), new.group_index.checkpoints.at(here)]
+                        assert (states[0] is None) == (states[1] is None), f"{name}: a state is lost, or made up"
+                        parts = [[] if state is None else state.blocks for state in states]
+                        pairs += [*zip(*parts, strict=True)]
                     pairs += [pair for pair in zip(*rows, strict=True) if pair[0] is not None]
             slots = self.below[name]
             assert all(slots[one.block_id] == slots[other.block_id] for one, other in pairs)
@@ -842,7 +857,7 @@ class TierMachine:
         transfer, slots = moving.transfer, self.below[moving.transfer.tier]
         for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
             if transfer.is_load:
-                self.memory.now[block_id] = list(slots[slot])
+                self.memory.bring(block_id, slots[slot])
             else:
                 slots[slot] = list(self.garbage if self.memory.is_bad(block_id) else self.memory.now[block_id])
                 self.copied[transfer.tier, slot] = block_id, self.memory.num_uses[block_id]

@@ -11,6 +11,10 @@ class TierMemory(KVMemory):
         """A sequence that is about to be scheduled waits for a transfer from position `first` on."""
         self.loading.setdefault(sequence, []).append(first)
 
+    def bring(self, block_id: int, row: list[int]) -> None:
+        """A load writes a block."""
+        self.now[block_id] = list(row)
+
     def arrive(self, sequence: kvblocks.Sequence, num_tokens: int) -> None:
         """The first tokens of a sequence that is in no step are there, as its loads have ended."""
         for position in range(num_tokens):

@@ -43,7 +43,8 @@ class Told:
 
     def store(self, event: BlockStored, keys: list[Key]) -> None:
         size, given = 4 * event.block_size, dict(event.extra_keys)
-        assert len(event.tokens) == size * len(keys) and len(event.block_ids) == len(keys)
+        assert len(event.tokens) == size * len(keys)
+        assert len(event.block_ids) == len(keys) or event.kind == "mamba"  # a checkpoint has several blocks
         assert (event.sequence_id is None) == (event.medium != "GPU")
         assert (event.kind == "sliding_window") == (event.window is not None)
         parent = event.parent_block_hash
@@ -92,6 +93,13 @@ def cached_in(index: PrefixIndex, medium: str) -> dict[Key, Content]:
                     own = keys.get(position, b"") if same else b""
                     tokens = block_tokens(whole, number, side_group.block_size)
                     found[medium, side_group.group, name or b""] = parent, tokens, own, *who
+            size, alignment = index.block_size, index.layout.alignment
+            for number in {} if index.checkpoints is None else index.checkpoints.in_run(run):
+                end = (first + number + 1) * size
+                before = (end - alignment) // size
+                parent = names[before - 1] if before else None
+                tokens = bytes(whole.tokens[4 * (end - alignment) : 4 * end])
+                found[medium, index.layout.state, names[first + number]] = parent, tokens, b"", *who
     return found
 
 

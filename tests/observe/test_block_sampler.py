@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from model.where import where
 
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.core.block import KVCacheBlock
@@ -284,28 +285,31 @@ def test_random_walks_agree_with_the_log(seed: int) -> None:
     running: list[Sequence] = []
     for number in range(4000):
         action = chooser.choice(["start", "start", "append", "append", "free", "fork", "truncate", "abort"])
-        if action == "start" or not running:
-            family = chooser.randrange(6)
-            tokens = [family] * 4 + [chooser.randrange(2) for _ in range(chooser.randrange(1, 12))]
-            sequence = Sequence(number, tokens)
-            if log.call(Allocation(manager, sequence)) is not None:
-                running.append(sequence)
-            continue
-        sequence = chooser.choice(running)
-        if action == "append":
-            log.call(manager.append_slots, sequence, [chooser.randrange(2) for _ in range(chooser.choice([1, 1, 3]))])
-        elif action == "fork":
-            running.append(log.call(manager.fork, sequence, (number, "fork")))
-        elif action == "truncate":
-            length = chooser.randint(sequence.num_prompt_tokens, sequence.num_tokens)
-            log.call(manager.truncate, sequence, length)
-        else:
-            running.remove(sequence)
-            if action == "abort" and chooser.random() < 0.2:
-                log.call(manager.abort, sequence, chooser.randint(0, sequence.num_computed_tokens))
+        with where(seed, number, action):
+            if action == "start" or not running:
+                family = chooser.randrange(6)
+                tokens = [family] * 4 + [chooser.randrange(2) for _ in range(chooser.randrange(1, 12))]
+                sequence = Sequence(number, tokens)
+                if log.call(Allocation(manager, sequence)) is not None:
+                    running.append(sequence)
+                continue
+            sequence = chooser.choice(running)
+            if action == "append":
+                log.call(
+                    manager.append_slots, sequence, [chooser.randrange(2) for _ in range(chooser.choice([1, 1, 3]))]
+                )
+            elif action == "fork":
+                running.append(log.call(manager.fork, sequence, (number, "fork")))
+            elif action == "truncate":
+                length = chooser.randint(sequence.num_prompt_tokens, sequence.num_tokens)
+                log.call(manager.truncate, sequence, length)
             else:
-                log.call(manager.free, sequence)
-        assert sampler.oldest_release == min(log.released.values(), default=None)
+                running.remove(sequence)
+                if action == "abort" and chooser.random() < 0.2:
+                    log.call(manager.abort, sequence, chooser.randint(0, sequence.num_computed_tokens))
+                else:
+                    log.call(manager.free, sequence)
+            assert sampler.oldest_release == min(log.released.values(), default=None)
     manager.check()
     assert recorded(sampler.lifetimes) == sorted(log.lifetimes)
     assert recorded(sampler.idle_times) == sorted(log.idle_times)

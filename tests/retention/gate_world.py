@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvblocks.retention.gate_records import GateStats
 from kvblocks.retention.session_gate import PATIENCE, SessionGate
 
 
@@ -110,6 +111,7 @@ class World:
             self.gate.end_session(agent.session)
 
     def release(self) -> None:
+        before = self.gate.stats
         decision = self.gate.release(len(self.running), self.seconds_per_token, self.now)
         admitted: tuple[Any, ...] = decision.admitted
         for request in admitted:
@@ -121,6 +123,7 @@ class World:
                     assert self.overtaken[older] <= self.gate.max_overtakes, "too many entered before it"
                 del self.arrived[place]
             self.admit(request)
+        self.check_room(before)
         waiting: list[Any] = self.gate.waiting()
         assert all(self.gate.why(request) is not None for request in waiting[:3])
         assert all(self.gate.why(request) is None for request in [*self.running][:3])
@@ -135,6 +138,18 @@ class World:
         if decision.wake_at is not None:
             assert decision.wake_at > self.now, "it would be asked again and again"
             self.push(decision.wake_at, "wake", (-1, -1))
+
+    def check_room(self, before: GateStats) -> None:
+        """Who entered has room, unless nothing was busy. What runs is inside. If it is too much, nobody else is."""
+        stats = self.gate.stats
+        num_counted = stats.num_member_tokens + stats.num_other_tokens
+        if stats.num_entries > before.num_entries and stats.num_idle_entries == before.num_idle_entries:
+            assert num_counted <= self.gate.fill * self.gate.num_tokens or stats.num_members == 1, "one has no room"
+        members = self.gate.members()
+        inside = {session for (_, session), _, _ in members}
+        assert {self.agents[number].session for number, _ in self.running} - {None} <= inside, "one that runs has left"
+        if num_counted > self.gate.num_tokens:
+            assert all(paused_at is None for _, _, paused_at in members), "one pauses inside, and there is no room"
 
     def check_idle(self) -> None:
         if self.idle_since is not None:

@@ -80,6 +80,18 @@ def test_a_hold_is_learned_for_each_reason() -> None:
     assert lengths.hold_s(1000.0) == 0.0
 
 
+def test_each_stop_reason_has_a_hold_of_its_own() -> None:
+    gate, now = SessionGate(1000), 1.0
+    enter(gate, "a", 900)
+    gate.release(1, 0.05, now)  # the room costs 50 s
+    for number in range(80):
+        reason, gap_s = ("tool_use", 1.0) if number % 2 else ("stop", 300.0)
+        pause(gate, "a", 900, now, reason)
+        now += gap_s
+        assert gate.ask("a", "a", None, 900, 900, now)
+    assert (gate.hold_s("tool_use"), gate.hold_s("stop"), gate.hold_s("length")) == (15.0, 0.0, 15.0)
+
+
 @given(st.lists(st.floats(0.0, 3000.0), max_size=50), st.integers(0, 20), st.floats(0.0, 1e5, allow_subnormal=False))
 def test_the_hold_is_the_one_that_would_have_cost_least(pauses: list[float], num_open: int, cost_s: float) -> None:
     lengths = PauseLengths()
@@ -312,7 +324,7 @@ def test_guarantees_hold_in_any_world(
 def test_nobody_starves_behind_members_that_never_pause_for_long() -> None:
     busy = [Agent([Turn(400, 0, 1.0, 0.1)] * 400, session=f"busy {number}") for number in range(2)]
     large = Agent([Turn(5000, 0, 1.0)], starts_s=5.0, session="large")
-    world = World(SessionGate(1000, turn_s=100.0), [*busy, large])
+    world = World(SessionGate(1000, turn_s=100.0), [*busy, large], seconds_per_token=0.1)  # so that holds are long
     world.run()
     assert world.waits_s[2, 0] < 110.0
 
@@ -321,7 +333,7 @@ def test_nobody_starves_behind_requests_without_a_session() -> None:
     stream = Agent([Turn(900, 0, 2.0, 1.0)] * 200, is_parallel=True)
     large = Agent([Turn(500, 0, 1.0)], starts_s=5.0, session="large")
     member = Agent([Turn(50, 0, 1.0, 0.1)] * 200, session="small")
-    world = World(SessionGate(1000, turn_s=100.0), [stream, large, member])
+    world = World(SessionGate(1000, turn_s=100.0), [stream, large, member], seconds_per_token=0.1)
     world.run()
     assert world.waits_s[1, 0] < 110.0
 

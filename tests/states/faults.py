@@ -18,7 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS, LIVE = "states/slots.py", "groups/states/live.py"
 CHECKPOINT, HIT, INDEX = "groups/states/checkpoint.py", "groups/hit.py", "groups/index.py"
-LAYOUT, PINS, MANAGER = "groups/layout.py", "groups/pins.py", "manager.py"
+LAYOUT, MANAGER, GROUP_SLOTS = "groups/layout.py", "manager.py", "groups/slots.py"
+ARRIVING, HOLDERS, JOBS = "states/arriving.py", "tiers/grouped/holders.py", "tiers/grouped/jobs.py"
+TIER_POOL, TIER_PREFIX = "tiers/grouped/pool.py", "tiers/grouped/prefix.py"
 
 Change = tuple[str, str, str]
 """A file, a text that it has once, and what replaces it."""
@@ -142,6 +144,62 @@ FAULTS: dict[str, list[Change]] = {
     "a state may go back twice": [
         (SLOTS, "        state.start = max(state.start, sequence.num_computed_tokens - self.states.num_kept)\n", "")
     ],
+    # Tiers.
+    "a tier's hit needs no checkpoint": [
+        (
+            HOLDERS,
+            "end = max([place.last_checkpoint(end) for place in places]) // layout.alignment * layout.alignment",
+            "pass",
+        )
+    ],
+    "a checkpoint that arrived in part is attached": [
+        (JOBS, "for first in prefix.whole_states(len(arrived)):", "for first in prefix.whole_states(len(side)):")
+    ],
+    "a slot is restored before its state has arrived": [
+        (
+            LIVE,
+            "        state.origin, state.arriving = None, arriving\n",
+            (
+                "        state.arriving = arriving\n        self.before.append(state.origin)\n"
+                "        self.starting.append(state)\n        state.restoring = []\n"
+            ),
+        )
+    ],
+    "a slot isn't restored when its state has arrived": [
+        (
+            ARRIVING,
+            "        states.restart(state, arriving.end, arriving.blocks)\n",
+            "        pool.release_table(arriving.blocks)\n",
+        )
+    ],
+    "loads that fail leave the slot as it is": [
+        (ARRIVING, "    if num_tokens == arriving.start:\n", "    if False:\n"),
+        (
+            SLOTS,
+            "        self.states.restart(state, num_tokens, blocks)\n",
+            "        self.pool.release_table(blocks)\n        state.restoring = []\n",
+        ),
+    ],
+    "the hit's checkpoint isn't owned while a load may fail": [
+        (GROUP_SLOTS, "for checkpoint in (hit.checkpoint, hit.arriving):", "for checkpoint in (hit.arriving,):"),
+        (
+            ARRIVING,
+            "fallback = [] if hit.checkpoint is None else hit.checkpoint.blocks",
+            "fallback: list[KVCacheBlock] = []",
+        ),
+    ],
+    "states that wait for a load are saved": [
+        (SLOTS, "while state.next_place < end + (state.arriving is not None):", "while state.next_place < end:")
+    ],
+    "a load in part counts as whole": [
+        (JOBS, "return self.end_token if all(arrived) else self.start_for(sequence)", "return self.end_token")
+    ],
+    "pages are stored in another order": [
+        (TIER_PREFIX, "            self.blocks += blocks\n", "            self.blocks += blocks[::-1]\n")
+    ],
+    "pages are restored from a disk in another order": [
+        (TIER_POOL, "for column in sorted(slots)]", "for column in sorted(slots)[::-1]]")
+    ],
     # Places.
     "marks aren't rounded to the alignment": [
         (SLOTS, "place = position // self.alignment * self.alignment", "place = position")
@@ -193,6 +251,7 @@ def find_fault(num_rounds: int) -> str:
                     forget_every=70,
                 )
                 walk_states(seed * len(STATE_SETS) + number, num_steps=200)
+                walk_states(seed * len(STATE_SETS) + number, num_steps=300, has_tiers=True)
             except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # whatever a fault brings about
                 notes = "; ".join(getattr(error, "__notes__", []))
                 return f"{name}: {notes}: {type(error).__name__}: {str(error)[:160]}"

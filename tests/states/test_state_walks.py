@@ -1,6 +1,7 @@
 """Random walks of the memory machine with live states: no token is computed from a wrong state, and nothing leaks.
 
-`python tests/states/test_state_walks.py FIRST END STEPS` walks from the seeds FIRST to END - 1, STEPS steps each.
+`python tests/states/test_state_walks.py FIRST END STEPS [tiers]` walks from the seeds FIRST to END - 1, STEPS steps
+each; with tiers below, if you say so.
 """
 
 import random
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.state_machine import StateMachine
 
-from kvblocks import ChunkedLocal, FullAttention, SlidingWindow
+from kvblocks import ChunkedLocal, EventOptions, FullAttention, SlidingWindow, Tier
 from kvblocks.groups import RecurrentState
 from kvblocks.retention.policies import NAMED
 
@@ -36,8 +37,27 @@ def eight_values(preimage: bytes) -> bytes:
     return bytes([sum(preimage) % 8])
 
 
-def make_machine(seed: int, *, debug: bool = False) -> StateMachine:
-    """A machine whose groups, state, sizes and options the seed decides."""
+def make_tiers(chosen: random.Random) -> list[Tier]:
+    """One or two tiers."""
+    sizes = (("host", [20, 60, 120], ["freed", "computed", "reused"]), ("disk", [60, 200], ["freed", "reused"]))
+    return [
+        Tier(
+            name,
+            chosen.choice(numbers),
+            100,
+            store=chosen.choice(kinds),
+            min_store_tokens=chosen.choice([None, 8]),
+            window_store_tokens=chosen.choice([None, 2, 8]),
+            max_transfer_blocks=chosen.choice([1, 2, 32]),
+            is_persistent=chosen.random() < 0.6,
+            medium=f"{name} memory",
+        )
+        for name, numbers, kinds in sizes[: chosen.choice([1, 2, 2])]
+    ]
+
+
+def make_machine(seed: int, *, debug: bool = False, has_tiers: bool = False) -> StateMachine:
+    """A machine whose groups, state, sizes and options the seed decides. has_tiers: with one or two tiers."""
     chosen = random.Random(seed)
     groups = chosen.choice(ATTENDING)()
     size = max(group.block_size for group in groups)
@@ -54,11 +74,13 @@ def make_machine(seed: int, *, debug: bool = False) -> StateMachine:
     if chosen.random() < 0.3:
         options["eviction"] = chosen.choice(sorted(NAMED))
     num_blocks = chosen.choice([40, 64, 100]) // min(group.block_size for group in groups) + 4 * state.checkpoint_blocks
-    return StateMachine(seed, num_blocks, groups, state, [], **options)
+    if has_tiers and chosen.random() < 0.3:  # names that tell apart prefixes which share one
+        options |= {"enable_events": EventOptions(hits=True, tiers=True), "hash_algorithm": "xxh3_128"}
+    return StateMachine(seed, num_blocks, groups, state, make_tiers(chosen) if has_tiers else [], **options)
 
 
-def walk(seed: int, num_steps: int, *, debug: bool = False) -> StateMachine:
-    machine = make_machine(seed, debug=debug)
+def walk(seed: int, num_steps: int, *, debug: bool = False, has_tiers: bool = False) -> StateMachine:
+    machine = make_machine(seed, debug=debug, has_tiers=has_tiers)
     machine.walk(num_steps)
     machine.finish()
     return machine
@@ -77,12 +99,32 @@ def test_the_walks_met_all_cases(met: Any) -> None:
     met["walks"].check(40, least)
 
 
+@pytest.mark.every(3)
+@pytest.mark.parametrize("first", range(0, 36, 12))
+def test_no_state_comes_from_a_tier_that_is_another_s(first: int, met: Any) -> None:
+    for seed in range(first, first + 12):
+        met["below"].add(walk(seed, 250, debug=seed == first, has_tiers=True).counts)
+
+
+def test_the_walks_with_tiers_met_all_cases(met: Any) -> None:
+    least = {"stores": 1200, "states found below": 800, "loads": 60, "loaded": 15, "failed": 200, "crowds": 600}
+    least |= {
+        "attached found again": 200,
+        "restored": 700,
+        "told below": 20_000,
+        "saved": 500,
+        "freed while loading": 20,
+    }
+    met["below"].check(36, least)
+
+
 if __name__ == "__main__":
     begin, end, steps = (int(argument) for argument in sys.argv[1:4])
+    below = sys.argv[4:] == ["tiers"]
     start, totals, failures = time.monotonic(), dict[str, int](), 0
     for number in range(begin, end):
         try:
-            walker = walk(number, steps, debug=number % 3 == 0)
+            walker = walk(number, steps, debug=number % 3 == 0, has_tiers=below)
         except Exception as error:  # noqa: BLE001  # the next seed may fail in another way
             failures += 1
             print(f"seed {number}: {type(error).__name__}: {error} {getattr(error, '__notes__', '')}")

@@ -167,6 +167,15 @@ def test_a_save_takes_only_what_the_step_leaves() -> None:
     manager.check()
 
 
+def test_a_save_takes_no_checkpoint_of_the_same_step() -> None:
+    manager = make(6)
+    for first in (0, 100):
+        start(manager, f"from {first}", range(first, first + 9))  # 8 tokens, saved at 8
+    assert len(manager.states.take_copies()[1]) == 1, "there is room for one"
+    assert manager.states.stats.num_without_room == 1
+    assert (hit_tokens(manager, range(9)), hit_tokens(manager, range(100, 109))) == (8, 0)
+
+
 def test_a_checkpoint_is_evicted_whole() -> None:
     manager = make(12)
     manager.free(prefill(manager, "a", range(18)))
@@ -215,8 +224,20 @@ def test_a_fork_behind_a_rewind_gets_the_same_checkpoint() -> None:
     assert manager.rewind(sequence, 21) == 20
     twin = manager.fork(sequence, "b")
     manager.free(sequence)
+    num_free = manager.num_free_blocks
     (copy,) = manager.states.take_copies()[0]
     assert (copy.kind, copy.slot, copy.position) == ("restore", twin.state_slot, 20)
+    assert manager.num_free_blocks == num_free + 2, "it owned the checkpoint that the copy reads"
+
+
+def test_a_fork_of_a_state_that_is_not_there_yet_is_copied_right_behind_it() -> None:
+    manager = make()
+    sequence = prefill(manager, "a", range(22))
+    manager.rewind(sequence, 21)
+    other = start(manager, "other", range(100, 105))
+    twin = manager.fork(sequence, "b")
+    slots = [copy.slot for copy in manager.states.take_copies()[0]]
+    assert slots == [sequence.state_slot, twin.state_slot, other.state_slot]
 
 
 def test_an_abort_takes_the_checkpoints_of_its_step_back() -> None:
@@ -377,6 +398,19 @@ def test_a_pin_has_its_checkpoint_made_and_holds_it() -> None:
     assert pin.num_held_blocks == 5 and len(pin.attached_blocks) == 2
     manager.reset_prefix_cache()
     assert pin.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_pin_holds_at_once_what_decoded_tokens_fill(*, debug: bool) -> None:
+    manager = make(debug=debug)
+    pin = manager.pins.pin(range(16))
+    sequence = prefill(manager, "a", range(11))
+    assert pin.num_held_blocks == 2
+    manager.append_slots(sequence, [11])
+    assert pin.num_held_blocks == 3
+    for token in range(12, 16):
+        manager.append_step([sequence], [token])
+    assert pin.num_held_blocks == 4
 
 
 def test_quotas_count_the_blocks_of_checkpoints() -> None:

@@ -155,6 +155,20 @@ def test_a_store_of_what_was_never_written_is_dropped(groups, how, is_answered):
     assert num_found(manager) == (0, 0)
 
 
+def test_a_store_that_read_a_lost_block_is_not_kept_because_the_block_is_written_again(groups):
+    manager = make_manager(groups, store="computed")
+    one, duplicate = Sequence("one", [*PROMPT]), Sequence("duplicate", [*PROMPT])
+    manager.allocate_slots(one)
+    manager.allocate_slots(duplicate)  # keeps the prefix cached, so that the block comes back to the same place
+    transfers = manager.tiers.take_transfers()
+    manager.evict_blocks([one.block_ids[1]])
+    manager.cache_blocks(one, 12)
+    assert manager.blocks[one.block_ids[1]].is_cached
+    for transfer in transfers:
+        manager.tiers.complete(transfer, ok=True)
+    assert [tier.num_cached_blocks for tier in manager.tiers] == [1]
+
+
 def test_copies_of_bad_blocks_are_dropped_one_after_another(groups):
     manager = make_manager(groups, store="computed")
     one = Sequence("one", [*PROMPT])
@@ -166,4 +180,43 @@ def test_copies_of_bad_blocks_are_dropped_one_after_another(groups):
     manager.evict_blocks([one.block_ids[2]])
     assert num_found(manager) == (4, 4)
     manager.evict_blocks([one.block_ids[0]])
+    assert num_found(manager) == (0, 0)
+
+
+@pytest.mark.parametrize("first_bad", [3, 4])
+def test_copies_of_bad_blocks_are_dropped_after_the_abort_that_uncached_the_blocks(groups, first_bad):
+    """The tier has the first 6 tokens from earlier. So the abort leaves them, and what was stored behind them."""
+    manager = make_manager(groups, store="computed")
+    earlier, crowd = Sequence("earlier", PROMPT[:6]), Sequence("crowd", range(1000, 1000 + 120 // len(manager.groups)))
+    manager.allocate_slots(earlier)
+    settle(manager)
+    manager.free(earlier)
+    manager.allocate_slots(crowd)
+    manager.abort(crowd, 0)
+    manager.allocate_slots(Sequence("pad", range(2000, 2014)))  # so that S has other blocks than the earlier one
+    one, other = Sequence("S", PROMPT[:6]), Sequence("L", [*PROMPT])
+    manager.allocate_slots(one)
+    manager.allocate_slots(other, hit=manager.get_computed_blocks(other))
+    settle(manager)
+    manager.abort(one, 0)
+    assert num_found(manager) == (0, 12)
+    manager.evict_blocks(other.block_ids[first_bad:])
+    assert num_found(manager) == (0, 2 * first_bad)
+
+
+@pytest.mark.parametrize("how", ["abort", "evict"])
+def test_who_loads_what_was_stored_before_its_step_died_gets_nothing_of_it(how):
+    """With several groups nobody loads what the device has."""
+    manager = make_manager(None, store="computed")
+    one, loading = Sequence("S", [*PROMPT]), Sequence("L", [*PROMPT, 12])
+    manager.allocate_slots(one)
+    settle(manager)
+    hit = manager.get_computed_blocks(loading).cut(0)  # so none of L's blocks is one of S's
+    manager.tiers.allocate(loading, hit, manager.tiers.find(hit))
+    if how == "abort":
+        manager.abort(one, 0)
+    else:
+        manager.evict_blocks([one.block_ids[0]])
+    (loaded,) = finish(manager)
+    assert (loaded.num_tokens, loaded.is_whole) == (0, False)
     assert num_found(manager) == (0, 0)

@@ -5,6 +5,7 @@ from random import Random
 
 import msgspec
 import pytest
+from model.where import where
 from wire.simulation import MEDIUM, Network, Worker
 
 from kvblocks import InvalidArgumentError
@@ -25,19 +26,20 @@ def play(seed: int, num_rounds: int, badness: float, limits: Limits, codec: str 
     mirror = EventMirror(max_held=500)
     network = Network(workers, mirror, random, badness)
     for number in range(num_rounds):
-        for worker in workers:
-            for _ in range(random.randrange(4)):
-                worker.step()
-            network.publish(worker, random.choice([1, 2, 1 << 30]))
-            if random.random() < 0.01:
-                worker.kill(random.choice([None, worker.epoch - (1 << 20)]))  # its clock may have gone back
-        network.pass_time(random.random() * 2)
-        if number % 25 == 24:
-            network.settle()
+        with where(seed, number, "round"):
             for worker in workers:
-                assert network.is_quiet(worker), (number, worker.name)
-                assert mirror.places(worker.name) == worker.cached(), (number, worker.name)
-                assert mirror.num_held(worker.name) == 0
+                for _ in range(random.randrange(4)):
+                    worker.step()
+                network.publish(worker, random.choice([1, 2, 1 << 30]))
+                if random.random() < 0.01:
+                    worker.kill(random.choice([None, worker.epoch - (1 << 20)]))  # its clock may have gone back
+            network.pass_time(random.random() * 2)
+            if number % 25 == 24:
+                network.settle()
+                for worker in workers:
+                    assert network.is_quiet(worker), (number, worker.name)
+                    assert mirror.places(worker.name) == worker.cached(), (number, worker.name)
+                    assert mirror.num_held(worker.name) == 0
     return sum(worker.num_events for worker in workers), network
 
 

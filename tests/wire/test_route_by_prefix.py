@@ -87,6 +87,79 @@ def test_one_that_is_down_gets_nothing_and_is_forgotten(example):
     assert router.send([*range(100)]).num_cached == 0
 
 
+class Gated:
+    """A gated router over two workers with room for 100 tokens each; a token takes a second."""
+
+    def __init__(self, example, index=None):
+        self.now = 0.0
+        self.router = example.GatedRouter(index or Known(), "ab", 100, 1.0, lambda: self.now)
+
+    def send(self, session, num_tokens=70, salt=None):
+        first = 0 if session is None else session * 1000
+        return self.router.send([*range(first, first + num_tokens)], salt, session=session)
+
+    def go(self):
+        return self.router.release()[0]
+
+
+def test_each_worker_has_a_gate_and_a_session_stays_with_its_worker(example):
+    gated = Gated(example)
+    first, second = gated.send(1), gated.send(2)
+    assert {first.worker, second.worker} == {*"ab"}
+    assert gated.go() == [first, second]
+    third, free = gated.send(3, salt="ann"), gated.send(None, 10)
+    assert gated.go() == [free], "prompts without a session never wait"
+    gated.now = 2.0
+    gated.router.end(first, 10, "tool_use")
+    again = gated.send(1, 85)
+    assert again.worker == first.worker
+    assert gated.go() == [again]
+    gated.router.end(again, 1, "tool_use")
+    gated.router.end(second, 10, "tool_use")
+    gated.router.end(free, 10, "stop")
+    going, wake_at = gated.router.release()
+    assert (going, wake_at) == ([], 2.0 + 15.0), "then a member has paused for too long"
+    gated.now = wake_at
+    assert gated.go() == [third]
+    gated.router.end(third, 0, "stop")
+    assert gated.go() == []
+
+
+def test_what_waits_can_be_withdrawn(example):
+    gated = Gated(example)
+    inside = [gated.send(1), gated.send(2)]
+    waiting = gated.send(3)
+    assert gated.go() == inside
+    gated.router.finish(waiting)
+    for errand in inside:
+        gated.router.finish(errand)
+    gated.now = 1000.0
+    assert gated.router.release() == ([], None)
+    with pytest.raises(ValueError, match="not in list"):
+        gated.router.finish(waiting)
+
+
+def test_what_waits_for_a_worker_that_died_waits_for_another(example):
+    gated = Gated(example)
+    inside = [gated.send(1), gated.send(2)]
+    assert gated.go() == inside
+    waiting = gated.send(3)
+    dead, alive = waiting.worker, {"a": "b", "b": "a"}[waiting.worker]
+    gated.router.note_down(dead)
+    assert waiting.worker == alive
+    assert gated.go() == []
+    for errand in inside:
+        gated.router.end(errand, 10, "stop")  # that at the dead worker has failed
+    gated.now = 15.0
+    assert gated.go() == [waiting]
+    assert {gated.send(1).worker, gated.send(2).worker} == {alive}
+    gated.router.note_down(alive)
+    with pytest.raises(LookupError, match="got none"):
+        gated.send(4)
+    gated.router.note_up("a")
+    assert gated.send(4).worker == "a"
+
+
 @pytest.mark.parametrize(
     ("one", "other", "expected"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1), ([2], [1], 0)]
 )

@@ -96,8 +96,8 @@ class Entrance:
     def let_in(self, num_busy: int) -> list[Request]:
         """Return the requests that may come into the queue now, and hold them no more.
 
-        num_busy: requests that run or are in the queue. O(1) if nothing has changed, else O(sessions) and at most
-        _NUM_LOOKED_UP lookups.
+        If nobody has to wait, they are in the order of arrival, as without a gate. num_busy: requests that run or are
+        in the queue. O(1) if nothing has changed, else O(sessions) and at most _NUM_LOOKED_UP lookups.
         """
         if self.gate is None:
             return []
@@ -118,6 +118,8 @@ class Entrance:
         passing += [prompt for prompt in decision.admitted if isinstance(prompt, _Prompt)]
         self._has_changed, self._was_busy = False, is_busy or bool(passing)
         self._wake_at = decision.wake_at
+        if len(passing) == len(self.held):
+            passing = [self._prompts[request] for request in self.held]
         for prompt in passing:
             prompt.waits = False
             del self.held[prompt.first]

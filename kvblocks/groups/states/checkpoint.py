@@ -13,14 +13,16 @@ from kvblocks.core.block import KVCacheBlock, Run
 class Checkpoint:
     """A copy of the state after the tokens of a node (run, index). run: None once it is no longer cached.
 
-    blocks: where the copy lies, in the order of its parts. is_landmark: whether hits will probably end here, so that
+    blocks: where the copy lies, in the order of its parts. position: how many tokens it is after, 0 if nobody asks.
+    is_landmark: whether hits will probably end here, so that
     it is reused in order of last use, and not before other cached blocks.
     """
 
-    __slots__ = ("blocks", "index", "is_landmark", "run")
+    __slots__ = ("blocks", "index", "is_landmark", "position", "run")
 
-    def __init__(self, blocks: list[KVCacheBlock], *, is_landmark: bool) -> None:
+    def __init__(self, blocks: list[KVCacheBlock], position: int = 0, *, is_landmark: bool) -> None:
         self.blocks = blocks
+        self.position = position
         self.is_landmark = is_landmark
         self.run: Run | None = None
         self.index = 0

@@ -27,18 +27,37 @@ class WaitingSave:
         self.is_landmark = is_landmark
 
 
+class ArrivingState:
+    """The state that a sequence waits for while tiers load what is behind its hit.
+
+    start: the tokens of the hit. end: the tokens up to the end of the loads. blocks: of the checkpoint at `end`, on
+    their way, or on the device already. fallback: of the hit's own checkpoint, for loads that fail. The sequence owns
+    all of these.
+    """
+
+    __slots__ = ("blocks", "end", "fallback", "start")
+
+    def __init__(self, start: int, end: int, blocks: list[KVCacheBlock], fallback: list[KVCacheBlock]) -> None:
+        self.start = start
+        self.end = end
+        self.blocks = blocks
+        self.fallback = fallback
+
+
 class LiveState:
     """A sequence's live state.
 
     slot: where it lies. start: the first position whose state may still be there. origin: the copy that brings it
     there, until the engine has taken that copy; then None. restoring: the checkpoint's blocks that this copy reads, and
-    that the sequence owns. places: where to save, ascending. every: also at multiples of this; 0: nowhere else.
-    next_place: the first of these that isn't passed. waiting: saves that the engine has taken, and that aren't found
-    yet. made: the checkpoints that it restored or made. num_taken: how many of the sequence's tokens had slots when
-    copies were last taken; kept up only when debugging.
+    that the sequence owns. arriving: what it waits for before there is such a copy; None: it loads nothing. places:
+    where to save, ascending. every: also at multiples of this; 0: nowhere else. next_place: the first of these that
+    isn't passed. waiting: saves that the engine has taken, and that aren't found yet. made: the checkpoints that it
+    restored or made. num_taken: how many of the sequence's tokens had slots when copies were last taken; kept up only
+    when debugging.
     """
 
     __slots__ = (
+        "arriving",
         "every",
         "made",
         "next_place",
@@ -55,6 +74,7 @@ class LiveState:
         self.slot = origin.slot
         self.origin: StateCopy | None = origin
         self.restoring = restoring
+        self.arriving: ArrivingState | None = None
         self.places: list[int] = []
         self.every = 0
         self.next_place = NOWHERE
@@ -91,7 +111,8 @@ class LiveState:
 
     def tables(self) -> list[list[KVCacheBlock]]:
         """Return the blocks that the sequence owns for it. O(saves that wait)."""
-        return [self.restoring, *[save.blocks for save in self.waiting]]
+        tables = [self.restoring, *[save.blocks for save in self.waiting]]
+        return tables if self.arriving is None else [*tables, self.arriving.blocks, self.arriving.fallback]
 
 
 class States:
@@ -120,6 +141,12 @@ class States:
         return self._begin(
             sequence, _copy_into(self.free_slots.pop(), position, restoring), restoring, len(self.before)
         )
+
+    def begin_arriving(self, sequence: Sequence, arriving: ArrivingState) -> LiveState:
+        """Give a sequence a slot whose state a load brings. There must be a free slot. O(blocks)."""
+        state = self.running[sequence] = LiveState(_copy_into(self.free_slots.pop(), arriving.end, arriving.blocks), [])
+        state.origin, state.arriving = None, arriving
+        return state
 
     def fork(self, state: LiveState, twin: Sequence, position: int) -> LiveState:
         """Give a sequence a slot with the same state. There must be a free slot. O(copies).
@@ -169,6 +196,7 @@ class States:
         assert len(starting) == len(self.starting) == len(self.before), "slots: copies of ended sequences"
         for state in self.running.values():
             assert state.origin is not None or not state.restoring, f"slot {state.slot}: reads blocks for nothing"
+            assert state.origin is None or state.arriving is None, f"slot {state.slot}: is read before it is written"
 
 
 def _copy_into(slot: int, position: int, restoring: list[KVCacheBlock]) -> StateCopy:

@@ -62,6 +62,13 @@ class Admission:
             number += max(0, min(-(-num_tokens // kind.block_size), cap) - len(held))
         return number
 
+    def most_pool_tokens(self, num_tokens: int) -> int:
+        """Return how many tokens the pool has room for, if all sequences have `num_tokens` tokens."""
+        each = sum(
+            [min(-(-num_tokens // kind.block_size), cap) for kind, cap in zip(self._groups, self._caps, strict=True)]
+        )
+        return self._manager.num_blocks * num_tokens // each
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,

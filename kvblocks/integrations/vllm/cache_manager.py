@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from kvblocks import BlockHold, InvalidArgumentError, KVCacheBlock, Sequence
+from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager
@@ -75,8 +75,7 @@ class KVBlocksCacheManager:
         check_calls(KVBlocksCacheManager)
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, enable_caching=enable_caching)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
-        self.kv_cache_config = kv_cache_config
-        self.max_model_len = max_model_len
+        self.kv_cache_config, self.max_model_len = kv_cache_config, max_model_len
         self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
         self.use_eagle, self._num_ahead = use_eagle, num_hash_lookahead_tokens
         self.log_stats = log_stats
@@ -98,6 +97,7 @@ class KVBlocksCacheManager:
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up
         self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
+        self.most_pool_tokens = self._admission.most_pool_tokens(max_model_len)
         self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
         self._zeroed, self._new_block_ids = kv_cache_config.needs_kv_cache_zeroing, list[int]()
@@ -128,11 +128,7 @@ class KVBlocksCacheManager:
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        sequence = self._sequence(request)
-        most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        hit = self.manager.get_computed_blocks(sequence, most)
-        if self.use_eagle and hit.blocks:
-            hit = hit.cut(hit.num_tokens - self._block_size)
+        hit = self._find(request, request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length)
         num_hit = hit.num_readonly_tokens  # perhaps all tokens of the sequence, if the request has one more
         if not num_hit:
             return self.empty_kv_cache_blocks, 0, 0
@@ -140,6 +136,15 @@ class KVBlocksCacheManager:
             self._events.collect(self.manager.take_events(), None)
             self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
         return HitBlocks(hit, self.num_kv_cache_groups), num_hit, 0
+
+    def num_cached(self, request: Any) -> int:
+        """Return how many tokens `get_computed_blocks` would find. This lookup is in no event."""
+        is_on = self.prefix_cache_lookup_enabled(request)
+        return self._find(request, request.num_tokens - 1).num_readonly_tokens if is_on else 0
+
+    def _find(self, request: Any, most_tokens: int) -> CacheHit:
+        hit = self.manager.get_computed_blocks(self._sequence(request), most_tokens)
+        return hit.cut(hit.num_tokens - self._block_size) if self.use_eagle and hit.blocks else hit
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
 from kvblocks import UnsupportedEngineError
+from kvblocks.integrations.vllm.entrance import gate_option
 from kvblocks.integrations.vllm.probe import ONE_GROUP, check_options, refuse, refuse_ranks, refuse_states
 
 # Connectors that use vLLM's block pool by its hashes, which kvblocks doesn't have.
@@ -21,7 +22,11 @@ NARROW = {"sliding_attention", "chunked_attention"}  # what transformers calls l
 
 
 def check_engine_config(config: Any) -> None:
-    """Raise UnsupportedEngineError if a VllmConfig asks for something unsupported."""
+    """Raise UnsupportedEngineError if a VllmConfig asks for something unsupported.
+
+    Raises InvalidArgumentError if what it says of a session gate is wrong.
+    """
+    gate_option(config)
     speculative, num_groups = config.speculative_config, 2 if _has_several_groups(config) else 1
     num_ahead = getattr(config, "num_hash_lookahead_tokens", 0)  # new in 0.33, in place of a block that EAGLE drops
     events = config.kv_events_config

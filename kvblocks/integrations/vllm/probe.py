@@ -57,7 +57,7 @@ def _missing_parts() -> list[str]:
     names = (
         *("request_id", "num_computed_tokens", "num_in_flight_tokens", "mm_features", "lora_request", "cache_salt"),
         *("prompt_embeds", "skip_reading_prefix_cache", "num_preemptions", "status", "_all_token_ids", "resumable"),
-        "session_id",
+        *("session_id", "num_prompt_tokens"),
     )
     missing = [f"Request.{name}" for name in names if not re.search(rf"\bself\.{name}\b", request)]
     parts = {
@@ -66,7 +66,10 @@ def _missing_parts() -> list[str]:
         kv_cache_interface: ("UniformTypeKVCacheSpecs", "get_kv_cache_spec_kind", "get_kv_cache_spec_sliding_window"),
         kv_cache_utils: ("maybe_convert_block_hash",),
         scheduler: ("Scheduler", "KVCacheManager"),
-        scheduler.Scheduler: ("_handle_invalid_blocks", "_update_request_as_session"),
+        scheduler.Scheduler: (
+            *("_handle_invalid_blocks", "_update_request_as_session", "_enqueue_waiting_request", "_free_request"),
+            *("schedule", "update_from_output", "get_request_counts", "pause_state"),
+        ),
         async_scheduler: ("AsyncScheduler",),
         ChunkedLocalAttentionManager: ("find_longest_cache_hit",),
         FullAttentionManager: ("find_longest_cache_hit",),

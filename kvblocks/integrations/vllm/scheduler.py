@@ -8,26 +8,33 @@ replace two names in memory, which `uninstall` restores:
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
 from kvblocks.integrations.vllm.early import check_scheduler
 from kvblocks.integrations.vllm.encoders import manager_class
+from kvblocks.integrations.vllm.entrance import SchedulerEntrance, gate_option
 from kvblocks.integrations.vllm.probe import falls_back
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS
+from kvblocks.retention.session_gate import SessionGate
 
 _replaced: dict[tuple[Any, str], Any] = {}
 
 
 class _KVBlocks:
-    """Puts the manager into a Scheduler."""
+    """Puts the manager into a Scheduler. entrance: where requests wait for the session gate; None: there is no gate."""
+
+    entrance: SchedulerEntrance | None = None
+    _is_scheduling = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,6 +55,57 @@ class _KVBlocks:
             _skip_hashing()
         if scheduler.vllm_config.lora_config is not None:
             _watch_loras()
+        self.entrance = _make_entrance(scheduler)
+
+    # The session gate.
+
+    def _enqueue_waiting_request(self, request: Any) -> None:
+        """Queue a request, unless it waits for the gate."""
+        parent: Any = super()
+        if self.entrance is None or not self.entrance.holds(request):
+            parent._enqueue_waiting_request(request)  # noqa: SLF001
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Queue whom the gate lets in, and then decide on a step as vLLM does."""
+        scheduler: Any = self
+        parent: Any = super()
+        entrance = self.entrance
+        if entrance is None:
+            return parent.schedule(*args, **kwargs)
+        if scheduler.pause_state == PauseState.UNPAUSED:
+            num_busy = sum(parent.get_request_counts()) - scheduler.num_waiting_for_streaming_input
+            for request in entrance.let_in(num_busy):
+                parent._enqueue_waiting_request(request)  # noqa: SLF001
+        self._is_scheduling = True
+        try:
+            step = parent.schedule(*args, **kwargs)
+        finally:
+            self._is_scheduling = False
+        entrance.note_begun(step)
+        return step
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell the gate how long a step took, and then do as vLLM does."""
+        parent: Any = super()
+        if self.entrance is not None:
+            self.entrance.note_done(scheduler_output)
+        return parent.update_from_output(scheduler_output, *args, **kwargs)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait: also for the gate, except for vLLM's decision on a step."""
+        parent: Any = super()
+        num_running, num_waiting = parent.get_request_counts()
+        num_held = 0 if self.entrance is None or self._is_scheduling else len(self.entrance.held)
+        return num_running, num_waiting + num_held
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell the gate that a request has ended, and then do as vLLM does."""
+        parent: Any = super()
+        if self.entrance is not None:
+            self.entrance.note_end(request)
+        return parent._free_request(request, *args, **kwargs)  # noqa: SLF001
+
+    # Failures and sessions.
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         """Count no token of the next turn as computed.
@@ -99,6 +157,17 @@ def _make_manager(scheduler: Any) -> KVBlocksCacheManager:
         watermark=scheduler.scheduler_config.watermark,
         num_hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),  # new in 0.33
         hash_algorithm=scheduler.cache_config.prefix_caching_hash_algo,
+    )
+
+
+def _make_entrance(scheduler: Any) -> SchedulerEntrance | None:
+    """Return the entrance of a scheduler that has a manager of ours; None if no gate was asked for."""
+    room = gate_option(scheduler.vllm_config)
+    if room is None:
+        return None
+    manager: KVBlocksCacheManager = scheduler.kv_cache_manager
+    return SchedulerEntrance(
+        SessionGate(room or manager.most_pool_tokens), manager.num_cached, manager.manager.block_size, time.monotonic
     )
 
 

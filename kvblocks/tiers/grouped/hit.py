@@ -4,12 +4,15 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.loading import LoadingHit, Mixed
-from kvblocks.tiers.grouped.holders import Found, PrefixHolder
+from kvblocks.tiers.grouped.holders import Found, PrefixHolder, find_checkpoint
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import TierHit
 
 Piece = tuple[int, int, TierPool, KVCacheBlock]
-"""A block to load: its table's number (the primary table's is the last), its index there, its tier and its slot."""
+"""A block to load: its table's number, its index there, its tier and its slot.
+
+The primary table comes behind those of side groups. Behind that comes the checkpoint, whose parts have an index each.
+"""
 
 
 class GroupTierHit(TierHit):
@@ -17,11 +20,12 @@ class GroupTierHit(TierHit):
 
     A load of this part also moves the parts before it. num_bytes: how many bytes this part adds to the load; the sum
     over all parts is what is moved. pieces: all blocks that the load moves, the primary group's first. prefix: the
-    slots of `pieces` in this part's tier. places: what the device and each tier have of the primary group's blocks up
-    to the end of this part.
+    slots of `pieces` in this part's tier. checkpoint: the number of the place that has the state at the end of this
+    part, and the checkpoint; None: no layer keeps a state. places: what the device and each tier have of the primary
+    group's blocks up to the end of this part.
     """
 
-    __slots__ = ("before", "hit", "layout", "num_all_bytes", "pieces", "places", "tables", "versions")
+    __slots__ = ("before", "checkpoint", "hit", "layout", "num_all_bytes", "pieces", "places", "tables", "versions")
 
     def __init__(
         self,
@@ -55,6 +59,10 @@ class GroupTierHit(TierHit):
             for index, (place_number, block) in enumerate(found, number):
                 if place_number:
                     self.pieces.append((table, index, pools[place_number - 1], block))
+        self.checkpoint = find_checkpoint(places, end)
+        if self.checkpoint is not None and self.checkpoint[0]:
+            pool, parts = pools[self.checkpoint[0] - 1], self.checkpoint[1].blocks
+            self.pieces += [(len(tables) + 1, index, pool, block) for index, block in enumerate(parts)]
         self.prefix = [slot for _, _, pool, slot in self.pieces if pool is self.pool]
         self.num_all_bytes = sum([pool.num_block_bytes for _, _, pool, _ in self.pieces])
         self.num_bytes = self.num_all_bytes - (0 if before is None else before.num_all_bytes)
@@ -87,7 +95,10 @@ class GroupTierHit(TierHit):
             for number, (place_number, block) in enumerate(found, first):
                 if self.places[place_number].attached(side_group, number) is not block:
                     return False
-        return True
+        if self.checkpoint is None:
+            return True
+        number, checkpoint = self.checkpoint
+        return self.places[number].checkpoint(self.first_token + self.num_tokens) is checkpoint
 
     def loading_hit(self, hit: GroupHit | None) -> LoadingHit:
         """Return the hit of a sequence that loads this part and those before it. hit: the sequence's own. O(blocks)."""
@@ -98,4 +109,8 @@ class GroupTierHit(TierHit):
         for first, found in self.tables:
             mixed.append((first, [None if place else block for place, block in found]))
         loading.mixed = mixed
+        if self.checkpoint is not None:
+            number, checkpoint = self.checkpoint
+            loading.arriving = None if number else checkpoint
+            loading.num_state_blocks = len(checkpoint.blocks) if number else 0
         return loading

@@ -7,6 +7,7 @@ A *place* here is the device or a tier. Each place keeps side groups' blocks att
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout, SideGroup
+from kvblocks.groups.states.checkpoint import Checkpoint
 
 Found = list[tuple[int, KVCacheBlock]]
 """Consecutive blocks of a group, each as (number of the place that has it, block)."""
@@ -23,6 +24,33 @@ class PrefixHolder:
         """Return block `number` of a side group's part of the prefix; None if this place lacks it. O(1)."""
         position, column = side_group.home(number)
         return self.index.attached(self.blocks[position], column) if position < len(self.blocks) else None
+
+    def checkpoint(self, end: int) -> Checkpoint | None:
+        """Return the checkpoint after the first `end` tokens of the prefix; None if this place lacks it. O(1)."""
+        checkpoints, number = self.index.checkpoints, end // self.index.block_size
+        return (
+            None
+            if checkpoints is None or not 0 < number <= len(self.blocks)
+            else checkpoints.at(self.blocks[number - 1])
+        )
+
+    def last_checkpoint(self, end: int) -> int:
+        """Return after how many tokens, at most `end`, its last checkpoint of the prefix is; 0: it has none.
+
+        As `Checkpoints.num_up_to_last`.
+        """
+        checkpoints, size = self.index.checkpoints, self.index.block_size
+        most = min(end // size, len(self.blocks))
+        return 0 if checkpoints is None else checkpoints.num_up_to_last(self.blocks, most) * size
+
+
+def find_checkpoint(places: list[PrefixHolder], end: int) -> tuple[int, Checkpoint] | None:
+    """Return the first place with a checkpoint after `end` tokens, and the checkpoint. O(places)."""
+    for number, place in enumerate(places):
+        found = place.checkpoint(end)
+        if found is not None:
+            return number, found
+    return None
 
 
 def find_needed(
@@ -64,12 +92,17 @@ def find_longest(
 ) -> tuple[int, list[tuple[int, Found]]]:
     """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
-    The blocks may be in different places. What it needs is as `find_all_needed` returns it. Without a hit, the answer
-    is 0 and []. O(blocks seen x groups).
+    The blocks may be in different places. Where layers keep a state, the hit ends where one of the places has a
+    checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the
+    answer is 0 and []. O(blocks seen x groups).
     """
     end = num_blocks * layout.block_size // layout.alignment * layout.alignment
     groups = [*layout.side_groups]
     while end:
+        if layout.state is not None:
+            end = max([place.last_checkpoint(end) for place in places]) // layout.alignment * layout.alignment
+            if not end:
+                break
         for number, side_group in enumerate(groups):
             missing, found = find_needed(places, side_group, end, num_tokens)
             if found is None:

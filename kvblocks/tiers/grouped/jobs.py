@@ -6,7 +6,7 @@ from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.tables import tables_of
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
-from kvblocks.tiers.grouped.telling import note_attached
+from kvblocks.tiers.grouped.telling import attach_checkpoint, note_attached
 from kvblocks.tiers.jobs import LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import Transfer
@@ -14,8 +14,11 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
-    """Return a sequence's primary blocks up to a load's end, then its side groups' blocks for the load. O(blocks)."""
-    size, tables = load.layout.block_size, tables_of(sequence).tables
+    """Return a sequence's primary blocks up to a load's end, then side groups' blocks for the load, and its state's.
+
+    O(blocks).
+    """
+    size, tables, state = load.layout.block_size, tables_of(sequence).tables, tables_of(sequence).live_state
     num_blocks = (load.first_token + load.num_tokens) // size
     side_blocks: list[KVCacheBlock] = []
     homes: list[Home] = []
@@ -25,6 +28,10 @@ def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
             assert block is not None, f"{sequence}: no block for what is loaded"
             side_blocks.append(block)
             homes.append(load.layout.side_groups[number].home(index))
+        elif number > len(tables):
+            assert state is not None and state.arriving is not None, f"{sequence}: waits for no state"
+            side_blocks.append(state.arriving.blocks[index])
+            homes.append((num_blocks - 1, load.layout.row_size + index))
     tokens = bytearray(sequence.packed_tokens()[: 4 * size * num_blocks])
     prefix = Prefix(tokens, sequence.encoded_keys(size), sequence.blocks[:num_blocks])
     return GroupPrefix(prefix, side_blocks, homes)
@@ -47,17 +54,19 @@ class GroupLoadJob(LoadJob):
         for pool in dict.fromkeys(pools):
             chain = [place.blocks for place in load.places if place.index is pool.index]
             num_side = len(load.tables)
-            side = [slot for table, _, other, slot in pieces if other is pool and table < num_side]
+            side = [slot for table, _, other, slot in pieces if other is pool and table != num_side]
             parts += [(pool, chain[0]), (pool, side)]
         super().__init__(sequence, prefix, num_held, [slot for _, _, _, slot in pieces], pools, parts)
         self.start = start
         self.end_token = load.first_token + load.num_tokens
         self._layout = load.layout
         sizes = [*[side_group.block_size for side_group in self._layout.side_groups], self._layout.block_size]
-        self._piece_starts = [index * sizes[number] for number, index, _, _ in pieces]
+        self._piece_starts = [index * sizes[number] for number, index, _, _ in pieces if number < len(sizes)]
         self._first_needed = [first for first, _ in load.tables]
         held = [*load.places[0].blocks]
         held += [block for _, found in load.tables for place, block in found if not place]
+        if load.checkpoint is not None and not load.checkpoint[0]:
+            held += load.checkpoint[1].blocks
         self._relied_on = set(held)
 
     def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
@@ -79,11 +88,14 @@ class GroupLoadJob(LoadJob):
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
         """Return up to which token all groups' blocks have arrived, so that a sequence may go on from there.
 
-        If a window lacks a block that this token sees, the answer is the end of the hit before the load.
+        If a window lacks a block that this token sees, the answer is the end of the hit before the load. So it is where
+        layers keep a state, if anything is missing: the state that is loaded is the one at the load's end.
         """
         if self.num_good < len(self.blocks):
             return self.start_for(sequence)
         arrived, alignment = self.has_arrived(also), self._layout.alignment
+        if self._layout.state is not None:
+            return self.end_token if all(arrived) else self.start_for(sequence)
         late = [start for start, has_arrived in zip(self._piece_starts, arrived, strict=True) if not has_arrived]
         if not late:
             return self.end_token
@@ -134,10 +146,15 @@ class GroupStoreJob(StoreJob):
         num_stored = min(number, num_primary)
         if number > num_primary:
             found = self.pool.match(prefix.token_view(), prefix.extra_keys, prefix.num_primary)
-            for slot, (position, column) in zip(side[: number - num_primary], prefix.homes, strict=False):
+            arrived = side[: number - num_primary]
+            num_attached = min(len(arrived), prefix.num_attached)
+            for slot, (position, column) in zip(arrived[:num_attached], prefix.homes, strict=False):
                 if index.attach(found[position], column, slot):
                     note_attached(index, found[: position + 1], prefix.tokens, column)
-                num_stored += slot.is_cached
+            for first in prefix.whole_states(len(arrived)):
+                position, slots = prefix.homes[first][0], arrived[first : first + prefix.num_parts]
+                attach_checkpoint(index, found[: position + 1], slots, prefix.tokens)
+            num_stored += sum([slot.is_cached for slot in arrived])
             self.pool.pool.requeue_detached()
         self._note_stored(number)
         self.pool.let_go([*parents, *primary])

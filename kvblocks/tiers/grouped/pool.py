@@ -7,9 +7,10 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.pool import GroupPool
+from kvblocks.groups.states.checkpoint import Checkpoint
 from kvblocks.groups.tables import tables_of
 from kvblocks.tiers.changes import SlotChanges
-from kvblocks.tiers.grouped.telling import note_attached
+from kvblocks.tiers.grouped.telling import note_attached, note_checkpoint
 from kvblocks.tiers.identity import identity_names
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.tier import Tier
@@ -52,18 +53,65 @@ class GroupTierPool(TierPool):
                     prefixes.append(prefix_in(sequence, position + 1, self.index.block_size))
         return prefixes
 
+    def drop_states(self, sequence: Sequence, lost: set[KVCacheBlock]) -> None:
+        """Forget what was stored of a sequence's checkpoints that are lost, or whose last tokens are. A lookup.
+
+        As in `drop_copies`, another copy of the same state stays.
+        """
+        state, checkpoints = tables_of(sequence).live_state, self.group_index.checkpoints
+        if state is None or checkpoints is None or not state.made:
+            return
+        slots = self.slots_of(sequence)
+        for made in state.made:
+            number = made.position // self.index.block_size
+            if 0 < number <= min(len(slots), len(sequence.blocks)):
+                is_lost = sequence.blocks[number - 1] in lost or not lost.isdisjoint(made.blocks)
+                stored = checkpoints.at(slots[number - 1]) if is_lost else None
+                if stored is not None and [self.copies.get(block) for block in made.blocks] == stored.blocks:
+                    self.drop(stored.blocks[:1])
+
+    @property
+    def part_columns(self) -> range:
+        """As `TierPool`. They come behind those of side groups."""
+        layout = self.group_index.layout
+        first, kind = layout.row_size + 1, layout.state_kind
+        return range(first, first + (0 if kind is None else kind.checkpoint_blocks))
+
+    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:
+        """As `TierPool`."""
+        found = None if self.group_index.checkpoints is None else self.group_index.checkpoints.at(primary)
+        return [] if found is None else found.blocks
+
+    def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:
+        """As `TierPool`. Returns False if parts are missing, or the primary block has a checkpoint."""
+        if not slots or len(slots) < len(self.part_columns) or self.parts_at(primary):
+            return False
+        self.group_index.attach_checkpoint(
+            primary, Checkpoint([slots[column] for column in sorted(slots)], is_landmark=True)
+        )
+        return True
+
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
         """As `TierPool`. Returns False if the layout has no such column, or the column is taken."""
         return column <= self.group_index.layout.row_size and self.group_index.attach(primary, column - 1, slot)
 
     def is_attached(self, primary: KVCacheBlock, column: int) -> bool:
         """As `TierPool`."""
+        if column in self.part_columns:
+            return bool(self.parts_at(primary))
         is_column = 0 < column <= self.group_index.layout.row_size
         return is_column and self.group_index.attached(primary, column - 1) is not None
 
     def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
         """As `TierPool`."""
         if self.group_index.events is not None:
+            if column in self.part_columns:
+                checkpoint = (
+                    None if self.group_index.checkpoints is None else self.group_index.checkpoints.at(chain[-1])
+                )
+                if checkpoint is not None:
+                    note_checkpoint(self.group_index, chain, checkpoint, tokens)
+                return
             note_attached(self.group_index, chain, tokens, column - 1)
 
     def is_used_with_prefix(self, column: int) -> bool:

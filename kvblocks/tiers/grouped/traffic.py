@@ -82,10 +82,22 @@ class GroupTraffic(Traffic):
         if pool.index.events is not None:
             note_restored_rows(_index_of(pool))
 
+    def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None, *, are_shared: bool) -> None:
+        """As `Traffic.note_lost`. What was stored of checkpoints behind lost tokens goes, too."""
+        super().note_lost(blocks, sequence, are_shared=are_shared)
+        if self._group_index().checkpoints is not None:
+            lost = set(blocks)
+            for owner in [sequence] if sequence is not None else self._sequences.values():
+                for pool in self.pools:
+                    assert isinstance(pool, GroupTierPool), f"{pool.name}: not a tier of several groups"
+                    pool.drop_states(owner, lost)
+
     # Methods of `Traffic` that several groups need to do otherwise.
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
-        return GroupTierPool(tier, self._group_index().layout, max_storing)
+        layout = self._group_index().layout
+        kind = layout.state_kind
+        return GroupTierPool(tier, layout, max_storing if kind is None else max(max_storing, kind.checkpoint_blocks))
 
     def _is_stored(self, load: TierHit) -> bool:
         return _last_of([load]).is_there()
@@ -118,13 +130,17 @@ class GroupTraffic(Traffic):
         """Return what is to be stored with a prefix, and what the tier has of it.
 
         Blocks of windows are stored that one of these hits needs: the longest hit that device and tier can serve
-        together, and a hit at each multiple of `window_store_tokens`.
+        together, a hit at each multiple of `window_store_tokens`, and one at each checkpoint that is stored. These are
+        the device's last one, and all but those that are saved at regular distances and were of no use yet.
         """
         prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
         places = [PrefixHolder(_index_of(pool), parents), PrefixHolder(self._group_index(), prefix.blocks)]
         needed: list[tuple[int, Found]] = find_longest(layout, places, len(prefix.blocks), None)[1]
         tables = [*enumerate(needed)]
+        checkpoints, kept_states = self._find_states(places, len(prefix.blocks))
+        for number in checkpoints:
+            tables += [*enumerate(find_all_needed(layout, places, number * layout.block_size, None) or [])]
         if pool.window_store_tokens is not None:
             for wanted in range(
                 pool.window_store_tokens, len(prefix.blocks) * layout.block_size, pool.window_store_tokens
@@ -139,7 +155,33 @@ class GroupTraffic(Traffic):
                     side[block] = layout.side_groups[number].home(index)
                 else:
                     kept[block] = None
-        return GroupPrefix(prefix, [*side], [*side.values()]), [parents, [*kept]]
+        kind = layout.state_kind
+        found_prefix = GroupPrefix(
+            prefix, [*side], [*side.values()], num_parts=1 if kind is None else kind.checkpoint_blocks
+        )
+        found_prefix.add_states(checkpoints, layout.row_size)
+        return found_prefix, [parents, [*kept], kept_states]
+
+    def _find_states(
+        self, places: list[PrefixHolder], num_blocks: int
+    ) -> tuple[dict[int, list[KVCacheBlock]], list[KVCacheBlock]]:
+        """Return the device's checkpoints to be stored, by how many blocks are before each, and slots to keep.
+
+        places: the tier and the device. The slots are those of the tier's last checkpoint. O(blocks).
+        """
+        layout = self._group_index().layout
+        if layout.state is None:
+            return {}, []
+        missing: dict[int, list[KVCacheBlock]] = {}
+        step, newest = layout.alignment // layout.block_size, places[1].last_checkpoint(num_blocks * layout.block_size)
+        for number in range(step, num_blocks + 1, step):
+            end = number * layout.block_size
+            found = places[1].checkpoint(end)
+            is_wanted = found is not None and (found.is_landmark or end == newest)
+            if found is not None and is_wanted and places[0].checkpoint(end) is None:
+                missing[number] = found.blocks
+        last = places[0].checkpoint(places[0].last_checkpoint(num_blocks * layout.block_size))
+        return missing, [] if last is None else last.blocks
 
     def _make_store(
         self, pool: TierPool, run: Run, prefix: Prefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
@@ -167,11 +209,15 @@ def _last_of(loads: list[TierHit]) -> GroupTierHit:
 
 
 def _column_of(index: GroupIndex, block: KVCacheBlock) -> int | None:
-    """Return the column in which a cached block is attached; None for one of the primary group. O(columns)."""
+    """Return the column in which a cached block is attached; None for one of the primary group. O(columns).
+
+    For a part of a checkpoint: the first column behind those of a row.
+    """
     for column, other in enumerate(index.row(block) or []):
         if other is block:
             return column
-    return None
+    is_part = index.checkpoints is not None and index.checkpoints.of(block) is not None
+    return index.layout.row_size if is_part else None
 
 
 def _drop_bad(pool: TierPool, prefix: Prefix, column: int | None) -> None:
@@ -180,6 +226,13 @@ def _drop_bad(pool: TierPool, prefix: Prefix, column: int | None) -> None:
         pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
         return
     found = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
-    slot = _index_of(pool).attached(found[-1], column) if len(found) == len(prefix.blocks) else None
+    index = _index_of(pool)
+    if len(found) < len(prefix.blocks):
+        return
+    if column < index.layout.row_size:
+        slot = index.attached(found[-1], column)
+    else:
+        checkpoint = None if index.checkpoints is None else index.checkpoints.at(found[-1])
+        slot = None if checkpoint is None else checkpoint.blocks[0]
     if slot is not None:
         pool.drop([slot])

@@ -3,7 +3,8 @@
 Each prefetch is a sequence of the manager that holds what it hits and loads. It takes part in no step, and is freed
 when its loads have ended. What arrived is then cached as most recently used. All prefetches together hold at most a
 share of the pool, and each leaves a share of it free. So they don't block requests for long, and pins give up nothing
-for them. Unless they may evict, they take only blocks that hold nothing.
+for them. Unless they may evict, they take only blocks that hold nothing. Where layers keep a state, each takes a slot
+for its time, but never the last one.
 """
 
 from bisect import bisect_right
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
+from kvblocks.groups.hit import GroupHit
+from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.transfer import TierHit
 from kvblocks.wire.hints.limits import HintLimits
@@ -66,6 +69,7 @@ class Prefetches:
         self._max_blocks = int(manager.num_blocks * limits.max_prefetch_share)
         self._num_reserved = int(manager.num_blocks * limits.reserved_share)
         self._num_held = 0
+        self._state = next((group for group in manager.groups if isinstance(group, RecurrentState)), None)
         self.loads: dict[Load, None] = {}
         self.num_loaded_blocks = self.num_failed = self.num_changes = 0
 
@@ -75,7 +79,7 @@ class Prefetches:
         Not now: somebody else brings or computes it, or there is no room for any of it. O(blocks + tiers).
         """
         hit, loads = self._look(prefix, prefix.num_blocks)
-        if hit.pending_tokens:
+        if hit.pending_tokens or (self._state is not None and self._manager.states.num_free_slots < 2):
             return None
         size, start = self._manager.block_size, hit.num_readonly_tokens
         found = _end(loads, start)
@@ -142,11 +146,11 @@ class Prefetches:
         """Return how many blocks it takes at most to load tokens start to end - 1. It never decreases with `end`.
 
         Layers that don't see everything take the blocks that the next token sees. Those may begin before `start` if the
-        device lacks them.
+        device lacks them. Layers that keep a state take those of a checkpoint.
         """
         if end == start:
             return 0
-        number = 0
+        number = 0 if self._state is None else self._state.checkpoint_blocks
         for group in self._manager.groups:
             number += group.num_blocks(end) - (start // group.block_size if group.sees_all else 0)
         return number
@@ -154,6 +158,8 @@ class Prefetches:
     def _num_free(self, hit: CacheHit) -> int:
         """Return how many blocks of a hit are free. A sequence that starts with the hit takes them all. O(blocks)."""
         tables = [hit.group_blocks(group) for group in range(len(self._manager.groups))]
+        if isinstance(hit, GroupHit) and hit.checkpoint is not None:
+            tables.append([*hit.checkpoint.blocks])
         return sum([block is not None and not block.ref_cnt for table in tables for block in table])
 
 

@@ -150,9 +150,9 @@ PROMPTS = st.lists(
 )
 
 
-@given(PROMPTS, st.sampled_from([8, 16, 40]))
-def test_a_gate_with_room_for_all_changes_no_decision(prompts, num_blocks):
-    """Off, and on with room: the same chunks in the same steps."""
+@given(PROMPTS, st.sampled_from([8, 16, 40]), st.integers(1, 4))
+def test_a_gate_with_room_for_all_changes_no_decision(prompts, num_blocks, at_once):
+    """Off, and on with room: the same chunks in the same steps, also if several prompts come at once."""
     histories = []
     for gate in (None, SessionGate(10_000)):
         scheduler = Scheduler(KVCacheManager(num_blocks, BLOCK_SIZE), 1000, StepLimits(16, 4))
@@ -162,7 +162,8 @@ def test_a_gate_with_room_for_all_changes_no_decision(prompts, num_blocks):
         for number, (prompt, max_tokens, session) in enumerate(prompts):
             at(scheduler, float(number))
             add(scheduler, number, prompt, session or None, max_tokens)
-            history.append(step(scheduler, cache))
+            if number % at_once == 0:
+                history.append(step(scheduler, cache))
         while scheduler.has_work or scheduler.entrance.held:
             history.append(step(scheduler, cache))
         histories.append((history, scheduler.manager.stats))

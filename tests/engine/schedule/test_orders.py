@@ -95,7 +95,7 @@ def test_one_step_admits_many(schedule):
     expected = {
         "fcfs": [("a", 0, 9), ("b", 8, 1), ("c", 8, 1)],
         "longest-prefix": [("b", 8, 1), ("a", 0, 9), ("c", 8, 1)],
-        "grouped": [("b", 8, 1), ("a", 0, 9), ("c", 8, 1)],  # b is of the group that was computed last
+        "grouped": [("b", 8, 1), ("a", 0, 9), ("c", 8, 1)],  # b is of the cohort that was computed last
     }
     assert step(scheduler, cache) == expected[schedule]
 

@@ -5,6 +5,7 @@ import random
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, add_samples, answer_alone, kind_of, step, unfinished_requests
 from engine.fake_tiers import FakeTiers
+from model.where import where
 
 from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.engine.schedule.request import Request
@@ -193,7 +194,7 @@ class History:
     """Arrivals, cancels, steps that die, and transfers that end in any order, fail, or take long."""
 
     def __init__(self, seed, kind, schedule):
-        self.chooser = random.Random(seed)
+        self.seed, self.chooser = seed, random.Random(seed)
         num_blocks = self.chooser.choice([8, 12, 30])
         self.scheduler, self.cache, self.mover = make(
             num_blocks, TIERS[kind](), make_order(schedule), max_num_batched_tokens=8, max_num_seqs=4
@@ -203,14 +204,15 @@ class History:
 
     def run(self, num_steps):
         for number in range(num_steps):
-            if self.chooser.random() < 0.3:
-                self.arrive(number)
-            if self.chooser.random() < 0.03 and self.scheduler.has_work:
-                self.scheduler.cancel(self.chooser.choice(unfinished_requests(self.scheduler)))
-            if self.chooser.random() < 0.02:
-                self.scheduler.manager.reset_prefix_cache()
-            self.step(dies=self.chooser.random() < 0.05)
-            self.move(0.4)
+            with where(self.seed, number, "step"):
+                if self.chooser.random() < 0.3:
+                    self.arrive(number)
+                if self.chooser.random() < 0.03 and self.scheduler.has_work:
+                    self.scheduler.cancel(self.chooser.choice(unfinished_requests(self.scheduler)))
+                if self.chooser.random() < 0.02:
+                    self.scheduler.manager.reset_prefix_cache()
+                self.step(dies=self.chooser.random() < 0.05)
+                self.move(0.4)
         for _ in range(1000):
             if not self.scheduler.has_work and not self.scheduler.is_moving:
                 break

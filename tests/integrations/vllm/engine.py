@@ -24,7 +24,8 @@ TIMEOUT = 900
 class Run:
     """What to run. scheduler: the class's dotted name, None for vLLM's own. in_process: whether the core is in ours.
 
-    every: takes every n-th of the requests.
+    every: takes every n-th of the requests. has_gate: whether a session gate is before the queue; then the requests are
+    of five sessions, and the answer has how many sessions the gate let in, and how many requests waited at most.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Run:
     is_async: bool = False
     in_process: bool = True
     every: int = 1
+    has_gate: bool = False
 
     def start(self) -> dict[str, Any]:
         """Return the answer of a process of its own."""
@@ -87,6 +89,7 @@ def main(run: Run) -> None:
         num_gpu_blocks_override=run.num_blocks,
         scheduler_cls=run.scheduler,
         async_scheduling=run.is_async,
+        additional_config={"kvblocks_session_gate": True} if run.has_gate else {},
         disable_log_stats=True,
         seed=0,
     )
@@ -95,13 +98,35 @@ def main(run: Run) -> None:
         SamplingParams(temperature=0, max_tokens=16 + 7 * (i % 6), ignore_eos=True, detokenize=False)
         for i in range(len(prompts))
     ]
-    outputs = model.generate(prompts, params, use_tqdm=False)
+    gate = None
+    if run.has_gate:
+        outputs, gate = take_turns(model.llm_engine, prompts, params)
+    else:
+        outputs = model.generate(prompts, params, use_tqdm=False)
     answer = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "preempted": len(preempted) if run.in_process else None,
+        "gate": gate,
     }
     print(MARK + json.dumps(answer), flush=True)
+
+
+def take_turns(engine: Any, prompts: list[Any], params: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Have all prompts answered, those of five sessions. Returns the outputs, and what the gate did."""
+    for number, (prompt, given) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(number), prompt, given, session_id=f"session {number % 5}")
+    entrance = engine.engine_core.engine_core.scheduler.entrance
+    done, most_held = {}, 0
+    while engine.has_unfinished_requests():
+        done |= {int(output.request_id): output for output in engine.step() if output.finished}
+        most_held = max(most_held, len(entrance.held))
+    stats = entrance.gate.stats
+    return [done[number] for number in range(len(prompts))], {
+        "entries": stats.num_entries,
+        "waiting": stats.num_waiting_requests,
+        "most_held": most_held,
+    }
 
 
 if __name__ == "__main__":

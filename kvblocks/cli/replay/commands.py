@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvblocks.cli.replay_output import publish, show_progress
+from kvblocks.cli.replay.output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.policies import NAMED
 
@@ -174,12 +174,12 @@ def replay(
                 "--state-bytes: expected none of --policies, --closed-loop, --session-ends, --host-size, --groups and"
                 " --quick beside it, got some"
             )
-        from kvblocks.cli.replay_comparisons import compare_designs
+        from kvblocks.cli.replay.comparisons import compare_designs
 
         compare_designs(read, (sizes, arrivals, seed), (state_bytes, kv_bytes, large_block), jobs, (json_file, report))
         return
     if gate or prefill_rate is not None or decode_step is not None or loads is not None:
-        from kvblocks.cli.replay_comparisons import compare_entrances
+        from kvblocks.cli.replay.comparisons import compare_entrances
 
         if policies != _ALL_POLICIES or closed_loop or session_ends or quick or groups or not gate:
             raise InvalidArgumentError(

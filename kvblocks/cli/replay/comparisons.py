@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvblocks.arguments import shown
-from kvblocks.cli.replay_output import publish, show_progress
+from kvblocks.cli.replay.output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.options import parse_arrivals, parse_bytes, parse_memory, parse_size, parse_sizes
 from kvblocks.replay.report.loads import render_loads

@@ -1,0 +1,152 @@
+"""Where requests wait for a session gate, before they come into a vLLM scheduler's waiting queue.
+
+vLLM's scheduler stops admitting at the first request that it can't admit. So a request that the gate holds back must
+not be in that queue. It is in `SchedulerEntrance.held` instead, and nothing of vLLM sees it but `requests`, in which it
+can be aborted. Preempted requests are in vLLM's queue already, and pass the gate no more.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvblocks import InvalidArgumentError
+from kvblocks.retention.session_gate import SessionGate
+
+_NUM_LOOKED_UP = 32  # waiting requests whose cached tokens are counted again before each decision
+_WEIGHT = 0.1  # of the last step in the mean of seconds per token
+
+OPTION = "kvblocks_session_gate"
+"""The name in --additional-config."""
+
+
+def gate_option(config: Any) -> int | None:
+    """Return what a VllmConfig says of a gate: None: there is none; 0: its room is the pool; else the room in tokens.
+
+    Raises InvalidArgumentError.
+    """
+    options = config.additional_config
+    value = options.get(OPTION, False) if isinstance(options, dict) else False
+    if value is False or value is None:
+        return None
+    is_room = isinstance(value, int) and value >= 1  # True is an int, too
+    if not is_room:
+        raise InvalidArgumentError(f"{OPTION}: expected true, false or a number of tokens, got {value!r}")
+    if not config.cache_config.enable_prefix_caching:
+        raise InvalidArgumentError(f"{OPTION}: expected prefix caching, got --no-enable-prefix-caching")
+    return 0 if value is True else int(value)
+
+
+class SchedulerEntrance:
+    """The requests before a gate, by their ids, and what the gate is told of the others.
+
+    held: requests that wait here, in the order of arrival; only read it. gate: `gate.why(request_id)` says why one
+    waits. find_cached: returns how many tokens of a request's prompt are cached. min_step_tokens: the time of a step is
+    looked at if it computes so many tokens of prompts. seconds_per_token: what came of it. clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        gate: SessionGate,
+        find_cached: Callable[[Any], int],
+        min_step_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.gate = gate
+        self.held: dict[str, Any] = {}
+        self._find_cached = find_cached
+        self.min_step_tokens = min_step_tokens
+        self.clock = clock
+        self._unasked: dict[str, None] = {}
+        self._admitted: set[str] = set()
+        self._begun: deque[tuple[Any, float]] = deque()
+        self._step_ended = float("-inf")
+        self.seconds_per_token = 0.0
+        self._has_changed = self._was_busy = False
+        self._wake_at: float | None = None
+
+    def holds(self, request: Any) -> bool:
+        """Take a request that comes into the queue. False: the gate has admitted it already, and this is a later turn.
+
+        The gate is asked when the scheduler makes a step. O(1).
+        """
+        name = request.request_id
+        if name in self._admitted:
+            return False
+        self.held[name] = request
+        self._unasked[name] = None
+        self._has_changed = True
+        return True
+
+    def let_in(self, num_busy: int) -> list[Any]:
+        """Return the requests that may come into the queue now, and hold them no more.
+
+        If nobody has to wait, they are in the order of arrival, as without a gate. num_busy: requests that run or are
+        in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
+        """
+        now, is_busy = self.clock(), num_busy > 0
+        is_due = self._wake_at is not None and now >= self._wake_at
+        if not (self._has_changed or is_due or is_busy != self._was_busy):
+            return []
+        passing = [name for name in self._unasked if self._ask(self.held[name], now)]
+        self._unasked.clear()
+        for name in self.gate.waiting()[:_NUM_LOOKED_UP]:
+            request = self.held[str(name)]
+            self.gate.note_cached(name, self._count_cached(request))
+        decision = self.gate.release(num_busy + len(passing), self.seconds_per_token, now)
+        passing += [str(name) for name in decision.admitted]
+        if len(passing) == len(self.held):
+            passing = list(self.held)
+        self._admitted.update(passing)
+        self._has_changed, self._was_busy = False, is_busy or bool(passing)
+        self._wake_at = decision.wake_at
+        return [self.held.pop(name) for name in passing]
+
+    def _ask(self, request: Any, now: float) -> bool:
+        """Ask the gate about a request.
+
+        One that gets its prompt in turns (`resumable`) counts as one without a session: the gate knows its first turn.
+        """
+        session = None if request.resumable else request.session_id or None
+        num_cached = self._count_cached(request)
+        num_tokens = max(1, request.num_prompt_tokens)
+        return self.gate.ask(request.request_id, session, request.cache_salt or None, num_tokens, num_cached, now)
+
+    def _count_cached(self, request: Any) -> int:
+        num_tokens: int = max(1, request.num_prompt_tokens)
+        return min(self._find_cached(request), num_tokens)
+
+    def note_end(self, request: Any) -> None:
+        """Note that a request has finished or was aborted, wherever it was. O(1)."""
+        name = request.request_id
+        if name in self._admitted:
+            self._admitted.discard(name)
+            reason = request.get_finished_reason()
+            self.gate.ended(name, request.num_tokens, "stop" if reason is None else str(reason), self.clock())
+        elif self.held.pop(name, None) is not None:
+            if name in self._unasked:
+                del self._unasked[name]
+            else:
+                self.gate.cancel(name)
+        self._has_changed = True
+
+    def note_begun(self, step: Any) -> None:
+        """Note that a step (a SchedulerOutput) begins to be computed. O(1)."""
+        self._begun.append((step, self.clock()))
+
+    def note_done(self, step: Any) -> None:
+        """Note that a step was computed. The gate learns from it how long prompts take. O(requests of the step).
+
+        Steps may overlap. A step's time is counted from its beginning, or from the end of the one before, if later.
+        """
+        began = None
+        while self._begun and began is None:
+            other, when = self._begun.popleft()
+            began = when if other is step else None
+        now = self.clock()
+        num_decoded = 1 + max([len(drafts) for drafts in step.scheduled_spec_decode_tokens.values()], default=0)
+        num_tokens = sum([number for number in step.num_scheduled_tokens.values() if number > num_decoded])
+        if began is not None and num_tokens >= self.min_step_tokens:
+            each = (now - max(began, self._step_ended)) / num_tokens
+            old = self.seconds_per_token
+            self.seconds_per_token = old + _WEIGHT * (each - old) if old else each
+        self._step_ended = now

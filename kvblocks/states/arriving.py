@@ -1,0 +1,83 @@
+"""States that loads bring: a sequence that loads waits for the checkpoint at the loads' end.
+
+The blocks that the load writes are owned twice. Once by what the sequence waits for, since its slot is restored from
+them. Once as a save that waits, so that the checkpoint is found as soon as the loaded prefix is cached. The sequence
+also owns its hit's checkpoint, to which it goes back if the loads fail.
+"""
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.pool import BlockPool
+from kvblocks.core.sequence import Sequence
+from kvblocks.errors import SequenceStateError
+from kvblocks.groups.loading import LoadingHit
+from kvblocks.groups.states.live import ArrivingState, LiveState, States, WaitingSave
+
+
+def begin_arriving(
+    pool: BlockPool, states: States, sequence: Sequence, hit: LoadingHit, blocks: list[KVCacheBlock]
+) -> LiveState:
+    """Give a sequence a slot whose state loads bring. blocks: new ones for the checkpoint, if one is brought.
+
+    The sequence owns the blocks of the device's checkpoints already. O(blocks).
+    """
+    fallback = [] if hit.checkpoint is None else hit.checkpoint.blocks
+    there = blocks if hit.arriving is None else hit.arriving.blocks
+    state = states.begin_arriving(sequence, ArrivingState(hit.num_tokens, hit.end, there, fallback))
+    if blocks:
+        pool.touch(blocks)
+        state.waiting.append(WaitingSave(hit.end, blocks, is_landmark=True))
+    for checkpoint in (hit.checkpoint, hit.arriving):
+        if checkpoint is not None:
+            checkpoint.is_landmark = True
+            state.made.append(checkpoint)
+    return state
+
+
+def check_twin(sequence: Sequence, state: LiveState) -> None:
+    """Raise SequenceStateError if a sequence that loads can't be forked: tokens behind the loads aren't computed."""
+    if state.arriving is not None and sequence.num_computed_tokens != state.arriving.end:
+        raise SequenceStateError(
+            f"fork: expected a loading sequence with slots up to the end of its loads, at token {state.arriving.end},"
+            f" since the tokens behind them aren't computed; got {sequence}"
+        )
+
+
+def fork_arriving(pool: BlockPool, states: States, state: LiveState, twin: Sequence) -> LiveState:
+    """Give the twin of a sequence that loads a slot of its own, to be restored from the same checkpoint. O(blocks)."""
+    arriving = state.arriving
+    assert arriving is not None, "no state is on its way"
+    copy = states.begin_arriving(
+        twin, ArrivingState(arriving.start, arriving.end, [*arriving.blocks], [*arriving.fallback])
+    )
+    copy.waiting += [
+        WaitingSave(save.position, save.blocks, is_landmark=save.is_landmark)
+        for save in state.waiting
+        if save.position == arriving.end
+    ]
+    for blocks in copy.tables():
+        pool.touch(blocks)
+    return copy
+
+
+def end_arriving(pool: BlockPool, states: States, state: LiveState) -> None:
+    """Have the slot restored from the checkpoint that has arrived. O(blocks + copies)."""
+    arriving, state.arriving = state.arriving, None
+    if arriving is not None:
+        pool.release_table(arriving.fallback)
+        states.restart(state, arriving.end, arriving.blocks)
+
+
+def leave_arriving(pool: BlockPool, state: LiveState, num_tokens: int) -> list[KVCacheBlock] | None:
+    """Wait for no state any more, since the sequence goes back to `num_tokens` tokens.
+
+    Returns the blocks of the hit's checkpoint, which the sequence goes on to own, if that is where it goes; else None.
+    O(blocks).
+    """
+    arriving, state.arriving = state.arriving, None
+    if arriving is None:
+        return None
+    pool.release_table(arriving.blocks)
+    if num_tokens == arriving.start:
+        return arriving.fallback
+    pool.release_table(arriving.fallback)
+    return None

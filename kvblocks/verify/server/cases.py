@@ -1,0 +1,228 @@
+"""What `kvblocks verify` tries: each case puts the cache into a state, and asks what must not depend on it.
+
+A case is a function of a patient and a seed, which returns what it found. Its docstring is what it shows.
+"""
+
+from collections.abc import Callable
+
+from kvblocks.verify.server.finding import Finding
+from kvblocks.verify.server.patient import Patient
+from kvblocks.verify.server.prompts import recalling, text
+
+Case = Callable[[Patient, str], list[Finding]]
+
+_WORDS = 90
+_BLOCK_SIZES = (16, 32, 64)
+
+
+def repeats(patient: Patient, seed: str) -> list[Finding]:
+    """A prompt that is asked again, and one that is asked behind its own beginning, get the answer of a cold cache."""
+    words, salt = patient.words(seed), patient.salt()
+    body = words.draw(words.integer(20, _WORDS))
+    prompt = recalling(body, words.integer(0, len(body)))
+    cold = patient.cold(prompt)
+    found = []
+    if words.integer(0, 1):
+        patient.ask(prompt[: len(prompt) * 2 // 3], salt)
+    first = patient.ask(prompt, salt)
+    cold = cold or first
+    for what, warm in (("asked first", first), ("asked again", patient.ask(prompt, salt))):
+        found += patient.compare("repeats", f"a prompt of {len(prompt)} words, {what}", prompt, cold, warm)
+    return found
+
+
+def prefixes(patient: Patient, seed: str) -> list[Finding]:
+    """Beginnings of a cached prompt, of every length in a row, get the answers of a cold cache."""
+    words, salt = patient.words(seed), patient.salt()
+    whole = words.draw(_WORDS)
+    first = words.integer(14, _WORDS - 8)
+    prompts = [whole[:length] for length in range(first, first + 5)]
+    cold = [patient.cold(prompt) for prompt in prompts]
+    patient.ask(whole, salt)
+    found = []
+    for prompt, expected in zip(prompts, cold, strict=True):
+        warm = patient.ask(prompt, salt)
+        what = f"the first {len(prompt)} words of a cached prompt of {len(whole)}"
+        found += patient.compare("prefixes", what, prompt, expected or patient.ask(prompt, salt), warm)
+    return found
+
+
+def foreign(patient: Patient, seed: str) -> list[Finding]:
+    """Conversations that part at some word, asked at once and in turns, get the answers that each gets alone."""
+    words, salt = patient.words(seed), patient.salt()
+    base = words.draw(_WORDS)
+    prompts = [recalling(base, words.integer(0, _WORDS))]
+    places = []
+    for _ in range(3):
+        place = words.integer(8, _WORDS - 8)
+        places.append(place)
+        other = base[:place] + words.draw(_WORDS - place)
+        prompts.append(recalling(other, place - words.integer(0, 4)))
+    cold = [patient.cold(prompt) for prompt in prompts]
+    found = []
+    first = patient.ask_all(prompts, salt)
+    for replies in (first, patient.ask_all(prompts[::-1], salt)[::-1]):
+        for number, (prompt, warm) in enumerate(zip(prompts, replies, strict=True)):
+            where = "the one from which others part" if not number else f"which parts at word {places[number - 1]}"
+            expected = cold[number] or first[number]
+            found += patient.compare(
+                "foreign", f"a conversation of {len(prompt)} words, {where}", prompt, expected, warm
+            )
+    return found
+
+
+def middles(patient: Patient, seed: str) -> list[Finding]:
+    """Words that stand in one prompt behind others are computed anew where they stand elsewhere."""
+    if not patient.knows_lengths:
+        return []
+    words, salt = patient.words(seed), patient.salt()
+    found = []
+    for size in _BLOCK_SIZES[: 2 + words.integer(0, 1)]:
+        length = size - patient.num_extra_tokens
+        known, beginning, shared = words.draw(length), words.draw(length), words.draw(2 * size + 4)
+        moved = recalling(shared, words.integer(0, size))
+        joined = recalling(beginning + shared, words.integer(0, length))
+        cold = patient.cold(moved), patient.cold(joined)
+        patient.ask(known + shared, salt)
+        patient.ask(beginning + words.draw(size), salt)
+        what = f"{len(shared)} words that were cached behind {length} others"
+        found += patient.compare("middles", f"{what}, at the beginning", moved, cold[0], patient.ask(moved, salt))
+        found += patient.compare(
+            "middles", f"{what}, behind another beginning", joined, cold[1], patient.ask(joined, salt)
+        )
+    return found
+
+
+def edits(patient: Patient, seed: str) -> list[Finding]:
+    """Histories of a conversation that are cut, or changed in the middle, get the answers of a cold cache."""
+    words, salt = patient.words(seed), patient.salt()
+    turns = [words.draw(words.integer(12, 28)) for _ in range(4)]
+    whole = [word for turn in turns for word in turn]
+    changed = list(whole)
+    place = words.integer(1, len(whole) - 2)
+    changed[place] = next(word for word in words.draw(50) if word != whole[place])
+    edited = {
+        f"with word {place} changed": changed,
+        "without its second turn": [*turns[0], *turns[2], *turns[3]],
+        "without its last words": whole[: -words.integer(1, 20)],
+        "with another beginning": [*words.draw(len(turns[0])), *whole[len(turns[0]) :]],
+    }
+    prompts = {what: recalling(prompt, min(place, len(prompt))) for what, prompt in edited.items()}
+    cold = {what: patient.cold(prompt) for what, prompt in prompts.items()}
+    for end in range(1, len(turns) + 1):
+        patient.ask([word for turn in turns[:end] for word in turn], salt)
+    found = []
+    for what, prompt in prompts.items():
+        warm = patient.ask(prompt, salt)
+        found += patient.compare("edits", f"a conversation of {len(turns)} turns, {what}", prompt, cold[what], warm)
+    return found
+
+
+def cancels(patient: Patient, seed: str) -> list[Finding]:
+    """A prompt whose first request was left before its answer gets the answer of a cold cache."""
+    words, salt = patient.words(seed), patient.salt()
+    prompt = recalling(words.draw(3 * _WORDS), words.integer(0, 3 * _WORDS))
+    cold = patient.cold(prompt)
+    if cold is None:
+        return []
+    found = []
+    for share in (0.2, 0.5, 0.9):
+        patient.target.begin_and_leave(text(prompt), max(0.01, share * cold.seconds), salt=salt)
+        warm = patient.ask(prompt, salt)
+        what = f"a prompt of {len(prompt)} words, left after {share * cold.seconds:.2f} s, asked again"
+        found += patient.compare("cancels", what, prompt, cold, warm)
+        salt = patient.salt()
+    return found
+
+
+def pressure(patient: Patient, seed: str) -> list[Finding]:
+    """Many prompts at once, some with common beginnings, get the answers that each gets alone."""
+    words, salt = patient.words(seed), patient.salt()
+    beginning = words.draw(_WORDS // 2)
+    prompts = []
+    for number in range(3 * patient.concurrency):
+        body = (beginning if number % 2 else []) + words.draw(_WORDS)
+        prompts.append(recalling(body, words.integer(0, len(body))))
+    cold = [patient.cold(prompt) for prompt in prompts]
+    first = patient.ask_all(prompts, salt)
+    found = []
+    for replies in (first, patient.ask_all(prompts, salt)):
+        for number, (prompt, warm) in enumerate(zip(prompts, replies, strict=True)):
+            what = f"prompt {number} of {len(prompts)} that are asked at once"
+            found += patient.compare("pressure", what, prompt, cold[number] or first[number], warm)
+    return found
+
+
+def salts(patient: Patient, seed: str) -> list[Finding]:
+    """A request of one `cache_salt` hits nothing of another, by what the server tells of cached tokens."""
+    if not patient.expects_salts or not patient.takes_salts or not patient.tells_cached:
+        return []
+    prompt = patient.words(seed).draw(_WORDS)
+    first, second = f"verify-{seed}-{patient.run_name()}-one", f"verify-{seed}-{patient.run_name()}-two"
+    expected = patient.target.ask(text(prompt), salt=first)
+    patient.target.ask(text(prompt), salt=first)
+    got = patient.target.ask(text(prompt), salt=second)
+    if not got.num_cached_tokens:
+        return []
+    return [
+        Finding(
+            "salts",
+            "a prompt that was asked with another salt only",
+            "0 cached tokens",
+            f"{got.num_cached_tokens} cached tokens of {expected.num_prompt_tokens}",
+            prompts=(text(prompt),),
+        )
+    ]
+
+
+def usage(patient: Patient, seed: str) -> list[Finding]:
+    """No answer tells more cached tokens than its prompt shares with what was asked before."""
+    if not (patient.tells_cached and patient.knows_lengths and patient.coldness.by in {"salt", "reset"}):
+        return []
+    words, salt = patient.words(seed), patient.salt()
+    if salt is None:
+        patient.target.reset()
+    base = words.draw(_WORDS)
+    found = []
+    asked: list[list[str]] = []
+    for _ in range(4):
+        place = words.integer(0, _WORDS) if asked else 0
+        prompt = base[:place] + words.draw(words.integer(8, 40)) if asked else base
+        shared = max((_num_shared(prompt, other) for other in asked), default=0)
+        most = shared + patient.num_extra_tokens + 1  # two words may begin with the same token
+        reply = patient.ask(prompt, salt)
+        asked.append(prompt)
+        cached = reply.num_cached_tokens or 0
+        if cached > (most if shared else 0) and cached >= _BLOCK_SIZES[0]:
+            what = f"a prompt of {len(prompt)} words, {shared} of which were asked before"
+            expected, got = f"at most {most if shared else 0} cached tokens", f"{cached} of {reply.num_prompt_tokens}"
+            found.append(Finding("usage", what, expected, got, prompts=(text(prompt),)))
+    return found
+
+
+def adapters(patient: Patient, seed: str) -> list[Finding]:
+    """The same prompt, asked of each model or adapter that the server lists, gets the answer of that one alone."""
+    models = patient.target.models[:4]
+    if len(models) < 2:
+        return []
+    words, salt = patient.words(seed), patient.salt()
+    body = words.draw(_WORDS)
+    prompt = recalling(body, words.integer(0, len(body)))
+    cold = {model: patient.cold(prompt, model=model) for model in models}
+    found = []
+    for model in [*models, *models]:
+        warm = patient.ask(prompt, salt, model=model)
+        what = f"model {model!r}, behind {len(models) - 1} others with the same prompt"
+        found += patient.compare("adapters", what, prompt, cold[model], warm)
+    return found
+
+
+def _num_shared(first: list[str], second: list[str]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (repeats, foreign, middles, salts, usage, prefixes, edits, cancels, pressure, adapters)
+}

@@ -1,0 +1,121 @@
+"""Runs cases against a server until the time is over, and repeats what it finds."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.verify.server.cases import CASES
+from kvblocks.verify.server.finding import Finding
+from kvblocks.verify.server.patient import Patient, repeated
+
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class CheckupOptions:
+    """What a checkup does. minutes, max_requests: it ends when either is used up. seed: equal seeds draw equal words.
+
+    only: the case to run; None: all of them in turns.
+    """
+
+    minutes: float = 5.0
+    max_requests: int = 5000
+    seed: str = "1"
+    only: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise InvalidArgumentError(f"minutes: expected more than 0, got {self.minutes}")
+        if self.max_requests < 1:
+            raise InvalidArgumentError(f"max_requests: expected at least 1, got {self.max_requests}")
+        if self.only is not None and self.only not in CASES:
+            raise InvalidArgumentError(f"only: expected one of {', '.join(CASES)}, got {self.only!r}")
+
+
+@dataclass
+class Checkup:
+    """What a checkup found. num_tries: by case, how often it ran."""
+
+    patient: Patient
+    options: CheckupOptions
+    findings: list[Finding] = field(default_factory=list)
+    num_tries: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def run(self, note: Callable[[str], None] = lambda _: None) -> None:
+        """Run all cases in turns, until the time or the requests are used up. note: hears what is going on.
+
+        A case that found something isn't run again. Raises TargetError if the server goes away.
+        """
+        self._run(time.monotonic() + 60 * self.options.minutes, None, note)
+
+    def run_turns(self, number: int) -> None:
+        """Run each case so many times, however long it takes, as far as there are requests left. As `run`."""
+        self._run(math.inf, number, lambda _: None)
+
+    def _run(self, end_s: float, num_turns: int | None, note: Callable[[str], None]) -> None:
+        start_s = time.monotonic()
+        names = list(CASES) if self.options.only is None else [self.options.only]
+        for turn in itertools.count():
+            if not names or turn == num_turns or self._is_over(end_s):
+                break
+            seed = self.options.seed if turn == 0 else f"{self.options.seed}.{turn}"
+            for name in list(names):
+                if self._is_over(end_s):
+                    break
+                note(f"{name}, seed {seed}")
+                self.num_tries[name] = self.num_tries.get(name, 0) + 1
+                found = CASES[name](self.patient, seed)
+                if found:
+                    self.findings.append(self._repeat(name, seed, found[0]))
+                    names.remove(name)
+        self.seconds += time.monotonic() - start_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it, as JSON's types."""
+        patient, target = self.patient, self.patient.target
+        return {
+            "url": target.url,
+            "model": target.model,
+            "seed": self.options.seed,
+            "seconds": round(self.seconds, 1),
+            "num_requests": target.num_requests,
+            "cold_by": patient.coldness.by,
+            "tolerance_nats": _finite(patient.tolerance.nats),
+            "noise_nats": _finite(patient.tolerance.noise),
+            "notes": patient.notes,
+            "num_tries": self.num_tries,
+            "findings": [
+                {
+                    "case": finding.case,
+                    "shows": CASES[finding.case].__doc__,
+                    "what": finding.what,
+                    "expected": finding.expected,
+                    "got": finding.got,
+                    "times_tolerance": _finite(finding.difference),
+                    "num_seen": finding.num_seen,
+                    "num_tries": finding.num_tries,
+                    "repeat": finding.repeat,
+                    "prompts": finding.prompts,
+                }
+                for finding in self.findings
+            ],
+        }
+
+    def _repeat(self, name: str, seed: str, finding: Finding) -> Finding:
+        """Try a case that found something twice more, with the same words."""
+        num_seen = 1 + sum(bool(CASES[name](self.patient, seed)) for _ in range(_TRIES - 1))
+        command = f"kvblocks verify {self.patient.target.url} --only {name} --seed {seed}"
+        return repeated(finding, num_seen, _TRIES, command)
+
+    def _is_over(self, end_s: float) -> bool:
+        return time.monotonic() >= end_s or self.patient.target.num_requests >= self.options.max_requests
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None

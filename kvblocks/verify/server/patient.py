@@ -1,0 +1,153 @@
+"""The server as a case sees it: answers from a cold cache and from a warm one, compared."""
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from kvblocks.verify.server.comparison import Tolerance, distance, show
+from kvblocks.verify.server.finding import Finding
+from kvblocks.verify.server.prompts import Words, text
+from kvblocks.verify.server.target import Reply, Target, TargetError
+
+_NOISE_PROMPTS = 3
+_WORDS_OF_A_FLUSH = 60
+
+
+@dataclass(frozen=True)
+class Coldness:
+    """How a cold answer is had: by a new "salt", a "reset", by "traffic" that displaces everything, or "never"."""
+
+    by: str
+    num_flush_prompts: int = 0
+
+
+class Patient:
+    """A target, how its cache is made cold, and what its tolerance is.
+
+    expects_salts: whether `cache_salt` is to separate requests; None: if the server seems to know the field. Raises
+    TargetError.
+    """
+
+    def __init__(
+        self, target: Target, *, expects_salts: bool | None = None, num_flush_prompts: int = 0, concurrency: int = 4
+    ) -> None:
+        self.target = target
+        self.concurrency = concurrency
+        self.notes: list[str] = []
+        self._run = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._flush = Words(self._run)
+        target.find_out()
+        short, long = (target.ask(text(Words(self._run).draw(number)), 1) for number in (20, 60))
+        told = (long.num_prompt_tokens or 0) - (short.num_prompt_tokens or 0)
+        self.knows_lengths = told == 40  # a word is a token, so that it is known where blocks end
+        self.num_extra_tokens = max(0, (short.num_prompt_tokens or 20) - 20)  # such as one for the beginning
+        self.tells_cached = long.num_cached_tokens is not None
+        if not self.knows_lengths:
+            self.notes.append(f"40 words are {told} tokens, so it isn't known where blocks end")
+        self.takes_salts = expects_salts is not False and self._takes_salts()
+        self.separates_salts = self.takes_salts and self._separates_salts()
+        self.expects_salts = self.takes_salts if expects_salts is None else expects_salts
+        self.coldness = self._coldness(num_flush_prompts)
+        self.tolerance = Tolerance(self._measure_noise())
+        if not self.tolerance.is_known:
+            self.notes.append(
+                "equal requests get answers that can't be compared: another text, and no log probabilities beside it."
+                " Only what is told of cached tokens is looked at"
+            )
+
+    def salt(self) -> str | None:
+        """Return a salt that nobody has used, or None if they mean nothing here."""
+        return f"verify-{self._run}-{next(self._numbers)}" if self.separates_salts else None
+
+    def run_name(self) -> str:
+        """Return a name that no other run has, and no other call."""
+        return f"{self._run}-{next(self._numbers)}"
+
+    def words(self, seed: str) -> Words:
+        """Return words of a seed. Where no salt tells two runs apart, other words in each run."""
+        return Words(seed if self.separates_salts else f"{self._run}/{seed}")
+
+    def cold(self, prompt: list[str], *, max_tokens: int = 8, model: str | None = None) -> Reply | None:
+        """Return the answer of a cold cache, or None if there is no way to it. Nothing else may run."""
+        if self.coldness.by == "never":
+            return None
+        if self.coldness.by == "reset":
+            self.target.reset()
+        elif self.coldness.by == "traffic":
+            for _ in range(self.coldness.num_flush_prompts):
+                self.target.ask(text(self._flush.draw(_WORDS_OF_A_FLUSH)), 1)
+        return self.target.ask(text(prompt), max_tokens, salt=self.salt(), model=model)
+
+    def ask(self, prompt: list[str], salt: str | None, *, max_tokens: int = 8, model: str | None = None) -> Reply:
+        """Return an answer, whatever is cached for this salt."""
+        return self.target.ask(text(prompt), max_tokens, salt=salt, model=model)
+
+    def ask_all(self, prompts: Sequence[list[str]], salt: str | None) -> list[Reply]:
+        """Return the answers to several prompts that are asked at once, in their order."""
+        with ThreadPoolExecutor(self.concurrency) as threads:
+            return list(threads.map(lambda prompt: self.ask(prompt, salt), prompts))
+
+    def compare(self, case: str, what: str, prompt: list[str], cold: Reply | None, warm: Reply) -> list[Finding]:
+        """Return what is wrong with a warm answer: nothing, or one finding. Without a cold one, nothing is known."""
+        if cold is None or not self.tolerance.is_known:
+            return []
+        times = self.tolerance.times(cold, warm)
+        if times <= 1.0:
+            return []
+        return [Finding(case, what, show(cold), show(warm), times, prompts=(text(prompt),))]
+
+    def _takes_salts(self) -> bool:
+        try:
+            self.target.ask("one two three", 1, salt=f"verify-{self._run}-probe")
+        except TargetError as error:
+            self.notes.append(f"cache_salt is refused, so salts are not tested: {error}")
+            return False
+        return True
+
+    def _separates_salts(self) -> bool:
+        """Whether a new salt hits nothing of another, as far as the server tells."""
+        if not self.tells_cached:
+            self.notes.append("the server doesn't tell cached tokens, so nobody knows whether it keeps salts apart")
+            return False
+        prompt = text(Words(f"{self._run}/salts").draw(80))
+        first, again, other = (self.target.ask(prompt, 1, salt=f"verify-{self._run}-{s}") for s in ("a", "a", "b"))
+        if not again.num_cached_tokens:
+            self.notes.append("a repeated prompt of 80 words hits nothing: is prefix caching on?")
+        return not first.num_cached_tokens and not other.num_cached_tokens
+
+    def _coldness(self, num_flush_prompts: int) -> Coldness:
+        if self.separates_salts:
+            return Coldness("salt")
+        if self.target.can_reset:
+            return Coldness("reset")
+        if num_flush_prompts:
+            return Coldness("traffic", num_flush_prompts)
+        self.notes.append(
+            "no way to a cold answer: the server keeps no salts apart, and neither --reset-path nor --flush-prompts is"
+            " given. Warm answers are compared with the first ones"
+        )
+        return Coldness("never")
+
+    def _measure_noise(self) -> float:
+        """How far answers of equal states of the cache are apart: alone, and among others."""
+        found = 0.0
+        for number in range(_NOISE_PROMPTS):
+            words = Words(f"{self._run}/noise/{number}").draw(40 + 20 * number)
+            first = self.cold(words) or self.ask(words, None)
+            second = self.cold(words) or self.ask(words, None)
+            found = max(found, distance(first, second))
+        if self.coldness.by == "salt":
+            words = Words(f"{self._run}/noise").draw(60)
+            first = self.ask(words, self.salt())
+            with ThreadPoolExecutor(self.concurrency) as threads:
+                others = [threads.submit(self.ask, words, self.salt()) for _ in range(self.concurrency)]
+                found = max([found, *(distance(first, other.result()) for other in others)])
+        return found
+
+
+def repeated(finding: Finding, num_seen: int, num_tries: int, repeat: str) -> Finding:
+    """Return a finding with how often it was seen."""
+    return replace(finding, num_seen=num_seen, num_tries=num_tries, repeat=repeat)

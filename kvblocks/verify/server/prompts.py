@@ -1,0 +1,50 @@
+"""Prompts whose continuation depends on the KV of a known place: lists of words that begin to repeat themselves."""
+
+import random
+
+# Short, frequent words, which are one token each, with the space before them, in nearly all vocabularies.
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea kid body back "
+    "parent face level office door health person art war history party result change morning reason research girl guy "
+    "moment air teacher force education foot boy age policy music market sense nation plan college interest death "
+    "experience effect use class control field development role rate heart drug show leader light voice wife police "
+    "mind price report decision son view relationship town road arm difference value building action season society "
+    "tax director position player record paper space ground form event official matter center couple site project "
+    "base star table need court oil situation cost industry figure street image phone data picture practice piece "
+    "land product doctor wall news test movie north love step baby computer film tree source hair window culture "
+    "chance brother energy period course summer plant opportunity term letter condition choice rule south husband "
+    "floor campaign material population call economy hospital church risk fire future bank sport board"
+)
+_EACH = _WORDS.split(" ")
+
+
+class Words:
+    """Draws words from a seed. `tag` words at the beginning make prompts of different runs differ."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def draw(self, number: int) -> list[str]:
+        """Return so many words."""
+        return [self._random.choice(_EACH) for _ in range(number)]
+
+    def integer(self, low: int, high: int) -> int:
+        """Return a number between both, which are included."""
+        return self._random.randint(low, high)
+
+
+def text(words: list[str]) -> str:
+    """Return words as a prompt."""
+    return " ".join(words)
+
+
+def recalling(words: list[str], place: int, length: int = 5) -> list[str]:
+    """Return a list that begins to repeat itself: behind all words stand some from `place` on.
+
+    So a model continues with the words behind them, which it has to look up at `place`.
+    """
+    start = max(0, min(place, len(words) - length - 8))
+    return [*words, *words[start : start + length]]

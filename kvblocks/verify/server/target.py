@@ -1,0 +1,202 @@
+"""A server with OpenAI's API, and what it answers."""
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx2
+
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
+
+NUM_LOGPROBS = 5
+Json = dict[str, Any]
+
+
+class TargetError(KVBlocksError):
+    """The server can't be asked: it isn't there, refuses the requests, or answers in another form."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One greedy answer.
+
+    tokens: their texts, empty if the server tells no log probabilities. logprobs: of these tokens. runners_up: the log
+    probability of the next likely token at each place, None where it isn't told. num_cached_tokens: None if not told.
+    seconds: until the answer was there.
+    """
+
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    runners_up: tuple[float | None, ...]
+    num_prompt_tokens: int | None
+    num_cached_tokens: int | None
+    seconds: float
+
+
+class Target:
+    """The server at `url`, and one of its models; None: the first one that it lists. May be used by several threads.
+
+    timeout_s: for one answer. reset_path: posted to by `reset`. Raises InvalidArgumentError for what isn't a URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        reset_path: str | None = None,
+    ) -> None:
+        try:
+            parsed = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise InvalidArgumentError(f"url: expected http://HOST:PORT, got {url!r}: {error}") from error
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            raise InvalidArgumentError(f"url: expected http://HOST:PORT, got {url!r}")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        limits = httpx2.Limits(max_connections=64)
+        self._http = httpx2.Client(
+            base_url=self.url, headers=headers, timeout=httpx2.Timeout(timeout_s, connect=10.0), limits=limits,
+            trust_env=False,
+        )  # fmt: skip
+        self._reset_path = reset_path
+        self.num_requests = 0
+        self.models = self._list_models()
+        self.model = model or self.models[0]
+        if self.model not in self.models:
+            raise InvalidArgumentError(f"model: expected one of {', '.join(self.models)}, got {self.model!r}")
+        self.has_completions = True
+        self.has_logprobs = True
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def can_reset(self) -> bool:
+        """Whether the operator named a path that resets the prefix cache."""
+        return self._reset_path is not None
+
+    def reset(self) -> None:
+        """Reset the server's prefix cache. Raises TargetError."""
+        assert self._reset_path is not None
+        self._post(self._reset_path, {})
+
+    def ask(self, prompt: str, max_tokens: int = 8, *, salt: str | None = None, model: str | None = None) -> Reply:
+        """Return the greedy continuation of a prompt. Raises TargetError.
+
+        It uses /v1/completions, and /v1/chat/completions of a server that has no other.
+        """
+        body = {"model": model or self.model, "max_tokens": max_tokens, "temperature": 0}
+        if salt is not None:
+            body["cache_salt"] = salt
+        if self.has_completions:
+            body |= {"prompt": prompt} | ({"logprobs": NUM_LOGPROBS} if self.has_logprobs else {})
+            path = "/v1/completions"
+        else:
+            body["messages"] = [{"role": "user", "content": prompt}]
+            body |= {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if self.has_logprobs else {}
+            path = "/v1/chat/completions"
+        start_s = time.perf_counter()
+        answer = self._post(path, body)
+        return _read(answer, time.perf_counter() - start_s)
+
+    def begin_and_leave(self, prompt: str, after_s: float, *, salt: str | None = None) -> None:
+        """Ask for an answer as a stream, and close the connection after some seconds, whatever has come. No error."""
+        body: Json = {"model": self.model, "max_tokens": 8, "temperature": 0, "stream": True}
+        body |= {"prompt": prompt} if self.has_completions else {"messages": [{"role": "user", "content": prompt}]}
+        if salt is not None:
+            body["cache_salt"] = salt
+        path = "/v1/completions" if self.has_completions else "/v1/chat/completions"
+        self.num_requests += 1
+        try:
+            with self._http.stream("POST", path, json=body, timeout=httpx2.Timeout(after_s, connect=10.0)) as answer:
+                next(answer.iter_raw(), None)
+        except httpx2.HTTPError:
+            pass  # the read timed out, and the connection is closed: as was meant
+
+    def find_out(self) -> None:
+        """Find out which endpoint there is, and whether it tells log probabilities. Raises TargetError."""
+        problems = []
+        for self.has_completions, self.has_logprobs in ((True, True), (False, True), (True, False), (False, False)):
+            try:
+                reply = self.ask("one two three one two", 2)
+            except TargetError as error:
+                problems.append(str(error))
+                continue
+            if reply.tokens or not self.has_logprobs:
+                return
+        raise TargetError(f"{self.url}: expected completions or chat completions, got {problems[0]}")
+
+    def _list_models(self) -> list[str]:
+        answer = self._send("GET", "/v1/models", None)
+        names = [str(entry["id"]) for entry in answer.get("data", []) if isinstance(entry, dict) and "id" in entry]
+        if not names:
+            raise TargetError(f"{self.url}/v1/models: expected a list of models, got {str(answer)[:200]}")
+        return names
+
+    def _post(self, path: str, body: Json) -> Json:
+        return self._send("POST", path, body)
+
+    def _send(self, method: str, path: str, body: Json | None) -> Json:
+        self.num_requests = getattr(self, "num_requests", 0) + 1
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx2.HTTPError as error:
+            raise TargetError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if answer.status_code >= 400:
+            raise TargetError(f"{self.url}{path}: expected an answer, got {answer.status_code}: {answer.text[:300]}")
+        try:
+            found = answer.json() if answer.content else {}
+        except json.JSONDecodeError as error:
+            raise TargetError(f"{self.url}{path}: expected JSON, got {answer.text[:100]!r}") from error
+        return found if isinstance(found, dict) else {"": found}
+
+
+def _read(answer: Json, seconds: float) -> Reply:
+    try:
+        (choice, *_) = answer["choices"]
+        usage = answer.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        logprobs = choice.get("logprobs") or {}
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        tokens, values, tops = _logprobs(logprobs)
+        return Reply(
+            text=text or "",
+            tokens=tokens,
+            logprobs=values,
+            runners_up=tuple(_runner_up(value, top) for value, top in zip(values, tops, strict=True)),
+            num_prompt_tokens=usage.get("prompt_tokens"),
+            num_cached_tokens=details.get("cached_tokens"),
+            seconds=seconds,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TargetError(f"expected an answer in OpenAI's form, got {str(answer)[:300]}") from error
+
+
+def _logprobs(told: Json) -> tuple[tuple[str, ...], tuple[float, ...], list[list[float]]]:
+    """Tokens, log probabilities, and those of the most likely tokens, in the form of either endpoint."""
+    if told.get("content"):
+        entries = told["content"]
+        tops = [[float(top["logprob"]) for top in entry.get("top_logprobs") or []] for entry in entries]
+        return tuple(str(e["token"]) for e in entries), tuple(float(e["logprob"]) for e in entries), tops
+    if told.get("tokens") and told.get("token_logprobs"):
+        tops = [list((top or {}).values()) for top in told.get("top_logprobs") or [{}] * len(told["tokens"])]
+        return tuple(map(str, told["tokens"])), tuple(map(float, told["token_logprobs"])), tops
+    return (), (), []
+
+
+def _runner_up(value: float, top: list[float]) -> float | None:
+    """The most likely token beside the one that was taken; greedy answers take the most likely one."""
+    others = sorted(top, reverse=True)[1:]
+    return min(value, others[0]) if others else None

@@ -1,0 +1,23 @@
+"""vLLM's own manager, walked by `kvblocks.verify`: it has no fault, and a fault in how it is called is found."""
+
+import pytest
+
+from kvblocks import verify
+from kvblocks.verify.adapters.vllm_v1 import VllmAdapter
+
+
+def test_the_manager_has_no_fault():
+    report = verify.run(VllmAdapter, 4000)
+    assert {"hits", "starts refused", "grows refused", "resets"} <= report.met.keys()
+
+
+def test_a_request_without_its_salt_is_found():
+    class Unsalted(VllmAdapter):
+        def start(self, request, num_new_tokens):
+            salt, request.salt = request.salt, None
+            found = super().start(request, num_new_tokens)
+            request.salt = salt
+            return found
+
+    with pytest.raises(verify.VerificationError, match=r"wrong KV: .* with salt"):
+        verify.run(Unsalted, 20_000)

@@ -1,0 +1,115 @@
+"""`kvblocks verify` against our own server: a right one passes, and each fault that is put into it is found."""
+
+import json
+import shutil
+
+import pytest
+from server.server_harness import running_server, tiny_loaded
+from tokenizers import Tokenizer, models, pre_tokenizers
+from verify.server_faults import FAULTS
+
+from kvblocks.cli import main
+from kvblocks.engine import intake
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.verify.server import Checkup, CheckupOptions, Target, TargetError
+from kvblocks.verify.server.cases import CASES
+from kvblocks.verify.server.page import as_html, as_text
+from kvblocks.verify.server.patient import Patient
+from kvblocks.verify.server.prompts import Words
+
+
+@pytest.fixture(scope="module")
+def model(roomy_folder, tmp_path_factory):
+    """The tiny model with a tokenizer for which each word of the prompts is a token, as it is for real ones."""
+    folder = tmp_path_factory.mktemp("words") / "tiny"
+    shutil.copytree(roomy_folder, folder)
+    words = sorted({word for number in range(40) for word in Words(str(number)).draw(100)})
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["[UNK]", *words])}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tiny_loaded(folder, 4096)
+
+
+def check(server, only=None, seed="1", num_turns=1):
+    """Run each case so many times, or one of them."""
+    with Target(server.url) as target:
+        checkup = Checkup(Patient(target), CheckupOptions(seed=seed, only=only))
+        checkup.run_turns(num_turns)
+    return checkup
+
+
+def test_a_right_server_passes_every_case(model):
+    with running_server(model, cache={"num_blocks": 2000}) as server:
+        checkup = check(server)
+        server.wait_until_idle()
+    assert checkup.findings == []
+    assert set(checkup.num_tries) == set(CASES)
+    assert checkup.patient.coldness.by == "salt"
+    assert "Nothing was found." in as_text(checkup)
+    assert server.service.metrics.counts()["cancelled"] >= 1  # the case that leaves
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_each_fault_is_found(model, fault):
+    with running_server(model, cache={"num_blocks": 2000}) as server:
+        fault(server)
+        found = [finding for case in sorted(FAULTS[fault]) for finding in check(server, case, num_turns=4).findings]
+    assert found
+    assert found[0].num_tries == 3
+    assert found[0].difference > 1
+
+
+def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
+    class Unsalted(intake.KVSequence):
+        def __init__(self, *arguments, salt=None, **options):
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(intake, "KVSequence", Unsalted)
+    with running_server(model) as server:
+        checkup = check(server, "salts")
+    (finding,) = checkup.findings
+    assert "cached tokens" in finding.got
+    assert checkup.patient.coldness.by == "never"
+    assert "no way to a cold answer" in as_text(checkup)
+
+
+def test_the_command_prints_json_writes_a_page_and_ends_with_1_if_it_found_something(model, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    arguments = ["--only", "middles", "--minutes", "0.05", "--json", "--html", str(page)]
+    with running_server(model, cache={"num_blocks": 2000}) as server:
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", server.url, *arguments])
+        assert not ended.value.code
+        assert json.loads(capsys.readouterr().out)["findings"] == []
+        next(iter(FAULTS))(server)
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", server.url, *arguments])
+        assert ended.value.code == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["case"] == "middles"
+    assert finding["repeat"] == f"kvblocks verify {server.url} --only middles --seed 1"
+    shown = page.read_text(encoding="utf-8")
+    assert finding["what"] in shown
+    assert "http" not in shown.replace(server.url, "")
+
+
+def test_no_server_and_wrong_arguments_are_named():
+    with pytest.raises(TargetError, match=r"127\.0\.0\.1:9"):
+        Target("http://127.0.0.1:9")
+    with pytest.raises(InvalidArgumentError, match="expected http://HOST:PORT"):
+        Target("ftp://x")
+    for options, message in (
+        ({"minutes": 0}, "minutes: expected more than 0, got 0"),
+        ({"max_requests": 0}, "max_requests: expected at least 1, got 0"),
+        ({"only": "all"}, "only: expected one of repeats, foreign"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            CheckupOptions(**options)
+
+
+def test_it_ends_when_its_requests_are_used_up(model):
+    with running_server(model, cache={"num_blocks": 2000}) as server, Target(server.url) as target:
+        checkup = Checkup(Patient(target), CheckupOptions(max_requests=30))
+        checkup.run()
+        assert 30 <= target.num_requests < 80
+        assert as_html(checkup).startswith("<!doctype html>")
