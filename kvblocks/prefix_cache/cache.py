@@ -171,7 +171,9 @@ class PrefixCache:
             raise wrong("num_cached_tokens", f"whole blocks of {size} tokens", skipped)
         given = check_block_ids(kv_block_ids, (sequence.num_tokens - skipped) // size, size)
         num_bytes = self._check_bytes("block_bytes", block_bytes, 0)
-        new_payloads = check_payloads(payloads, sequence.num_tokens, self._check_bytes)
+        new_payloads: list[NewPayload] = []
+        if payloads != ():
+            new_payloads = check_payloads(payloads, sequence.num_tokens, self._check_bytes)
         pins = check_flag("pin", pin)
         if not isinstance(sequence.tokens, array):  # a view of the caller's buffer, which the caller may change
             sequence.tokens = array("I", sequence.tokens.tobytes())
@@ -196,7 +198,7 @@ class PrefixCache:
         if num_found < num_skipped:
             expected = f"expected num_cached_tokens={num_skipped * self.block_size} to be cached"
             raise StaleHitError(f"{expected}, got {num_found * self.block_size} tokens: match again")
-        ids = path_ids[:num_skipped] + given
+        ids = path_ids[:num_skipped] + given if num_skipped else given
         unused = store.check_insertable(ids, path_ids)
         if pins:
             self._pins.check_room(len(ids))

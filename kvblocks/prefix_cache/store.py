@@ -237,11 +237,10 @@ class PrefixStore:
             self._queue.let_go(blocks)
             if self._eviction is not None:
                 self._eviction.note_released(blocks[::-1])
-        path = path + blocks
-        if self._budget is not None and new.is_held:
-            self._note_used(self._budget, path)
-        elif not new.is_held:
             self.renew(path)  # behind the new blocks in the queue, which must be evicted first
+        path = path + blocks
+        if self._budget is not None:
+            self._note_used(self._budget, path)
         unused = [item.payload for item in new.payloads if not self._attach_new(sequence, item, path, evicted)]
         return path, evicted, unused
 
@@ -321,6 +320,8 @@ class PrefixStore:
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
         more = self._put_away(blocks)
+        if not num_bytes:
+            return more
         evicted += more
         evicted.payloads += more.payloads
         return evicted
