@@ -33,7 +33,10 @@ def decode(model: Any, cache: list[Any], logits: mx.array, number: int) -> list[
 
 
 class Walk:
-    """Users whose prompts share beginnings. `theirs`: a cache of mlx-lm's beside ours; None: none."""
+    """Users whose prompts share beginnings. theirs: a cache of mlx-lm's beside ours; None: none.
+
+    worst: the largest difference of logits, as a share of the largest logit.
+    """
 
     def __init__(self, model: Any, ours: Any, theirs: Any = None, seed: int = 0) -> None:
         self.model, self.ours, self.theirs = model, ours, theirs
@@ -62,7 +65,8 @@ class Walk:
         logits = forward(self.model, cache, rest)
         cold = make_prompt_cache(self.model)
         expected = forward(self.model, cold, tokens)[-len(rest) :]
-        self.worst = max(self.worst, float(mx.abs(logits - expected).max()))
+        largest = max(1.0, float(mx.abs(expected).max()))
+        self.worst = max(self.worst, float(mx.abs(logits - expected).max()) / largest)
         if self.random.randrange(2):  # what is kept must not go further and further from the truth
             cache, logits = cold, expected
         whole = tokens + decode(self.model, cache, logits[-1], self.random.randrange(1, 12))
