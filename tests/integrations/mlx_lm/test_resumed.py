@@ -8,8 +8,8 @@ from integrations.mlx_lm.driver import Walk, decode, forward
 from integrations.mlx_lm.models import CONFIGS, make_model
 from kvblocks.integrations.mlx_lm import BlockPromptCache
 
-# Where mlx computes a token in the same way whatever chunk it is in, nothing differs at all. The others differ by as
-# much without any cache, if the chunks of a prompt differ.
+# Where mlx computes a token in the same way whatever chunk it is in, nothing differs at all. The others differ without
+# any cache, too, if tokens are computed one by one, as those of answers are.
 TO_THE_BIT = ("llama", "qwen3_next", "lfm2", "llama4")
 CLOSE = 1e-5
 QUICK = {("llama", 0.4), ("gemma3_text", 0.1), ("lfm2", 0.4)}
