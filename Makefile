@@ -54,7 +54,7 @@ help:
 	@echo 'make test-wire  our events, read by Dynamo'"'"'s own indexer (130 MB in .venv-wire, the first time)'
 	@echo 'make test-mlx  the integration into mlx-lm, under a real mlx-lm on the CPU (360 MB in .venv-mlx, the first time)'
 	@echo 'make gpu-test  test and time the kernels and the engine on a GPU; PYTHON has torch and triton'
-	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients and .venv-guidellm, the first time)'
+	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients, -guidellm and -instructor, the first time)'
 	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
 	@echo 'make check   format, lint, types, floors and sizes: what CI checks beside the tests'
 	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
@@ -123,8 +123,8 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 
 VLLM_TESTS := tests/integrations/vllm
 VLLM_NEWER_TESTS = $(if $(filter 10,$(VLLM_SEEDS)),$(VLLM_TESTS),\
-	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py))
-VLLM_WITH_ENGINE := $(addprefix --ignore=$(VLLM_TESTS)/,disk $(addprefix test_,engine.py shapes.py lifecycle.py own_tests.py))
+	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py cached_states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py))
+VLLM_WITH_ENGINE := $(addprefix --ignore=$(VLLM_TESTS)/,disk $(addprefix test_,engine.py shapes.py lifecycle.py served.py own_tests.py))
 VLLM_PYTEST = VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) \
 	$(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') $(PYTEST_ARGS)
 
@@ -155,10 +155,11 @@ test-mlx: $(MLX_STAMP)
 	$(MLX_VENV)/bin/python -m pytest $(PARALLEL) $(if $(MLX_SHORT),-m 'not slow and not exhaustive') $(PYTEST_ARGS) \
 		tests/integrations/mlx_lm
 
-# The clients that tests/clients/versions.txt names. guidellm has an environment of its own, since it brings torch. The npm
-# client runs on the newest Node that is installed. vLLM's bench is the one that test-vllm installs.
+# The clients that tests/clients/versions.txt names. guidellm has an environment of its own, since it brings torch, and
+# instructor, since it needs an older openai. The npm client runs on the newest Node that is installed. vLLM's bench is the one that test-vllm installs.
 CLIENTS_VENV := .venv-clients
 GUIDELLM_VENV := .venv-guidellm
+INSTRUCTOR_VENV := .venv-instructor
 CLIENTS := tests/clients/versions.txt
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 CLIENTS_PIP = -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) $(PIP_ARGS)
@@ -286,11 +287,12 @@ $(MLX_STAMP): Makefile constraints.txt tools/fetch_sdist.py
 $(CLIENTS_STAMP): Makefile $(CLIENTS)
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-clients' >&2; exit 1; }
-	@for venv in $(CLIENTS_VENV) $(GUIDELLM_VENV); do \
+	@for venv in $(CLIENTS_VENV) $(GUIDELLM_VENV) $(INSTRUCTOR_VENV); do \
 		$$venv/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $$venv || exit 1; done
 	@echo '[1/3] installing clients from PyPI'
-	@grep -E '^[a-z-]+==' $(CLIENTS) | grep -v -E '^(guidellm|torch)==' > $(CLIENTS_VENV)/requirements.txt
+	@grep -E '^[a-z-]+==' $(CLIENTS) | grep -v -E '^(guidellm|instructor|torch)==' > $(CLIENTS_VENV)/requirements.txt
 	@$(CLIENTS_VENV)/bin/python $(CLIENTS_PIP) -r $(CLIENTS_VENV)/requirements.txt
+	@$(INSTRUCTOR_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^instructor==' $(CLIENTS))
 	@echo '[2/3] installing guidellm and torch, whose CPU build is enough (the largest download)'
 	@$(GUIDELLM_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^torch==' $(CLIENTS))
 	@$(GUIDELLM_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^guidellm==' $(CLIENTS))

@@ -38,6 +38,7 @@ PLAIN = (
     "groups/kinds.py",
     "groups/plan.py",
     "groups/states/copies.py",
+    "groups/states/in_place.py",
     "groups/states/kind.py",
     "observe/explanation.py",
     "prefix_cache/evicted.py",

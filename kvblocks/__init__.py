@@ -48,9 +48,10 @@ if TYPE_CHECKING:
         UnsupportedEngineError,
     )
     from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
-    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, SlidingWindow
+    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
     from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
     from kvblocks.groups.states.copies import StateCopy
+    from kvblocks.groups.states.in_place import StateInPlace
     from kvblocks.groups.states.kind import RecurrentState
     from kvblocks.manager import KVCacheManager
     from kvblocks.observe.explanation import Explanation
@@ -114,10 +115,11 @@ _HOMES = {
         "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
-    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "SlidingWindow"),
+    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow"),
     "groups.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
     "states.calls": ("ManagerStates",),
     "groups.states.copies": ("StateCopy",),
+    "groups.states.in_place": ("StateInPlace",),
     "groups.states.kind": ("RecurrentState",),
     "manager": ("KVCacheManager",),
     "observe.explanation": ("Explanation",),
@@ -209,6 +211,7 @@ __all__ = [
     "QuotaUsage",
     "RecurrentState",
     "Refusal",
+    "Scratch",
     "Sequence",
     "SequenceStateError",
     "Sessions",
@@ -216,6 +219,7 @@ __all__ = [
     "SlidingWindow",
     "StaleHitError",
     "StateCopy",
+    "StateInPlace",
     "StateLayer",
     "StateStats",
     "Tier",

@@ -517,6 +517,8 @@ class KVCacheManager:
         sequence = self._check_owned(sequence, "fork")
         if self._state_slots is not None:
             self._state_slots.check_fork(sequence)
+        if sequence.side_tables is not None:
+            sequence.side_tables.check_back(sequence.num_computed_tokens, sequence, "fork")
         twin = sequence.fork(sequence_id)
         self._claim(twin, "fork")
         self._slots.fork(sequence, twin)
@@ -553,7 +555,7 @@ class KVCacheManager:
         if num_computed_tokens is not None:
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.side_tables is not None:
-            sequence.side_tables.check_back(num_left, sequence.sequence_id, "truncate")
+            sequence.side_tables.check_back(num_left, sequence, "truncate")
         if self._state_slots is not None:
             self._state_slots.check_kept(sequence, num_left)
         self._change.begin()
@@ -582,7 +584,7 @@ class KVCacheManager:
         if self._state_slots is not None:
             end = self._state_slots.floor_of(own, end)
         if own.side_tables is not None:
-            own.side_tables.check_back(end, own.sequence_id, "rewind")
+            own.side_tables.check_back(end, own, "rewind")
         self._change.begin()
         self._go_back(own, end)
         if self._traffic is not None:

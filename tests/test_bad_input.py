@@ -24,8 +24,10 @@ from kvblocks import (
     KVLayer,
     PrefixCache,
     RecurrentState,
+    Scratch,
     Sequence,
     SlidingWindow,
+    StateInPlace,
     Tier,
     plan,
 )
@@ -276,6 +278,7 @@ CALLS: dict[str, Call] = dict(
         of_manager("forget_salt", salt=constant("mine", "text none")),
         of_inspect("block_hashes", sequence=of_world("waiting", "sequence")),
         of_inspect("leaks", min_age=INT),
+        of_inspect("watch_evictions", group_of=constant(str, "callable")),
         of_inspect("find_block", digest=constant(b"", "bytes")),
         of_manager("sequence", sequence_id=constant("running", "id")),
         of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
@@ -474,6 +477,15 @@ CALLS: dict[str, Call] = dict(
             ),
         ),
         (
+            "Scratch.num_blocks",
+            Call(lambda _: Scratch().num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        ("StateInPlace", Call(lambda _: StateInPlace, {"block_size": INT})),
+        (
+            "StateInPlace.num_blocks",
+            Call(lambda _: StateInPlace(4).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        (
             "RecurrentState.num_blocks",
             Call(lambda _: RecurrentState(4, 2).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
         ),
@@ -621,7 +633,7 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-KINDS = (ChunkedLocal, FullAttention, RecurrentState, SlidingWindow)
+KINDS = (ChunkedLocal, FullAttention, RecurrentState, Scratch, SlidingWindow, StateInPlace)
 EXEMPT |= {"Group": "the base class of all kinds"}
 for _kind in KINDS:
     EXEMPT |= {

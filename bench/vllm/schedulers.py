@@ -35,10 +35,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.structured_output import StructuredOutputManager
@@ -56,6 +58,7 @@ HASH = "sha256"  # vLLM's default
 VLLM_VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 # Since 0.33 a block's hash has the token behind it too if a model like EAGLE's makes drafts.
 LOOKS_AHEAD = hasattr(SpeculativeConfig, "disable_lookahead_block_hashes")
+RING = 8  # slots of a ring buffer
 LAYOUT = "BLHNC"  # of tensors, which the attention backend would choose; it makes no difference here
 
 VOCABULARY = 50_272
@@ -87,7 +90,9 @@ class Settings:
     token too, or, before vLLM 0.33 and with drops_block, a hit's last block is dropped. runner: the version of vLLM's
     model runner, 1 or 2. windows: the lengths of sliding windows, chunks: of chunks; each adds a group of layers
     beside the one of full attention. keeps_windows: vLLM caches all blocks of windows; otherwise few, as by default
-    (`prefix_cache_retention_interval`). has_states: a group of recurrent layers is added, without caching. has_events:
+    (`prefix_cache_retention_interval`), and all states. has_ring: a group of layers with a ring buffer is added.
+    is_latent: full attention is MLA; a sparse indexer's cache is in its block table, too. num_states: so many groups
+    of recurrent layers are added. saves_within: their kernels can save a state within a chunk, as Mamba2's. has_events:
     events report what is cached, and nobody receives them.
     """
 
@@ -109,7 +114,10 @@ class Settings:
     windows: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     keeps_windows: bool = False
-    has_states: bool = False
+    has_ring: bool = False
+    is_latent: bool = False
+    num_states: int = 0
+    saves_within: bool = False
     has_events: bool = False
 
     @property
@@ -166,6 +174,8 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
     cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = settings.num_blocks
     if settings.keeps_windows:
         cache_config.prefix_cache_retention_interval = None
+    if settings.num_states and settings.has_caching:
+        cache_config.mamba_cache_mode = "align"  # as vLLM sets it for such models
     speculative = None
     if settings.num_drafts:
         speculative = SpeculativeConfig(
@@ -193,16 +203,25 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
 def make_kv_cache_config(settings: Settings, config: VllmConfig) -> KVCacheConfig:
     """Return what vLLM's engine makes of these groups of layers, with all options of `config`.
 
-    They are one of full attention, and one for every window, for every kind of chunks, and for recurrent states.
+    They are one of full attention, and one for every window, for every kind of chunks, for ring buffers, and for
+    recurrent states.
     """
     shape: dict[str, Any] = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1}
     specs: list[Any] = [FullAttentionSpec(**shape, dtype=torch.float32)]
+    if settings.is_latent:
+        specs = [MLAAttentionSpec(**shape, dtype=torch.float32)]
     specs += [SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window) for window in settings.windows]
     specs += [
         ChunkedLocalAttentionSpec(**shape, dtype=torch.float32, attention_chunk_size=size) for size in settings.chunks
     ]
-    if settings.has_states:
-        specs.append(MambaSpec(block_size=settings.max_model_len, shapes=((1, 1),), dtypes=(torch.float32,)))
+    if settings.has_ring:
+        specs.append(CircularBufferSpec(**(shape | {"block_size": RING}), dtype=torch.float32))
+    state: dict[str, Any] = {"shapes": ((1, 1),), "dtypes": (torch.float32,), "block_size": settings.max_model_len}
+    if settings.has_caching:
+        state |= {"block_size": settings.block_size, "mamba_cache_mode": "align"}
+    if settings.saves_within:
+        state |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+    specs += [MambaSpec(**state) for _ in range(settings.num_states)]
     return as_engine(config, specs)
 
 

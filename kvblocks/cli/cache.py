@@ -1,11 +1,13 @@
 """`kvblocks cache`: commands that ask a running server about its cache, or change it."""
 
 import json as json_module
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvblocks.cli.shown.explained import explain_lines
 from kvblocks.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -204,6 +206,10 @@ def explain(
     tokens: _Tokens = None,
     raw: _Raw = False,
     request: Annotated[str | None, typer.Option(help="The id of an earlier request instead: chatcmpl-...")] = None,
+    conversation: Annotated[
+        str | None, typer.Option(help="Instead: the last request with this prompt_cache_key.")
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="Instead: the last request.")] = False,
     system: Annotated[str | None, typer.Option(help="The chat's system prompt.")] = None,
     salt: _Salt = None,
     url: _Url = _URL,
@@ -212,12 +218,21 @@ def explain(
 ) -> None:
     """Show why a prompt would miss the cache now, or why an earlier request missed it.
 
-    By default the text is a user's message; with --raw it is a prompt.
+    By default the text is a user's message; with --raw it is a prompt. Of an earlier request it shows where its prompt
+    parts from the one before it in the conversation.
     """
-    if request is not None:
-        if (text, file, tokens, system, salt) != (None,) * 5 or raw:
+    if request is not None or conversation is not None or last:
+        has_more = (
+            (text, file, tokens, system) != (None,) * 4 or raw or (request is not None) + bool(conversation) + last > 1
+        )
+        if has_more or (request is not None and salt is not None):
             raise InvalidArgumentError("expected --request alone, since the server knows its prompt, got more")
-        body: dict[str, Any] = {"request_id": request}
+        body: dict[str, Any] = {
+            "request_id": request,
+            "prompt_cache_key": conversation,
+            "last": last,
+            "cache_salt": salt,
+        }
     else:
         body = _prefix(text, file, tokens, "text" if raw else "messages")
         if system is not None and "messages" not in body:
@@ -232,8 +247,26 @@ def explain(
         print(json_module.dumps(values))
         return
     for entry in values["prompts"]:
-        why = entry["text"] or "no reasons were kept: the server runs with --num-history-blocks 0"
-        print(f"{entry['num_cached_tokens']} of {entry['num_prompt_tokens']} tokens: {why}")
+        for line in explain_lines(entry):
+            print(line)
+
+
+@cache_commands.command()
+def top(
+    sort: Annotated[str, typer.Option(help="saved, share, held, evicted, pins or requests.")] = "saved",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How often to ask again.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    url: _Url = _URL,
+    api_key: _Key = None,
+    json: _Json = False,
+) -> None:
+    """Show live, by tenant and by tier: hit share, tokens saved, blocks held, evicted, pins. Ctrl-C ends it."""
+    from kvblocks.cli.shown.top import check_order, show_top
+
+    field = check_order(sort)
+    with _client(url, api_key) as client:
+        values = partial(_ask, client, "tenants", "GET", "/v1/cache/top")
+        show_top(values, field, seconds=seconds, once=once, as_json=json)
 
 
 @cache_commands.command()

@@ -50,8 +50,11 @@ class SideTables:
         """Return the first index of a group's table that isn't dead. O(groups)."""
 
     @abstractmethod
-    def check_back(self, position: int, sequence_id: Hashable, call: str) -> None:
-        """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
+    def check_back(self, position: int, sequence: "Sequence", call: str) -> None:
+        """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups).
+
+        sequence: whose tables these are.
+        """
 
     @abstractmethod
     def check(self, num_slots: int) -> None:

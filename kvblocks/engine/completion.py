@@ -47,6 +47,7 @@ class Piece:
     - completion: with the last token.
     - logprobs: if they were asked for.
     - prompt_logprobs: with the first token, if they were asked for.
+    - num_cached_tokens: with the first token: of the prompt, as in `Completion`.
     """
 
     prompt_index: int
@@ -56,3 +57,4 @@ class Piece:
     sample_index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int | None = None

@@ -65,8 +65,9 @@ class Generation:
 
         A stop string completes the generation, too. Its request is still unfinished then; the caller ends it.
         """
-        of_prompt = None
+        of_prompt, num_cached = None, None
         if self._ttft_s is None:
+            num_cached = self.request.num_cached_tokens
             self._ttft_s = now_s - self.start_s
             of_prompt = self._prompt_logprobs
         text = self._certain_text(drawn.token_id)
@@ -78,7 +79,9 @@ class Generation:
             self.completion = self._complete(reason, self._ttft_s)
         own = drawn.logprobs
         self.pieces.append(
-            Piece(self.prompt_index, drawn.token_id, text, self.completion, self.sample_index, own, of_prompt)
+            Piece(
+                self.prompt_index, drawn.token_id, text, self.completion, self.sample_index, own, of_prompt, num_cached
+            )
         )
 
     def end(self, now_s: float) -> None:

@@ -48,6 +48,7 @@ class Intake:
             raise type(error)(f"{name}: {error}") from error
         if options.grammar is not None:
             _constrain(samplers, options.grammar, self._model.config.vocab_size)
+        _add_bias(samplers, options, self._model.config.vocab_size)
         _ban_stops(samplers, request, options, self._model.config.vocab_size)
         requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
         generations = [
@@ -82,7 +83,7 @@ class Intake:
         most = options.max_tokens
         if most is None:
             most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
-        request = Request(sequence, most, stop_token_ids)
+        request = Request(sequence, most, stop_token_ids, priority=options.priority)
         if options.prompt_logprobs is not None and sequence.num_tokens > 1:
             request.max_hit_tokens = 0
         if self._scheduler.remembered is not None and options.is_plainly_greedy:
@@ -109,6 +110,20 @@ def _constrain(samplers: Sequence[Sampler], grammar: Grammar, vocab_size: int) -
         )
     for sampler in samplers:
         sampler.constraint = grammar.start()
+
+
+def _add_bias(samplers: Sequence[Sampler], options: GenerationOptions, vocab_size: int) -> None:
+    """Give each answer its bias. Raises InvalidTokensError for a token that the model doesn't have."""
+    if not options.logit_bias:
+        return
+    largest = max(options.logit_bias)
+    if largest >= vocab_size:
+        raise InvalidTokensError(
+            f"logit_bias: expected token ids below {vocab_size}, the vocabulary's size, got {largest}"
+        )
+    bias = tuple((int(token), float(value)) for token, value in options.logit_bias.items())
+    for sampler in samplers:
+        sampler.bias = bias
 
 
 def _ban_stops(samplers: Sequence[Sampler], request: Request, options: GenerationOptions, vocab_size: int) -> None:

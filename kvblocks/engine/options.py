@@ -1,13 +1,18 @@
 """The options of `generate`, `stream` and `submit`."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from kvblocks.arguments import as_int, check_count, is_a, wrong
+from kvblocks.arguments import as_int, check_count, is_a, is_number, wrong
 from kvblocks.engine.grammar.grammar import Grammar
 from kvblocks.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from kvblocks.errors import InvalidArgumentError
+
+MAX_BIASED = 1024
+"""The most tokens of a `logit_bias`."""
+
+MAX_PRIORITY = 2**31 - 1
 
 
 class OptionValues(TypedDict, total=False):
@@ -31,6 +36,8 @@ class OptionValues(TypedDict, total=False):
     stop_token_ids: tuple[int, ...] | list[int]
     skip_special_tokens: bool
     grammar: Grammar | None
+    logit_bias: Mapping[int, float] | None
+    priority: int
     salt: str | None
     session: Hashable
 
@@ -65,6 +72,9 @@ class GenerationOptions:
     grammar: the form of the text, made by a `GrammarCompiler` for the model. Only tokens that the form allows are
     drawn, and a whole text is ended. max_tokens may cut a text off. Needs the tokens that end answers, so it excludes
     ignore_eos and min_tokens.
+    logit_bias: numbers that are added to the logits of tokens before each draw, after penalties. At most MAX_BIASED of
+    them, from -100 to 100.
+    priority: of waiting prompts with the same salt, those with a smaller number are admitted first.
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
@@ -91,6 +101,8 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    logit_bias: Mapping[int, float] | None = None
+    priority: int = 0
     salt: str | None = None
     session: Hashable = None
 
@@ -103,6 +115,9 @@ class GenerationOptions:
         if self.prompt_logprobs is not None:
             check_count("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._check_grammar()
+        self._check_bias()
+        if as_int(self.priority) is None or abs(self.priority) > MAX_PRIORITY:
+            raise wrong("priority", f"an int from {-MAX_PRIORITY} to {MAX_PRIORITY}", self.priority)
         stops: Any = self.stop
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
@@ -125,6 +140,16 @@ class GenerationOptions:
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidArgumentError(f"{name}: expected none with a grammar, which says when an answer ends")
 
+    def _check_bias(self) -> None:
+        given: Any = self.logit_bias
+        if given is None:
+            return
+        if not isinstance(given, Mapping) or len(given) > MAX_BIASED:
+            raise wrong("logit_bias", f"None or at most {MAX_BIASED} numbers by token id", given)
+        for token, value in given.items():
+            if as_int(token) is None or token < 0 or not is_number(value) or not -100 <= value <= 100:
+                raise wrong("logit_bias", "token ids with numbers from -100 to 100", {token: value})
+
     @property
     def sampling(self) -> SamplingParams:
         """How tokens are drawn. Raises InvalidArgumentError. O(1)."""
@@ -134,11 +159,11 @@ class GenerationOptions:
     def is_plainly_greedy(self) -> bool:
         """Whether there is one answer whose first token, with all that is returned of it, depends only on the prompt.
 
-        False with penalties, a grammar, min_tokens or log probabilities. O(1).
+        False with penalties, a grammar, a bias, min_tokens or log probabilities. O(1).
         """
         sampling = self.sampling
         is_plain = sampling.is_greedy and not sampling.is_penalized and sampling.logprobs is None
-        has_more = self.prompt_logprobs is not None or self.grammar is not None or self.min_tokens
+        has_more = self.prompt_logprobs is not None or self.grammar is not None or self.min_tokens or self.logit_bias
         return is_plain and not has_more and self.n == 1 and self.max_tokens != 0
 
     @property

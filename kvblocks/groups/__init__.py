@@ -6,8 +6,18 @@ The other modules extend the core: `index` keeps the attached blocks, `anchors` 
 for several groups what the core does for one. `states` has layers that keep one state a sequence.
 """
 
-from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, SlidingWindow
+from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
 from kvblocks.groups.states.copies import StateCopy
+from kvblocks.groups.states.in_place import StateInPlace
 from kvblocks.groups.states.kind import RecurrentState
 
-__all__ = ["ChunkedLocal", "FullAttention", "Group", "RecurrentState", "SlidingWindow", "StateCopy"]
+__all__ = [
+    "ChunkedLocal",
+    "FullAttention",
+    "Group",
+    "RecurrentState",
+    "Scratch",
+    "SlidingWindow",
+    "StateCopy",
+    "StateInPlace",
+]

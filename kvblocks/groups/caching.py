@@ -19,7 +19,7 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
             continue
         for number in range(max(num_dead, first * primary_size // size), end // size):
             block = blocks[number - num_dead]
-            if block.run is not None:
+            if block.run is not None or not table.may_attach(number):
                 continue
             next_end = -(-(number + 1) * size // alignment) * alignment
             if side_group.kind.first_needed(next_end - 1) > number:

@@ -170,7 +170,7 @@ def _longest_end(
     end = len(matched) * size // alignment * alignment
     limit: _Limit | _NoState | None = None
     checkpoints = index.checkpoints
-    if checkpoints is not None:
+    if checkpoints is not None or index.layout.has_gaps:
         end = min(end, (num_tokens - 1) // alignment * alignment)
     while True:
         if checkpoints is not None:

@@ -17,6 +17,10 @@ from math import gcd
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count, check_flag
+from kvblocks.errors import InvalidArgumentError
+
+MOST_TOKENS = 1 << 62
+"""More tokens than a sequence can have."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,16 @@ class Group(ABC):
     def has_table(self) -> bool:
         """Whether a sequence has a block table for it; without one it needs no block for its tokens."""
         return True
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its blocks hold the KV of tokens, so that hits end where its blocks do."""
+        return True
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a call gives a sequence only the block of its last token, and none before it."""
+        return False
 
     @property
     def is_cached(self) -> bool:
@@ -234,3 +248,53 @@ class ChunkedLocal(Group):
         latest_start = self.block_size - gcd(self.block_size, self.chunk_size)
         most = -(-(latest_start + num_seen) // self.block_size)
         return min(most, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Scratch(Group):
+    """Layers that need one block of the pool for a sequence, however many tokens it has, such as ring buffers.
+
+    The sequence has that block from its first slot to its end. It is never cached, and hits don't need it: a sequence
+    that starts with a hit gets a block in which nothing is written, and can't go back before the hit's end.
+    """
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "block_size", MOST_TOKENS)
+
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return "one block a sequence"
+
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`. No event tells of it, since nothing is cached."""
+        return "scratch"
+
+    @property
+    def has_tokens(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def is_cached(self) -> bool:
+        """False."""
+        return False
+
+    def first_seen(self, position: int) -> int:
+        """Return `position`: what came before is in the block, and not by token. Only for the manager."""
+        return position
+
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """Return 1, or 0 for a sequence without tokens."""
+        check_count("num_step_tokens", num_step_tokens, 1)
+        return min(1, check_count("num_tokens", num_tokens, 0))
+
+    def layer_bytes(self, bytes_per_token: int) -> int:
+        """As in `Group`. Such layers keep nothing for each token, so a plan can't have them."""
+        raise InvalidArgumentError(
+            f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
+        )
+
+    def __repr__(self) -> str:
+        return "Scratch()"

@@ -4,7 +4,7 @@ The *primary* group is the first with full attention. The prefix index knows its
 groups are attached to these. Where no group has full attention, anchors stand in for the primary group (`anchors`).
 
 Invariants: of two block sizes the smaller one divides the larger one. So hits, which every group must be able to serve,
-are multiples of the largest block size.
+are multiples of the largest block size. Groups whose blocks hold no tokens have no part in this.
 """
 
 from collections.abc import Iterable
@@ -53,17 +53,20 @@ class GroupLayout:
     """What follows from the groups. Read-only.
 
     primary: the number of the primary group, None where no group has full attention. block_size: tokens in a primary
-    block. alignment: the largest block size of a group; every hit is a multiple of it. smallest_block_size: the
-    smallest block size of a group that has a table. state: the number of the group whose layers keep a state, None
-    where there is none. side_groups: the groups that have a table, but for the primary one. row_size:
-    columns of a row. table_numbers: by group that has a table, in order, the number of its table: its index in
-    side_groups, or len(side_groups) for the primary group. table_groups: by table, its group.
+    block. alignment: the largest block size of a group that holds tokens; every hit is a multiple of it.
+    smallest_block_size: the smallest block size of a group that has a table. has_gaps: whether a group's tables have
+    gaps. has_scratch: whether a group's blocks hold no tokens. state: the number of the group whose layers keep a state
+    outside of its table, None where there is none. side_groups: the groups that have a table, but for the primary one.
+    row_size: columns of a row. table_numbers: by group that has a table, in order, the number of its table: its index
+    in side_groups, or len(side_groups) for the primary group. table_groups: by table, its group.
     """
 
     __slots__ = (
         "alignment",
         "block_size",
         "groups",
+        "has_gaps",
+        "has_scratch",
         "primary",
         "row_size",
         "side_groups",
@@ -76,7 +79,9 @@ class GroupLayout:
     def __init__(self, groups: tuple[Group, ...]) -> None:
         self.groups = groups
         sizes = [group.block_size for group in groups]
-        self.alignment = max(sizes)
+        self.alignment = max([group.block_size for group in groups if group.has_tokens])
+        self.has_gaps = any(group.has_gaps for group in groups)
+        self.has_scratch = not all(group.has_tokens for group in groups)
         self.smallest_block_size = min([group.block_size for group in groups if group.has_table], default=min(sizes))
         self.primary: int | None = None
         self.state: int | None = None
@@ -114,7 +119,9 @@ def check_groups(groups: Iterable[Group]) -> GroupLayout:
     items = listed("groups", "Group items", groups)
     if not items or not all(is_a(item, Group) for item in items):
         raise wrong("groups", "Group items", items)
-    sizes = sorted({item.block_size for item in items})
+    sizes = sorted({item.block_size for item in items if item.has_tokens})
+    if not sizes:
+        raise wrong("groups", "at least one group whose blocks hold tokens", items)
     for smaller, larger in pairwise(sizes):
         if larger % smaller:
             raise InvalidArgumentError(

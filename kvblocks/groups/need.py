@@ -6,7 +6,7 @@ Tables are numbered as in `GroupTables.tables`; the sequence's primary table, wh
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.steps import leaves
-from kvblocks.groups.tables import GroupTables
+from kvblocks.groups.tables import EMPTY, GroupTables
 
 
 class Need:
@@ -15,20 +15,21 @@ class Need:
     tables: the sequence's. passed: by side table, how many of its first live blocks have left the window: no query at
     `start` or later sees them, and no query of a token that isn't written yet. shared: by table, the index of the
     shared block that must not be written to, None if there is none. missing: by table, how many new blocks it needs at
-    its end. block_size: of the primary group. O(groups).
+    its end; a table with gaps needs one for its last entry. block_size: of the primary group. O(groups).
     """
 
-    __slots__ = ("missing", "passed", "sequence", "shared", "tables")
+    __slots__ = ("missing", "num_slots", "passed", "sequence", "shared", "tables")
 
     def __init__(self, sequence: Sequence, tables: GroupTables, start: int, num_slots: int, block_size: int) -> None:
         self.sequence = sequence
         self.tables = tables
+        self.num_slots = num_slots
         passed_at = start if sequence.delayed_from is None else min(start, sequence.delayed_from)
         self.passed = [table.num_passed(passed_at) for table in tables.tables]
         self.missing: list[int] = []
         for table in tables.tables:
             lacking = -(-num_slots // table.side_group.block_size) - table.num_dead - len(table.blocks)
-            self.missing.append(max(0, lacking))
+            self.missing.append(max(0, lacking) if lacking < 2 or not table.side_group.kind.has_gaps else 1)
         lacking = -(-num_slots // block_size) - len(sequence.blocks)
         self.missing.append(max(0, lacking))
         self.shared: list[int | None] = [None] * len(self.missing)
@@ -66,7 +67,7 @@ class Need:
         """Return the blocks that the sequence releases, since they left a window. O(blocks)."""
         leaving: list[KVCacheBlock] = []
         for table, num_passed in zip(self.tables.tables, self.passed, strict=False):
-            leaving += table.blocks[:num_passed]
+            leaving += [block for block in table.blocks[:num_passed] if block is not EMPTY]
         return leaving
 
 

@@ -33,7 +33,7 @@ from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.loading import Fallback, LoadingHit
 from kvblocks.groups.need import Need, keep_for_last
 from kvblocks.groups.pool import GroupPool
-from kvblocks.groups.tables import GroupTables, tables_of
+from kvblocks.groups.tables import EMPTY, GapTable, GroupTables, tables_of
 
 GAP = KVCacheBlock(-1)
 """A placeholder in a new table for a block that is taken right after."""
@@ -183,6 +183,7 @@ class GroupSlots(SlotAllocator):
             self._fill(need, indices[need.sequence], changes)
         for sequence in at_boundary:
             self._count(sequence, sequence.num_computed_tokens)
+            tables_of(sequence).note_end(sequence.num_computed_tokens)
             self._cache(sequence, digests[sequence])
         return changes
 
@@ -196,7 +197,9 @@ class GroupSlots(SlotAllocator):
             num_kept = -(-twin.num_computed_tokens // table.side_group.block_size) - table.num_dead
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
             copied.first_token = table.first_token
-            self.pool.touch(copied.blocks)
+            if isinstance(copied, GapTable) and isinstance(table, GapTable):
+                copied.end, copied.ends = table.end, set(table.ends)
+            self.pool.touch(copied.held)
         if tables.fallback is not None:
             copies.fallback = tables.fallback
             for _, blocks in tables.fallback.tables:
@@ -219,7 +222,7 @@ class GroupSlots(SlotAllocator):
                 self.pool.release_table(blocks, 0, sequence)
         super().rewind(sequence, num_tokens)
         for table in tables.tables:
-            gone = table.blocks
+            gone = table.held
             if num_tokens:
                 gone = table.truncate(-(-num_tokens // table.side_group.block_size))
             else:
@@ -241,7 +244,8 @@ class GroupSlots(SlotAllocator):
         tables = hit.tables if isinstance(hit, GroupHit) else [(0, held[:0])] * len(self._layout.side_groups)
         num_missing = 0
         for side_group, (first, blocks) in zip(self._layout.side_groups, tables, strict=True):
-            num_missing += max(0, -(-num_slots // side_group.block_size) - first - len(blocks))
+            lacking = max(0, -(-num_slots // side_group.block_size) - first - len(blocks))
+            num_missing += min(1, lacking) if side_group.kind.has_gaps else lacking
             num_missing += sum([block.ref_cnt == 0 for block in blocks])
         if self._group_pool.anchors is not None:
             return num_missing
@@ -251,7 +255,8 @@ class GroupSlots(SlotAllocator):
         """Return the blocks of all groups that are lost if only so many tokens were written. O(their number)."""
         lost = super().unwritten_blocks(sequence, num_tokens)
         for table in tables_of(sequence).tables:
-            lost += sequence.unwritten(table.blocks, table.num_dead, table.side_group.block_size, num_tokens)
+            unwritten = sequence.unwritten(table.blocks, table.num_dead, table.side_group.block_size, num_tokens)
+            lost += [block for block in unwritten if block is not EMPTY]
         return lost
 
     def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
@@ -278,7 +283,7 @@ class GroupSlots(SlotAllocator):
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return the blocks that a sequence holds, by table. O(groups)."""
         tables = tables_of(sequence)
-        held = [sequence.blocks, *[table.blocks for table in tables.tables]]
+        held = [sequence.blocks, *[table.held for table in tables.tables]]
         return held if tables.fallback is None else held + [blocks for _, blocks in tables.fallback.tables]
 
     def _release_tables(self, sequence: Sequence) -> None:
@@ -288,10 +293,10 @@ class GroupSlots(SlotAllocator):
             for blocks in tables.end_loads():
                 self.pool.release_table(blocks, 0, sequence)
         for table in tables.tables:
-            self.pool.release_table(table.blocks, 0, sequence)
+            self.pool.release_table(table.held, 0, sequence)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
-        return num_tokens % self.alignment != 0
+        return num_tokens % self.alignment != 0 or self._layout.has_scratch
 
     def _need(self, sequence: Sequence, start: int, num_slots: int, num_in_flight: int = 0) -> Need:
         """Return what `num_slots` slots need, with writing from `start` on."""
@@ -320,6 +325,8 @@ class GroupSlots(SlotAllocator):
                 passed: list[KVCacheBlock] = []
                 empty: list[KVCacheBlock] = []
                 for index, block in enumerate(table.drop_first(num_passed), first):
+                    if block is EMPTY:
+                        continue
                     if not block.is_cached:
                         empty.append(block)
                     elif table.side_group.kind.keeps_passed or need.tables.is_landmark(table, index):
@@ -334,6 +341,7 @@ class GroupSlots(SlotAllocator):
         """Give a sequence the blocks that it needs, and cache those that its first `end` tokens fill."""
         blocks = self._fill(need, 0, [])
         self._count(need.sequence, end)
+        need.tables.note_end(need.num_slots)
         self._cache(need.sequence, digests)
         return blocks
 
@@ -392,9 +400,13 @@ class GroupSlots(SlotAllocator):
                 sequence.num_given_tokens = min(sequence.num_given_tokens, shared * self._block_size)
             indices.append(shared)
             blocks = blocks[1:]
-        if table is not None:
+        if table is not None and blocks:
+            if table.side_group.kind.has_gaps:
+                last = -(-need.num_slots // table.side_group.block_size) - 1
+                table.extend([EMPTY] * (last - end))
+                end = last
             table.extend(blocks)
-        else:
+        elif table is None:
             sequence.blocks += blocks
         return [*indices, *range(end, end + len(blocks))]
 

@@ -1,10 +1,11 @@
 """A sequence's side tables: one block table for each side group.
 
 In a windowed group's table, an entry becomes *dead* when its block leaves the window, and stays dead. An entry's index
-never changes, so token i is always in the block at index i // block_size.
+never changes, so token i is always in the block at index i // block_size. A table with gaps has entries without a block
+among the others, too.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from kvblocks.arguments import shown
 from kvblocks.core.block import KVCacheBlock
@@ -16,6 +17,9 @@ from kvblocks.groups.states.live import LiveState
 
 DEAD_BLOCK_ID = 0
 """The id of a dead entry: a valid id, so that nothing breaks, whose block must not be read."""
+
+EMPTY = KVCacheBlock(DEAD_BLOCK_ID)
+"""What stands for a block in an entry that has none, in a table with gaps."""
 
 
 class GroupTable:
@@ -76,6 +80,64 @@ class GroupTable:
         index -= self.num_dead
         return self.blocks[index] if 0 <= index < len(self.blocks) else None
 
+    @property
+    def held(self) -> list[KVCacheBlock]:
+        """The blocks that the sequence owns for this table. Don't change the list. O(live entries)."""
+        return self.blocks
+
+    def note_end(self, num_slots: int) -> None:
+        """Take note that a call made room for so many tokens in all. O(1)."""
+
+    def may_attach(self, index: int) -> bool:  # noqa: ARG002  # a block that is full can be attached
+        """Whether a full block at the index of a live entry may be cached. O(1)."""
+        return True
+
+
+class GapTable(GroupTable):
+    """The table of a group whose layers keep a state in place: its blocks are where calls ended.
+
+    ends: the indices of blocks that hold the state behind their last token, since a call ended there. end: behind how
+    many tokens the state of the last call is.
+    """
+
+    __slots__ = ("end", "ends")
+
+    def __init__(self, side_group: SideGroup) -> None:
+        super().__init__(side_group)
+        self.end = 0
+        self.ends: set[int] = set()
+
+    def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
+        """As `GroupTable.begin`."""
+        super().begin(num_dead, blocks)
+        self.end = 0
+        self.ends = set()
+
+    def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As `GroupTable.drop_first`, with `EMPTY` for entries without a block."""
+        self.ends = {index for index in self.ends if index >= self.num_dead + num_blocks}
+        return super().drop_first(num_blocks)
+
+    def truncate(self, num_entries: int) -> list[KVCacheBlock]:
+        """As `GroupTable.truncate`."""
+        return [block for block in super().truncate(num_entries) if block is not EMPTY]
+
+    @property
+    def held(self) -> list[KVCacheBlock]:
+        """As `GroupTable.held`."""
+        return [block for block in self.blocks if block is not EMPTY]
+
+    def note_end(self, num_slots: int) -> None:
+        """As `GroupTable.note_end`. The state is behind these tokens, unless the table has a later block for it."""
+        index, rest = divmod(num_slots, self.side_group.block_size)
+        self.end = max(self.end, num_slots)
+        if not rest and num_slots == self.end:
+            self.ends.add(index - 1)
+
+    def may_attach(self, index: int) -> bool:
+        """Whether the entry has a block, and that block the state behind its last token. O(1)."""
+        return index in self.ends
+
 
 class GroupTables(SideTables):
     """A sequence's side tables.
@@ -93,7 +155,7 @@ class GroupTables(SideTables):
         self.num_groups = len(layout.groups)
         self.has_primary = layout.primary is not None
         self.landmarks = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
-        self.tables = [GroupTable(side_group) for side_group in layout.side_groups]
+        self.tables = [_make_table(side_group) for side_group in layout.side_groups]
         self.new_blocks = [[] for _ in layout.groups]
         self.fallback: Fallback | None = None
         self.live_state: LiveState | None = None
@@ -108,11 +170,18 @@ class GroupTables(SideTables):
             if not table.side_group.kind.is_cached:
                 table.first_token = table.side_group.kind.first_seen(position)
 
+    def note_end(self, num_slots: int) -> None:
+        """Take note that a call made room for so many tokens in all. O(groups)."""
+        if self.layout.has_gaps:
+            for table in self.tables:
+                table.note_end(num_slots)
+
     def owned(self) -> Iterator[tuple[SideGroup, int, KVCacheBlock]]:
         """Yield each block that the sequence owns for a side group, with its group and its index in the table."""
         for table in self.tables:
             for index, block in enumerate(table.blocks, table.num_dead):
-                yield table.side_group, index, block
+                if block is not EMPTY:
+                    yield table.side_group, index, block
         if self.fallback is not None:
             for side_group, (first, blocks) in zip(self.layout.side_groups, self.fallback.tables, strict=True):
                 for index, block in enumerate(blocks, first):
@@ -142,6 +211,8 @@ class GroupTables(SideTables):
         if number == len(self.tables):
             return None
         table = self.tables[number]
+        if table.side_group.kind.has_gaps:
+            return [*[None] * table.num_dead, *[None if block is EMPTY else block for block in table.blocks]]
         return [*[None] * table.num_dead, *table.blocks]
 
     def first_live_block(self, group: int) -> int:
@@ -149,11 +220,17 @@ class GroupTables(SideTables):
         number = self.layout.table_numbers.get(group)
         return 0 if number is None or number == len(self.tables) else self.tables[number].num_dead
 
-    def check_back(self, position: int, sequence_id: Hashable, call: str) -> None:
-        """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
+    def check_back(self, position: int, sequence: Sequence, call: str) -> None:
+        """As `SideTables.check_back`. A state in place can't go back either, but to the beginning."""
         fallback = self.fallback
         for number, table in enumerate(self.tables):
             side_group = table.side_group
+            end = max(table.end, sequence.num_computed_tokens) if isinstance(table, GapTable) else position
+            if 0 < position < end:
+                raise SequenceStateError(
+                    f"{call}: expected to keep all {end} tokens with slots, since the state of group {side_group.group}"
+                    f" is behind them; got {position} of {shown(sequence.sequence_id)}"
+                )
             first = max(table.first_token, table.num_dead * side_group.block_size)
             if fallback is not None and position < fallback.end:
                 first = fallback.tables[number][0] * side_group.block_size
@@ -161,7 +238,7 @@ class GroupTables(SideTables):
                 raise SequenceStateError(
                     f"{call}: expected to keep enough tokens that the next one sees no token before {first}, where the"
                     f" KV of group {side_group.group} ({side_group.kind.label}) begins now;"
-                    f" got {position} of {shown(sequence_id)}"
+                    f" got {position} of {shown(sequence.sequence_id)}"
                 )
 
     def check(self, num_slots: int) -> None:
@@ -180,6 +257,10 @@ class GroupTables(SideTables):
             if side_group.kind.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
                 return True
         return False
+
+
+def _make_table(side_group: SideGroup) -> GroupTable:
+    return GapTable(side_group) if side_group.kind.has_gaps else GroupTable(side_group)
 
 
 def tables_of(sequence: Sequence) -> GroupTables:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, SupportsIndex
 
-from kvblocks.arguments import Given, check_count, listed
+from kvblocks.arguments import Given, check_count, listed, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.change import Change
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.core.slots import SlotAllocator
+from kvblocks.observe.by_salt import SaltEvictions, count_by_salt
 from kvblocks.observe.digests import block_digests, find_by_digest
 from kvblocks.observe.explanation import Explanation, explain
 from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
@@ -32,7 +33,7 @@ class HeldBlocks(NamedTuple):
 class Inspector:
     """What a manager holds and why, for people, routers and tests: `manager.inspect`.
 
-    Made by a manager. Its calls change nothing.
+    Made by a manager. Its calls change nothing, except that `watch_evictions` begins to count.
     """
 
     def __init__(
@@ -139,6 +140,23 @@ class Inspector:
             GroupUsage(group, len(blocks), number)
             for group, (blocks, number) in enumerate(zip(held, num_cached, strict=True))
         ]
+
+    def count_by_salt(self) -> dict[str | None, int]:
+        """Return how many blocks are cached of each salt; None: of prompts without one. For people: O(runs)."""
+        self._change.check_whole()
+        return count_by_salt(self._index)
+
+    def watch_evictions(self, group_of: Callable[[str | None], str]) -> SaltEvictions:
+        """Count evicted blocks by groups of salts from now on. An evicted block then costs O(runs above it).
+
+        group_of: the name of a salt's group. All names are kept, so let there be few. It must not raise.
+        """
+        self._change.check_whole()
+        if not callable(group_of):
+            raise wrong("group_of", "a function", group_of)
+        watcher = SaltEvictions(group_of)
+        self._index.watch(watcher)
+        return watcher
 
     def count_empty_blocks(self, max_blocks: SupportsIndex) -> int:
         """Return how many of the next `max_blocks` blocks to be taken hold nothing, so that taking them evicts nothing.

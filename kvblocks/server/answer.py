@@ -13,8 +13,13 @@ from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.server.answers.logprobs import ChoiceWriter, Echo
 from kvblocks.server.errors import ApiError
+from kvblocks.server.misses.comparison import Comparison
+from kvblocks.server.misses.record import openais
+from kvblocks.server.pins.marked_pins import MarkOutcome
 from kvblocks.server.requests import AnswerKind, AnswerRequest
 from kvblocks.server.service_metrics import RequestOutcome
+from kvblocks.server.tools.calls import ToolCall
+from kvblocks.server.tools.reader import CallReader
 from kvblocks.server.wire import Json
 
 _PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-", "warm": "warm-"}
@@ -29,7 +34,8 @@ class Answer:
 
     answer_id: its name for clients and logs. start_s: when its request came, on `time.monotonic`; None: now. prompts:
     as tokens, once it is submitted. has_begun: whether any token has been generated. outcome: None until it ends.
-    timer: ends it after the time limit.
+    timer: ends it after the time limit. compared: with what its request named, before the first piece comes. marked:
+    what became of its request's marks, likewise. model: its name.
     """
 
     def __init__(
@@ -42,10 +48,11 @@ class Answer:
         start_s: float | None = None,
     ) -> None:
         self.asked = asked
+        self.model = model
         self.prompts: list[list[int]] = []
         self._tiers = tiers
         self._tokenizer = tokenizer
-        self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
+        self.answer_id = (asked.id_prefix or _PREFIXES[asked.kind]) + uuid.uuid4().hex
         self.start_s = time.monotonic() if start_s is None else start_s
         self.has_begun = False
         self.outcome: RequestOutcome | None = None
@@ -55,6 +62,10 @@ class Answer:
         self._pieces: deque[Piece] = deque()  # not taken yet
         self._completions: dict[int, Completion] = {}  # by choice
         self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has sent a part
+        self._readers: dict[int, CallReader] = {}  # of choices that may call tools
+        self._num_called: Counter[int] = Counter()  # calls of each choice that a stream has sent
+        self.compared: Comparison | None = None
+        self.marked: tuple[MarkOutcome, ...] = ()
         self._error: ApiError | None = None
         self._news = asyncio.Event()
 
@@ -98,13 +109,27 @@ class Answer:
         self._pieces.clear()
         return pieces
 
+    def completions(self) -> list[Completion]:
+        """Return the completions of all choices that have ended, in order. O(choices)."""
+        return [completion for _, completion in sorted(self._completions.items())]
+
+    def stop_string(self, completion: Completion) -> str | None:
+        """Return the stop string that has ended a choice; None if none has. O(text)."""
+        stops = self.asked.options.get("stop") or ()
+        if not stops or completion.finish_reason != "stop" or self._tokenizer is None:
+            return None
+        skips = self.asked.options.get("skip_special_tokens", True)
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=skips)
+        found = [(at, -len(stop), stop) for stop in stops if (at := text.find(stop, len(completion.text))) >= 0]
+        return min(found)[2] if found else None
+
     def body(self) -> Json:
         """Return the whole answer; it must be whole. O(tokens)."""
         if self.asked.kind == "warm":
             return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
         choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
         kind = "chat.completion" if self.asked.kind == "chat" else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **self._told()}
 
     def _whole_choice(self, index: int, completion: Completion) -> Json:
         written, logprobs = self._new_writer(index).write(
@@ -112,8 +137,11 @@ class Answer:
         )
         text: Json = {"text": written}
         if self.asked.kind == "chat":
-            text = {"message": {"role": "assistant", "content": written, "refusal": None}}
-        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+            said, calls = self.read(index, written, is_last=True)
+            called: Json = {"tool_calls": [_call_json(call) for call in calls]} if calls else {}
+            content = said or None if calls else said
+            text = {"message": {"role": "assistant", "content": content, "refusal": None, **called}}
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": self.reason(index, completion)}
         return self._with_ids(choice, completion.token_ids)
 
     def chunks(self, piece: Piece) -> list[Json]:
@@ -133,16 +161,57 @@ class Answer:
             written, logprobs = writer.write(
                 piece.text, token_ids, None if piece.logprobs is None else [piece.logprobs], piece.prompt_logprobs
             )
-            content = {"content": written} if written or completion is None else {}
-            text: Json = {"delta": content} if is_chat else {"text": written}
-            reason = None if completion is None else completion.finish_reason
-            said = {"index": choice, **text, "logprobs": logprobs, "finish_reason": reason}
-            chunks.append(self._chunk([self._with_ids(said, token_ids)], self._usage_so_far(piece)))
+            deltas: list[Json] = [{"text": written}]
+            if is_chat:
+                deltas = self._deltas(choice, written, is_last=completion is not None)
+            if not deltas and (self.asked.return_token_ids or writer.must_write):
+                deltas = [{"delta": {"content": ""}}]
+            for index, delta in enumerate(deltas):
+                is_end = index == len(deltas) - 1
+                reason = self.reason(choice, completion) if completion is not None and is_end else None
+                said = {"index": choice, **delta, "logprobs": logprobs if is_end else None, "finish_reason": reason}
+                ids = token_ids if is_end else []
+                chunks.append(self._chunk([self._with_ids(said, ids)], self._usage_so_far(piece)))
         return chunks
+
+    def _deltas(self, choice: int, written: str, *, is_last: bool) -> list[Json]:
+        """A chat's next deltas: text, then calls, each with its name first; none if nothing is certain yet."""
+        said, calls = self.read(choice, written, is_last=is_last)
+        deltas: list[Json] = [{"delta": {"content": said}}] if said else []
+        for call in calls:
+            index, begun = self._num_called[choice], _call_json(call)
+            self._num_called[choice] += 1
+            begun["function"] = {"name": call.name, "arguments": ""}
+            deltas.append({"delta": {"tool_calls": [{"index": index, **begun}]}})
+            more = {"index": index, "function": {"arguments": call.arguments}}
+            deltas.append({"delta": {"tool_calls": [more]}})
+        return [*deltas, {"delta": {}}] if is_last and (calls or not deltas) else deltas
+
+    def read(self, choice: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+        """Return the text and the calls that are certain with a choice's next text; without tools it is all text."""
+        tools = self.asked.tools
+        if tools is None or not tools.is_read:
+            return text, []
+        if choice not in self._readers:
+            self._readers[choice] = CallReader(self.asked.tool_format, is_one=tools.is_one)
+        return self._readers[choice].feed(text, is_last=is_last)
+
+    def reason(self, choice: int, completion: Completion) -> str:
+        """Return why a choice ended, as Chat Completions says it."""
+        reader = self._readers.get(choice)
+        has_called = reader is not None and reader.num_calls > 0
+        return "tool_calls" if has_called and completion.finish_reason == "stop" else completion.finish_reason
 
     def usage_chunk(self) -> Json:
         """Return the last chunk, which a client asks for by `include_usage`. O(choices)."""
-        return {**self._chunk([]), "usage": self._usage()}
+        return {**self._chunk([]), "usage": self._usage(), **self._told()}
+
+    def _told(self) -> Json:
+        """What an answer tells beside itself: fields that weren't carried out, and a comparison that was asked for."""
+        told: Json = {"warnings": list(self.asked.warnings)} if self.asked.warnings else {}
+        asked, num_tokens = self.asked.compares_with, len(self.prompts[0]) if self.prompts else 0
+        found = openais(self.compared, asked, num_tokens, 1)
+        return told if found is None else {**told, "prompt_cache_diagnostics": found}
 
     def _choice(self, piece: Piece) -> int:
         """The index of the choice that a piece belongs to."""
@@ -186,7 +255,7 @@ class Answer:
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {
                 "cached_tokens": num_cached_tokens,
-                "cached_tokens_by_tier": self._by_tier(first_samples),
+                "cached_tokens_by_tier": self.by_tier(first_samples),
             },
         }
 
@@ -194,13 +263,18 @@ class Answer:
         return {
             "num_prompt_tokens": completion.num_prompt_tokens,
             "num_cached_tokens": completion.num_cached_tokens,
-            "num_cached_tokens_by_tier": self._by_tier([completion]),
+            "num_cached_tokens_by_tier": self.by_tier([completion]),
             "num_computed_tokens": completion.num_computed_tokens,
             "seconds": round(completion.ttft_s, 6),
         }
 
-    def _by_tier(self, completions: list[Completion]) -> dict[str, int]:
-        """The cached tokens of prompts, by the tier where they were found."""
+    def by_tier(self, completions: list[Completion]) -> dict[str, int]:
+        """Return the cached tokens of prompts, by the tier where they were found."""
         loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
         num_cached_tokens = sum(one.num_cached_tokens for one in completions)
         return {"device": num_cached_tokens - sum(loaded.values()), **loaded}
+
+
+def _call_json(call: ToolCall) -> Json:
+    """A call as Chat Completions has it."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -4,45 +4,69 @@ The scheduler admits a request later, when the cache may hold more or less. A cl
 arrived. Once a request is computed its own blocks are cached, so the reason for a miss must be found before.
 """
 
+import json
 import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.observe.explanation import Explanation
 from kvblocks.server.access.callers import Caller
+from kvblocks.server.misses.comparison import Comparison, compare
+from kvblocks.server.misses.prompts import KeptMessage, KeptPrompt, KeptPrompts, KeptTool
+from kvblocks.server.misses.reasons import NOTHING_KNOWN, Surroundings, TakenTimes
+from kvblocks.server.requests import AnswerRequest
 
 MAX_KEPT = 1000
+_MAX_TAKERS = 4096
 
 
 @dataclass(slots=True)
 class Arrival:
-    """One prompt when it came. explanation: None unless reasons are kept. completion: its first sample's, once done."""
+    """One prompt when it came. explanation: None unless reasons are kept. completion: its first sample's, once done.
+
+    around: the cache then. key: of the kept prompt; None: it isn't kept for comparisons.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     explanation: Explanation | None
     completion: Completion | None = None
+    around: Surroundings = NOTHING_KNOWN
+    key: str | None = None
 
 
 class Arrivals:
     """The last MAX_KEPT requests, by id, and counts of all lookups. Owned by the engine's thread.
 
-    keep_reasons: explain each miss when it comes, which costs O(runs in the cache + tokens) a prompt.
+    keep_reasons: explain each miss when it comes, which costs O(runs in the cache + tokens) a prompt, and keep prompts
+    for comparisons. tokenizer: decodes what is compared. times: when blocks were taken.
     """
 
-    def __init__(self, lookups: Lookups, *, keep_reasons: bool) -> None:
+    def __init__(self, lookups: Lookups, tokenizer: Tokenizer | None, *, keep_reasons: bool) -> None:
         self._lookups = lookups
+        self._tokenizer = tokenizer
         self._keep_reasons = keep_reasons
         self._kept: dict[str, tuple[str | None, list[Arrival]]] = {}
+        self.prompts = KeptPrompts()
+        self.times = TakenTimes()
+        self._takers: OrderedDict[object, tuple[str | None, str | None]] = OrderedDict()  # tenants and salts
         # One tuple, so that another thread reads two numbers of the same moment.
         self.num_lookups_and_seconds: tuple[int, float] = (0, 0.0)
 
-    def note(self, key: str, tenant: str | None, prompts: Items[Request]) -> None:
-        """Look up a tenant's new prompts, each by its first sample. Call it before the next step."""
-        self._kept[key] = (tenant, [self._look_up(request) for request in prompts])
+    def note(self, key: str, asked: AnswerRequest, prompts: Items[Request]) -> None:
+        """Look up a request's new prompts, each by its first sample. Call it before the next step."""
+        arrivals = [self._look_up(request, asked.caller.tenant) for request in prompts]
+        self._kept[key] = (asked.caller.tenant, arrivals)
+        if self._keep_reasons and arrivals:
+            self._keep(key, asked, prompts[0], arrivals[0])
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
 
@@ -50,6 +74,8 @@ class Arrivals:
         """Note the completion of a prompt's first sample."""
         if key in self._kept:
             self._kept[key][1][prompt].completion = completion
+        if not prompt:
+            self.prompts.finish(key, completion.token_ids)
 
     def find(self, key: str, caller: Caller) -> list[Arrival] | None:
         """Return the arrivals of a request's prompts.
@@ -59,11 +85,68 @@ class Arrivals:
         tenant, arrivals = self._kept.get(key, (None, None))
         return arrivals if tenant == caller.tenant or caller.is_operator else None
 
-    def _look_up(self, request: Request) -> Arrival:
+    def find_last(self, caller: Caller, salt: str | None, session: str | None) -> str | None:
+        """Return the id of a caller's last request under a salt, and of a session if it names one. O(requests)."""
+        found = self.prompts.last(caller.tenant, salt, session)
+        return None if found is None else found.key
+
+    def compare(self, arrival: Arrival, with_key: str | None = None) -> Comparison | None:
+        """Compare a prompt with the one before it in its conversation, or with that of an answer's id.
+
+        None if there is none, or it isn't of the same tenant and salt.
+        """
+        kept = self.prompts
+        prompt = None if arrival.key is None else kept.get(arrival.key)
+        if prompt is None:
+            return None
+        other = kept.before(prompt) if with_key is None else kept.find(with_key, prompt.tenant, prompt.salt)
+        return None if other is None or other is prompt else compare(other, prompt, self._tokenizer)
+
+    def _keep(self, key: str, asked: AnswerRequest, request: Request, arrival: Arrival) -> None:
+        sequence = request.sequence
+        tokens, tools = array("I", sequence.token_ids(0, sequence.num_prompt_tokens)), asked.tools
+        messages = tuple([_kept_message(message) for message in asked.messages])
+        fingerprints = () if tools is None else tuple([KeptTool(*pair) for pair in tools.fingerprints])
+        session = asked.options.get("session")
+        self.prompts.keep(KeptPrompt(key, asked.caller.tenant, sequence.salt, session, tokens, messages, fingerprints))
+        arrival.key = key
+
+    def _look_up(self, request: Request, tenant: str | None) -> Arrival:
         start = time.perf_counter()
         hit = self._lookups.find(request)
         seconds = time.perf_counter() - start
         count, total = self.num_lookups_and_seconds
         self.num_lookups_and_seconds = (count + 1, total + seconds)
-        explanation = self._lookups.manager.inspect.explain(request.sequence) if self._keep_reasons else None
-        return Arrival(request.sequence.num_prompt_tokens, hit.num_tokens, explanation)
+        explanation, around = None, Surroundings()
+        sequence = request.sequence
+        if self._keep_reasons:
+            explanation = self._lookups.manager.inspect.explain(sequence)
+            if explanation.cause != "no miss":
+                around = self.look_around(explanation, sequence.salt, tenant, hit.pending_tokens)
+            self._takers[sequence.sequence_id] = (tenant, sequence.salt)
+            if len(self._takers) > _MAX_TAKERS:
+                self._takers.popitem(last=False)
+        return Arrival(sequence.num_prompt_tokens, hit.num_tokens, explanation, around=around)
+
+    def look_around(
+        self, explanation: Explanation, salt: str | None, tenant: str | None, num_pending_tokens: int
+    ) -> Surroundings:
+        """Return the cache as it is now, for a prompt of this salt and tenant that missed. O(pins + quotas)."""
+        removal, manager = explanation.removal, self._lookups.manager
+        if removal is None:
+            return Surroundings(num_pending_tokens=num_pending_tokens)
+        used = [quota for quota in manager.quotas if quota.salt == salt]
+        taker = self._takers.get(removal.sequence_id)
+        return Surroundings(
+            num_pinned_blocks=sum([pin.num_held_blocks for pin in manager.pins]),
+            is_over_quota=any(quota.num_cached_blocks >= quota.max_cached_blocks for quota in used),
+            num_pending_tokens=num_pending_tokens,
+            evicted_at=self.times.when(removal.num_taken_blocks),
+            evicted_for=None if taker is None else taker[0],
+            is_own=None if taker is None else taker == (tenant, salt),
+        )
+
+
+def _kept_message(message: Mapping[str, Any]) -> KeptMessage:
+    more = {name: value for name, value in message.items() if name not in {"role", "content"}}
+    return KeptMessage(message["role"], message["content"], json.dumps(more) if more else "")

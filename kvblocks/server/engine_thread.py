@@ -26,12 +26,18 @@ from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.server.answer import Answer
 from kvblocks.server.arrivals import Arrivals
 from kvblocks.server.errors import ApiError, as_api_error, step_error, stopping_error
-from kvblocks.server.pin_book import PinBook
+from kvblocks.server.misses.comparison import Comparison
+from kvblocks.server.pins.marked_pins import MarkedPins, MarkOutcome
+from kvblocks.server.pins.pin_book import PinBook
+from kvblocks.server.tenant_usage import TenantUsage
 from kvblocks.wire.hints import HintExecutor, HintLimits
 
 logger = logging.getLogger("kvblocks.server")
 
 T = TypeVar("T")
+
+_USAGE_S = 1.0
+"""How often tenants' usage is read for metrics, at most."""
 
 _GLANCE_S = 0.1
 """While `stop` waits for the thread's end, it checks every so many seconds whether `close_by` has changed."""
@@ -51,7 +57,21 @@ class Warmed:
     completion: Completion
 
 
-Item = Piece | Warmed | ApiError | Mark
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A prompt was compared with the one that its request named; None: that isn't known."""
+
+    found: Comparison | None
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What became of the marks of a request."""
+
+    outcomes: tuple[MarkOutcome, ...]
+
+
+Item = Piece | Warmed | Compared | Marked | ApiError | Mark
 Publish = Callable[[list[tuple[Answer, Item]]], None]
 
 
@@ -62,7 +82,8 @@ class EngineThread:
     this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins, hints:
     for functions given to `call`. `arrivals.num_lookups_and_seconds` and `hint_stats`, both of the last step, may be
     read by any thread. close_by: how long the end waits for the tiers to store blocks, as a time on `time.monotonic`;
-    any thread may change it. recorder: told of each prompt that was begun, when its first sample ends.
+    any thread may change it. usage: of tenants; publishes_usage: whether it is read about once a second for metrics, to
+    be set before the start. recorder: told of each prompt that was begun, when its first sample ends.
     """
 
     def __init__(
@@ -70,11 +91,16 @@ class EngineThread:
     ) -> None:
         self.engine = engine
         self._recorder = recorder
-        self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
+        keeps = keep_reasons and engine.manager.enable_caching
+        self.arrivals = Arrivals(engine.scheduler.lookups, engine.model.tokenizer, keep_reasons=keeps)
+        self.usage = TenantUsage(engine.manager)
+        self.publishes_usage = False
+        self._published_s = 0.0
         self.pins = PinBook(engine.manager)
         # Each salt may pin a quarter of what all pins may have. An operator may evict anybody's blocks.
         budget = engine.manager.pins.max_blocks // 4
         self.hints = HintExecutor(engine.manager, max_pinned_blocks=budget, limits=HintLimits(may_evict=True))
+        self.marks = MarkedPins(engine.manager, budget)
         self.hint_stats = self.hints.stats  # never changed, only replaced
         self.on_death: Callable[[], None] = lambda: None
         self.close_by = 0.0
@@ -164,17 +190,22 @@ class EngineThread:
         None if nothing of that will happen.
         """
         now, times = time.monotonic(), (self.hints.next_time, self.engine.wake_at)
-        pin_s, seconds = self.pins.seconds_left(), [min(3600.0, max(0.0, at - now)) for at in times if at is not None]
-        return min(seconds if pin_s is None else [pin_s, *seconds], default=None)
+        ends = [left for left in (self.pins.seconds_left(), self.marks.seconds_left()) if left is not None]
+        return min([*ends, *[min(3600.0, max(0.0, at - now)) for at in times if at is not None]], default=None)
 
     def _step(self) -> None:
         self.pins.expire()
+        self.marks.expire()
+        self.arrivals.times.note(time.time(), self.engine.manager.stats.num_taken_blocks)
         for generation in self.engine.step():
             answer = self._answers.get(generation)
             if answer is not None:
                 self._take(answer, generation)
         self.hints.step(time.monotonic())  # clients ask again for the outcome of deferred hints
         self.hint_stats = self.hints.stats
+        if self.publishes_usage and time.monotonic() >= self._published_s + _USAGE_S:
+            self._published_s = time.monotonic()
+            self.usage.read()
 
     def _take(self, answer: Answer, generation: Generation) -> None:
         """Publish what a generation has for its answer."""
@@ -196,6 +227,7 @@ class EngineThread:
             self._put(answer, Warmed(generation.prompt_index, generation.completion))
         if not generation.sample_index:
             self.arrivals.finish(answer.answer_id, generation.prompt_index, generation.completion)
+            self.usage.note(answer.asked.caller.tenant, generation.completion)
         if not self._unfinished[answer]:
             self._close(answer)
 
@@ -220,11 +252,24 @@ class EngineThread:
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]
             # None of the answer's own blocks is cached before the next step.
-            self.arrivals.note(answer.answer_id, answer.asked.caller.tenant, first_samples)
+            self.arrivals.note(answer.answer_id, answer.asked, first_samples)
+            if answer.asked.marks:
+                self._put(answer, Marked(self._mark(answer, prompts[0])))
+            if answer.asked.compares_with is not None:
+                (arrival, *_) = self.arrivals.find(answer.answer_id, answer.asked.caller) or (None,)
+                found = None if arrival is None else self.arrivals.compare(arrival, answer.asked.compares_with)
+                self._put(answer, Compared(found))
         except Exception as error:
             if not isinstance(error, KVBlocksError):
                 logger.exception("request %s could not be begun", answer.answer_id)
             self._fail(answer, as_api_error(error))
+
+    def _mark(self, answer: Answer, prompt: list[int]) -> tuple[MarkOutcome, ...]:
+        """Pin the prefixes that a request marks, shortest first; the longer ones take their places."""
+        asked = answer.asked
+        marks = sorted(zip(asked.marked_tokens, asked.marks, strict=True), key=lambda pair: pair[0])
+        salt = asked.options.get("salt")
+        return tuple([self.marks.mark(prompt[:count], salt=salt, ttl_s=mark.ttl_s) for count, mark in marks])
 
     def _room_after(self, prompt: list[int]) -> int:
         return self.engine.scheduler.max_request_tokens - len(prompt)

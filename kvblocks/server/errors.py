@@ -15,6 +15,18 @@ _TYPES = {
     504: "timeout_error",
 }
 
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+MESSAGES = "/v1/messages"
+"""The paths that begin so are Anthropic's."""
+
 
 class ApiError(KVBlocksError):
     """A request that gets an error instead of an answer.
@@ -43,6 +55,15 @@ class ApiError(KVBlocksError):
         """Return the body of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def to_anthropics(self) -> dict[str, object]:
+        """Return the body of the response in Anthropic's shape."""
+        kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def to_json_for(self, path: str) -> dict[str, object]:
+        """Return the body of the response to a request of this path."""
+        return self.to_anthropics() if path.startswith(MESSAGES) else self.to_json()
 
 
 def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:

@@ -23,16 +23,23 @@ from kvblocks.server.body.messages import (
     parse_messages,
     parse_template_values,
 )
-from kvblocks.server.body.neutral import REFUSED, WITHOUT_EFFECT
+from kvblocks.server.body.neutral import REFUSED, TOLD, WITHOUT_EFFECT
+from kvblocks.server.body.origin import Origin
+from kvblocks.server.body.prefix_mark import PrefixMark
 from kvblocks.server.body.response_format import Form, parse_form
 from kvblocks.server.body.sampling import (
     check_size,
     most_scored_tokens,
     parse_echo,
+    parse_logit_bias,
     parse_logprobs,
+    parse_priority,
     parse_sampling,
 )
 from kvblocks.server.errors import ApiError, as_api_error
+from kvblocks.server.tools.choice import CallsForm, ToolUse, parse_tools
+from kvblocks.server.tools.formats import FORMATS, ToolFormat
+from kvblocks.server.tools.teaching import encode_chat
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
@@ -86,6 +93,11 @@ class AnswerRequest:
     a stream's end; continuous_usage: in each of its chunks too. template_values: values that a chat's template may
     read. add_special_tokens: whether texts get the tokens that the tokenizer adds to prompts. request_id: the client's
     own, for logs. echo: whether answers begin with their prompts. form: the form of the answers' texts, not compiled.
+    tools: what it says of tools; tool_format: how the model writes calls. warnings: fields that weren't carried out.
+    compares_with: the id of an earlier answer, if the answer is to say where the two prompts part. id_prefix: of the
+    answer's id; "": that of its kind. marks: prefixes to keep cached; marked_tokens: how many tokens each has.
+    clamps: whether an answer for which the context has less room than max_tokens is given, and ends there. origin: what
+    a body of Responses said; None for others.
     """
 
     kind: Kind
@@ -98,7 +110,16 @@ class AnswerRequest:
     include_usage: bool
     return_token_ids: bool
     echo: bool = False
-    form: Form | None = None
+    form: Form | CallsForm | None = None
+    tools: ToolUse | None = None
+    tool_format: ToolFormat = FORMATS["hermes"]
+    warnings: tuple[str, ...] = ()
+    compares_with: str | None = None
+    id_prefix: str = ""
+    marks: tuple[PrefixMark, ...] = ()
+    marked_tokens: tuple[int, ...] = ()
+    clamps: bool = False
+    origin: Origin | None = None
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -111,6 +132,16 @@ class AnswerRequest:
         """Return the request with this caller and its salts. Raises ApiError for a salt that the caller may not use."""
         options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
         return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
+
+    def speaking(self, tool_format: ToolFormat, *, has_special_marks: bool) -> Self:
+        """Return the request for a model that writes calls like this. has_special_marks: with special tokens."""
+        if self.tools is None:
+            return replace(self, tool_format=tool_format)
+        form = CallsForm(self.tools, tool_format) if self.tools.choice == "required" else self.form
+        options = self.options
+        if has_special_marks and self.tools.is_read:  # the marks are not to be left out of the text
+            options = OptionValues(**{**options, "skip_special_tokens": False})
+        return replace(self, tool_format=tool_format, form=form, options=options)
 
     def constrained(self, grammar: Grammar) -> Self:
         """Return the request with its form compiled to a grammar."""
@@ -134,9 +165,29 @@ class AnswerRequest:
     def options_of(self, index: int, room: Callable[[], int]) -> OptionValues:
         """Return the options of a prompt. room: returns how many tokens may follow it; called only where needed."""
         most = most_scored_tokens(self.options) if self.options["max_tokens"] is None else None
+        if self.clamps and self.options["max_tokens"] is not None:
+            most = self.options["max_tokens"]
         if most is not None:
             return OptionValues(**{**self.options, "max_tokens": max(1, min(most, room()))})
         return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options
+
+    def find_marks(self, tokenizer: Tokenizer | None, tokens: list[int]) -> tuple[int, ...]:
+        """Return how many first tokens of the prompt each marked prefix has; 0 where the template refuses it.
+
+        O(length) for each mark.
+        """
+        found = []
+        for mark in self.marks:
+            assert tokenizer is not None, "the chat was encoded with it"
+            try:
+                other = encode_chat(
+                    tokenizer, mark.variant, self.template_values, self.tools, self.tool_format, begins_answer=False
+                )
+            except KVBlocksError:
+                other = []
+            pairs = enumerate(zip(tokens, other, strict=False))
+            found.append(next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(other))))
+        return tuple(found)
 
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""
@@ -150,7 +201,7 @@ class AnswerRequest:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
         check_size([()], self.options, echo=False)
-        return [tokenizer.apply_chat_template(list(self.messages), variables=self.template_values)]
+        return [encode_chat(tokenizer, self.messages, self.template_values, self.tools, self.tool_format)]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
@@ -294,7 +345,12 @@ def _finish(
         skip_special_tokens=_parse_skip_special(fields),
         salt=fields.kept_text("cache_salt"),
         session=fields.kept_text("prompt_cache_key"),
+        logit_bias=parse_logit_bias(fields),
+        priority=parse_priority(fields),
     )
+    tools = parse_tools(fields) if kind == "chat" else None
+    if kind == "completion":
+        refuse_tools(fields)
     stream = fields.flag("stream")
     include_usage, continuous_usage = _parse_stream_options(fields, stream=stream)
     values = parse_template_values(fields) if kind == "chat" else {}
@@ -304,13 +360,16 @@ def _finish(
         model=fields.text("model"),
         prompts=prompts,
         messages=messages,
-        num_chars=tuple(texts) if kind == "completion" else (num_message_chars(messages) + num_chars(values),),
+        num_chars=tuple(texts) if kind == "completion" else (_num_chat_chars(messages, values, tools),),
         options=options,
         stream=stream,
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
         echo=echo,
-        form=parse_form(fields, n * max(1, len(prompts))),
+        form=parse_form(fields, n * max(1, len(prompts)), must_call=tools is not None and tools.choice == "required"),
+        tools=tools,
+        warnings=parse_told(fields),
+        compares_with=parse_cache_options(fields),
         continuous_usage=continuous_usage,
         template_values=values,
         add_special_tokens=_parse_add_special(fields, kind),
@@ -320,6 +379,38 @@ def _finish(
     fields.ignore(WITHOUT_EFFECT)
     fields.refuse_unknown()
     return request
+
+
+def parse_told(fields: Fields) -> tuple[str, ...]:
+    """Read fields that are told rather than carried out, and return a warning for each."""
+    given = {name: fields.take(name) for name in TOLD}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise fields.error(name, "a text")
+    return tuple([f"{name}: {TOLD[name]}" for name, value in given.items() if value not in {None, "none"}])
+
+
+def parse_cache_options(fields: Fields) -> str | None:
+    """Read OpenAI's `prompt_cache_options`: the id of an answer to compare with; None: none. Raises ApiError."""
+    value = fields.take("prompt_cache_options")
+    if value is None:
+        return None
+    options = Fields(value, "prompt_cache_options")
+    found = options.text("comparison_response_id", MAX_REQUEST_ID)
+    options.ignore(("mode", "ttl"))
+    options.refuse_unknown()
+    return found
+
+
+def refuse_tools(fields: Fields) -> None:
+    """Refuse tools where there are no messages. Raises ApiError."""
+    fields.refuse("tools", ([],), "/v1/chat/completions has tools")
+    fields.refuse("tool_choice", ("none", "auto"), "/v1/chat/completions has tools")
+    fields.ignore(("parallel_tool_calls",))
+
+
+def _num_chat_chars(messages: tuple[Message, ...], values: Mapping[str, Any], tools: ToolUse | None) -> int:
+    return num_message_chars(messages) + num_chars(values) + (0 if tools is None else num_chars(tools.definitions))
 
 
 def _parse_min_tokens(fields: Fields, most: int | None) -> int:

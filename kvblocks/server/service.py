@@ -26,10 +26,12 @@ from kvblocks.server.access.compiling import Compilers
 from kvblocks.server.access.encoding import Encoders
 from kvblocks.server.answer import Answer
 from kvblocks.server.body.response_format import Form
-from kvblocks.server.engine_thread import EngineThread, Item, Mark, Warmed
+from kvblocks.server.engine_thread import Compared, EngineThread, Item, Mark, Marked, Warmed
 from kvblocks.server.errors import ApiError, as_api_error, busy_error, late_error, length_error, stopping_error
 from kvblocks.server.service_metrics import RequestOutcome, ServiceMetrics
 from kvblocks.server.settings import ServerSettings
+from kvblocks.server.tools.choice import CallsForm
+from kvblocks.server.tools.formats import format_of
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -41,7 +43,8 @@ class Service:
     """The answers of one engine, which the service owns. Make it, `start` it in the event loop, and `stop` it there.
 
     num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: publishes the engine's events.
-    recorder: records requests. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
+    recorder: records requests. tool_format: how the model writes calls of tools; has_special_marks: whether with
+    special tokens. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
     def __init__(
@@ -61,12 +64,18 @@ class Service:
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
         self._compilers = Compilers()
+        tokenizer = engine.model.tokenizer
+        self.tool_format = format_of(tokenizer, settings.tool_parser)
+        self.has_special_marks = tokenizer is not None and bool(self.tool_format.special_marks(tokenizer))
         self._grammar_compiler: GrammarCompiler | None = None
         self._making_compiler: asyncio.Task[GrammarCompiler] | None = None
         most = engine.scheduler.max_request_tokens  # before there are pins
         # The last generated token needs room in the context, but none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
         self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher, recorder)
+        if settings.metrics_by_tenant:
+            self.thread.publishes_usage = True
+            self.metrics.show_tenants(self.thread.usage)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()
@@ -180,7 +189,7 @@ class Service:
         load.release()
         return prompts
 
-    async def compile(self, form: Form, slots: AnswerSlots) -> Grammar:
+    async def compile(self, form: Form | CallsForm, slots: AnswerSlots) -> Grammar:
         """Return the grammar of a form of answers.
 
         If this raises, ApiError, the slots that were taken for it are given back once the compiling has ended.
@@ -194,7 +203,7 @@ class Service:
             if isinstance(error, KVBlocksError):
                 raise as_api_error(error, param=form.name) from error
             raise
-        return await self._compilers.run(partial(form.compile, compiler), give_back)
+        return await self._compilers.run(partial(form.compile, compiler, self.engine.model.tokenizer), give_back)
 
     async def _make_compiler(self) -> GrammarCompiler:
         """The compiler of grammars for the model. The first call makes it, unless it was made before."""
@@ -270,6 +279,10 @@ class Service:
                 pass  # it was dropped, or its time was over
             elif isinstance(item, Piece):
                 self._put(answer, item)
+            elif isinstance(item, Compared):
+                answer.compared = item.found
+            elif isinstance(item, Marked):
+                answer.marked = item.outcomes
             elif isinstance(item, Warmed):
                 answer.put_warmed(item.prompt_index, item.completion)
                 if answer.is_whole:

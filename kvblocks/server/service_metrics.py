@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector, RememberedCollector
 from kvblocks.replay.recorder import TraceRecorder
+from kvblocks.server.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -34,7 +35,10 @@ class RequestOutcome(Enum):
 
 
 class ServiceMetrics:
-    """The metrics of one server, in a registry of its own. No series names a tenant. Owned by the event loop."""
+    """The metrics of one server, in a registry of its own. Owned by the event loop.
+
+    No series names a tenant, unless `show_tenants` was called.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,10 @@ class ServiceMetrics:
         for name, (text, read) in gauges.items():
             Gauge(f"{_PREFIX}_{name}", text, registry=registry).set_function(read)
 
+    def show_tenants(self, usage: TenantUsage) -> None:
+        """Have series by tenant, too, from now on."""
+        self._registry.register(_Tenants(usage))
+
     def count(self, outcome: RequestOutcome) -> None:
         """Count a request that has ended."""
         self._outcomes.labels(outcome.value).inc()
@@ -90,6 +98,31 @@ class ServiceMetrics:
     def scrape(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _Tenants(Collector):
+    """Metrics by tenant: those of the keys, and one for all others."""
+
+    def __init__(self, usage: TenantUsage) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families as of about a second ago."""
+        latest = self._usage.latest
+        families: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, str], ...] = (
+            (CounterMetricFamily, "requests", "num_requests", "Prompts that were computed."),
+            (CounterMetricFamily, "prompt_tokens", "num_prompt_tokens", "Their tokens."),
+            (CounterMetricFamily, "cached_tokens", "num_cached_tokens", "Tokens that needed no computing."),
+            (CounterMetricFamily, "evicted_blocks", "num_evicted_blocks", "Blocks that were evicted."),
+            (GaugeMetricFamily, "held_blocks", "num_held_blocks", "Blocks that are cached."),
+            (GaugeMetricFamily, "pinned_blocks", "num_pinned_blocks", "Blocks that pins hold."),
+        )
+        for family, name, field, text in families:
+            about = f"{text} By tenant; empty: all clients without one."
+            metric = family(f"kvblocks_tenant_{name}", about, labels=["tenant"])
+            for tenant, values in latest.items():
+                metric.add_metric([tenant], values[field])
+            yield metric
 
 
 class _Recorded(Collector):

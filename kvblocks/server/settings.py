@@ -248,8 +248,8 @@ class ServerSettings:
     other machines without a key. allowed_hosts: names that a request's Host header may have, beside those of the
     loopback. If empty, any name is allowed; but a server on the loopback without keys then allows the loopback's names
     only. allowed_origins: of web pages that may use the server from a browser; empty: none. log_level: the least level
-    that is logged; "info" logs each request. record: a file that gets a line for each request, for `kvblocks replay`;
-    None: no file.
+    that is logged; "info" logs each request. tool_parser: how the model writes calls of tools; None: as its template
+    says. record: a file that gets a line for each request, for `kvblocks replay`; None: no file.
     """
 
     host: str = flag("Address to listen at.", _SERVER, default="127.0.0.1")
@@ -299,6 +299,12 @@ class ServerSettings:
         kind=list[str],
         read=tuple,
     )
+    tool_parser: str | None = flag(
+        "How the model writes calls of tools: hermes, llama3, mistral, mistral-args, granite, pythonic or gemma."
+        " Default: as its chat template says.",
+        _SERVER,
+    )
+    metrics_by_tenant: bool = flag("Show tenants' names in /metrics, which needs no key.", _SERVER, default=False)
     allow_anyone: bool = flag("Serve other machines without a key.", _SERVER, default=False)
     max_requests: int = flag(
         "The most unfinished answers, waiting ones too; more get 429.", _SERVER, default=256, least=1
@@ -343,6 +349,10 @@ class ServerSettings:
                     f"{name('allowed_origins')}: expected one origin in lower case, as browsers send it, such as"
                     f" https://app.example or http://localhost:3000, got {origin!r}"
                 )
+        if self.tool_parser is not None:
+            from kvblocks.server.tools.formats import FORMATS
+
+            check_one_of(name("tool_parser"), self.tool_parser, tuple(FORMATS))
         self._check_keys()
         if not is_loopback(self.host) and not self.has_keys and not self.allow_anyone:
             raise InvalidArgumentError(

@@ -30,9 +30,9 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(encode_json(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return an error as a response."""
-    return json_response(error.to_json(), error.status, error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    """Return an error as a response to a request of this path."""
+    return json_response(error.to_json_for(path), error.status, error.headers)
 
 
 async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:

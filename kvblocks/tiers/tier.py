@@ -120,5 +120,7 @@ def check_layers(groups: Iterable[Any]) -> None:
     items = tuple(groups)
     if items and not any(group.sees_all for group in items):
         raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
+    if any(group.has_gaps for group in items):
+        raise InvalidArgumentError(f"tiers: expected groups with KV for each token, got {items}")
     if not all(group.is_cached for group in items):
         raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")

@@ -14,6 +14,7 @@ from bench.ports import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = Path(os.environ.get("KVBLOCKS_CLIENTS_VENV", ROOT / ".venv-clients"))
 GUIDELLM = Path(os.environ.get("KVBLOCKS_GUIDELLM_VENV", ROOT / ".venv-guidellm"))
+INSTRUCTOR = Path(os.environ.get("KVBLOCKS_INSTRUCTOR_VENV", ROOT / ".venv-instructor"))
 VLLM = Path(os.environ.get("KVBLOCKS_VLLM_VENV", ROOT / ".venv-vllm"))
 IS_REQUIRED = os.environ.get("KVBLOCKS_CLIENTS") == "required"
 

@@ -1,8 +1,8 @@
 """Clients that others wrote, each run to its end against a server: those of versions.txt and of docs/server.md.
 
-`make test-clients` installs them in .venv-clients and .venv-guidellm; vLLM's bench is that of .venv-vllm, where `make
-test-vllm` has made it. Without these the tests are skipped. Other folders: KVBLOCKS_CLIENTS_VENV,
-KVBLOCKS_GUIDELLM_VENV, KVBLOCKS_VLLM_VENV.
+`make test-clients` installs them in .venv-clients, .venv-guidellm and .venv-instructor; vLLM's bench is that of
+.venv-vllm, where `make test-vllm` has made it. Without these the tests are skipped. Other folders:
+KVBLOCKS_CLIENTS_VENV, KVBLOCKS_GUIDELLM_VENV, KVBLOCKS_INSTRUCTOR_VENV, KVBLOCKS_VLLM_VENV.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from clients.clients_help import CLIENTS, GUIDELLM, IS_REQUIRED, ROOT, VLLM, python, routed
+from clients.clients_help import CLIENTS, GUIDELLM, INSTRUCTOR, IS_REQUIRED, ROOT, VLLM, python, routed
 from server.server_harness import MODEL, outcomes, running_server, tiny_loaded
 
 HERE = Path(__file__).resolve().parent
@@ -49,10 +49,26 @@ def asked(server):
     assert outcomes(server)["failed"] == before["failed"]
 
 
-@pytest.mark.parametrize("name", ["openai", "langchain", "litellm"])
+@pytest.mark.parametrize("name", ["openai", "langchain", "litellm", "tools_openai", "anthropic"])
 def test_a_library_of_pypi(server, asked, name):
     run(python(CLIENTS), str(HERE / f"ask_{name}.py"), f"{server.url}/v1", MODEL)
     assert asked() >= 5
+
+
+@pytest.mark.parametrize("name", ["langchain", "instructor", "pydantic-ai", "openai-agents"])
+def test_a_framework_of_agents_at_its_default(server, asked, name):
+    venv = INSTRUCTOR if name == "instructor" else CLIENTS
+    run(python(venv), str(HERE / "ask_frameworks.py"), name, f"{server.url}/v1", MODEL)
+    assert asked() >= 1
+
+
+def test_the_command_llm_with_a_tool(server, asked, tmp_path):
+    entry = {"model_id": "ours", "model_name": MODEL, "api_base": f"{server.url}/v1", "supports_tools": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([entry]))
+    path = str(Path(python(CLIENTS)).with_name("llm"))
+    options = ("-m", "ours", "--key", "none", "-T", "llm_version", "-o", "max_tokens", "6", "Which version?")
+    run(path, *options, LLM_USER_PATH=str(tmp_path))
+    assert asked() >= 1
 
 
 def test_the_library_of_npm(server, asked):

@@ -29,9 +29,10 @@ def python_blocks(path):
     ]
 
 
+BESIDE_A_SERVER = frozenset({"server.md", "agents.md", "misses.md"})
 GUIDES = [
-    path for path in sorted(DOCS.rglob("*.md")) if python_blocks(path) and path.name != "server.md"
-]  # docs/server.md is run beside a server, by tests/server/test_server_docs.py
+    path for path in sorted(DOCS.rglob("*.md")) if python_blocks(path) and path.name not in BESIDE_A_SERVER
+]  # the others are run beside a server, by tests/server/test_server_docs.py
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

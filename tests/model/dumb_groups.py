@@ -27,7 +27,7 @@ class DumbGroups(DumbModel):
         self.computed_from: dict[ModelSequence, dict[int, int]] = {}  # by uncached group: its first token
         full = [group for group, spec in enumerate(specs) if sees_all(spec)]
         self.primary = full[0] if full else None
-        self.alignment = max(spec.block_size for spec in specs)
+        self.alignment = max(spec.block_size for spec in specs if spec.has_tokens)
         size = self.alignment if self.primary is None else specs[self.primary].block_size
         super().__init__(num_blocks, size, enable_caching, first_block)
         self.specs = specs
@@ -432,7 +432,7 @@ class DumbGroups(DumbModel):
 
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         twin = super().fork(sequence, name)
-        if twin.num_computed % self.alignment:
+        if twin.num_computed % self.alignment or not all(spec.has_tokens for spec in self.specs):
             self.unsure |= {sequence, twin}
         self.landmarks[twin] = self.landmarks[sequence]
         self.computed_from[twin] = self.computed_from[sequence]

@@ -27,6 +27,7 @@ Slot = tuple[int, int]
 
 GARBAGE = -1
 ENDLESS = 1_000_000
+MOST_SLOTS = 1000  # of a block that a sequence has for all of its tokens
 AWAITED = "awaited"
 LOST = "lost"
 
@@ -38,7 +39,7 @@ class KVMemory:
         self.groups = groups
         self.block_size = block_size
         self.has_windows = not all(sees_all(group) for group in groups)
-        size = max(group.block_size for group in groups)
+        size = max(min(group.block_size, MOST_SLOTS) for group in groups)
         self.now = [[GARBAGE] * size for _ in range(num_blocks)]
         self.then = [[GARBAGE] * size for _ in range(num_blocks)]
         self.weights = 0

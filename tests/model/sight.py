@@ -1,6 +1,6 @@
 """What a query of each kind of layers sees, token by token: the specification that `first_seen` is compared with."""
 
-from kvblocks import ChunkedLocal, FullAttention, Group, SlidingWindow
+from kvblocks import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
 
 
 def sees(group: Group, position: int, token: int) -> bool:
@@ -8,6 +8,8 @@ def sees(group: Group, position: int, token: int) -> bool:
     match group:
         case FullAttention():
             return True
+        case Scratch():  # what is before a token is there in another form, if at all
+            return token == position
         case SlidingWindow(window=window):
             return token > position - window
         case ChunkedLocal(chunk_size=chunk_size):

@@ -13,7 +13,7 @@ from kvblocks.cli import app as cli
 from kvblocks.cli.client import ServerClient
 from kvblocks.engine.schedule.request import Request
 from kvblocks.server.arrivals import MAX_KEPT
-from kvblocks.server.requests import system_prefix
+from kvblocks.server.requests import parse_completion, system_prefix
 
 SYSTEM = "the cat is in the hat. " * 10
 QUESTION = "and the hen?"
@@ -453,11 +453,11 @@ def test_what_json_or_unicode_does_not_have_is_an_error_of_one_line(kvblocks, ar
 
 def test_only_the_last_requests_are_remembered(server, http):
     first = ask(http)
-    arrivals = server.service.thread.arrivals
+    arrivals, asked = server.service.thread.arrivals, parse_completion({"prompt": [1, 2, 3]})
 
     def many():
         for number in range(MAX_KEPT):
-            arrivals.note(f"other-{number}", None, [Request(Sequence("other", [1, 2, 3]), 1)])
+            arrivals.note(f"other-{number}", asked, [Request(Sequence("other", [1, 2, 3]), 1)])
 
     server.on_thread(many)
     assert http.post("/v1/cache/explain", json={"request_id": first["id"]}).status_code == 404

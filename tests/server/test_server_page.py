@@ -150,3 +150,98 @@ def test_a_browser_is_told_that_a_key_is_needed_and_names_are_text(model, window
         window.wait_for("return document.getElementById('requests').textContent.includes('1 finished')")
         assert no_noise(window, server) <= {"/health", "/metrics"}
         server.wait_until_idle()
+
+
+def type_and_enter(window, element_id, text, enters=True):
+    """Type as a keyboard does: the element gets the text, and a key that the page may take."""
+    script = """
+const field = document.getElementById(arguments[0]);
+field.focus();
+field.value = arguments[1];
+if (arguments[2]) field.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true, cancelable: true }));
+return document.activeElement === field;
+"""
+    assert window.run(script, element_id, text, enters)
+
+
+COSTS = "return [...document.querySelectorAll('.cost')].map(line => line.textContent)"
+SETTLED = (
+    "return !document.getElementById('send').disabled && document.querySelectorAll('.cost').length === arguments[0]"
+)
+
+
+def chatted(window, number):
+    """The cost lines, once there are so many and nothing is under way."""
+    window.wait_for(SETTLED.replace("arguments[0]", str(number)))
+    return window.run(COSTS)
+
+
+@needs_browser
+def test_a_chat_shows_what_each_answer_cost_and_why_it_missed(model, window):
+    with running_server(model, cache={"deterministic": True}, api_key=KEY) as server:
+        window.resize(390, 844)
+        window.open(f"{server.url}/")
+        window.wait_for("return !document.getElementById('ask-key').hidden")
+        type_and_enter(window, "question", "Hello?")
+        window.wait_for("return document.getElementById('turns').textContent.includes('with a key of this server')")
+        assert all("status of 401" in line for line in window.said())
+        submit = "document.getElementById('key').value = arguments[0]; document.querySelector('form').requestSubmit()"
+        window.run(submit, KEY)
+        window.wait_for("return document.getElementById('ask-key').hidden")
+        window.run("document.getElementById('again').click()")
+        type_and_enter(window, "system", "It is 2026-11-25 20:10:11. " + "The cat is in the hat. " * 5, enters=False)
+        type_and_enter(window, "question", "Who <b>is</b> there?")
+        (first,) = chatted(window, 1)
+        assert re.fullmatch(r"first token after [\d.]+ s, .*, 0 of \d+ prompt tokens from the cache \(0%\)", first)
+        type_and_enter(window, "question", "And?")
+        second = chatted(window, 2)[1]
+        share = re.search(r"(\d+) of (\d+) prompt tokens from the cache \((\d+)%\): (\d+) from device", second)
+        assert int(share[1]) == int(share[4]) > 96
+        assert window.run("return document.querySelectorAll('#turns b').length") == 0  # text is text
+        assert fits(window)
+        type_and_enter(window, "system", "It is 2026-11-25 20:10:59. " + "The cat is in the hat. " * 5, enters=False)
+        type_and_enter(window, "question", "Who <b>is</b> there?")
+        chatted(window, 3)
+        window.wait_for("return document.querySelectorAll('.why').length > 0")
+        why = window.run("return [...document.querySelectorAll('.why')].at(-1).textContent")
+        assert "a time or date has changed: '2026-11-25 20:10:11' is now '2026-11-25 20:10:59', in system" in why
+        assert '"1" was, "5" is' in why
+        assert fits(window)
+        keep(window, "narrow-chat")
+        window.resize(1280, 900)
+        window.prefer("dark")
+        keep(window, "wide-chat-dark")
+        window.prefer("light")
+        asked = no_noise(window, server)
+        assert {"/v1/chat/completions", "/v1/cache/explain"} <= asked
+        server.wait_until_idle()
+
+
+@needs_browser
+def test_an_answer_is_ended_by_a_button_and_computed_no_further(model, window):
+    with running_server(model) as server:
+        gate = Gate(server.engine)
+        gate.shut()
+        window.open(f"{server.url}/")
+        type_and_enter(window, "question", "Who?")
+        gate.wait_for_step()
+        window.wait_for("return !document.getElementById('stop').hidden")
+        window.run("document.getElementById('stop').click()")
+        window.wait_for("return document.getElementById('turns').textContent.includes('The answer was ended.')")
+        gate.open()
+        server.wait_until_idle()
+        assert server.service.metrics.counts()["cancelled"] == 1
+        window.run("document.getElementById('again').click()")
+        assert window.run("return document.getElementById('turns').children.length") == 0
+        assert window.run("return document.activeElement.id") == "question"
+
+
+@needs_browser
+def test_the_page_of_endpoints_lists_them(model, window):
+    with running_server(model) as server:
+        window.resize(390, 844)
+        window.open(f"{server.url}/docs")
+        window.wait_for("return document.getElementById('paths').children.length > 30")
+        assert "/v1/messages" in window.text("paths")
+        assert fits(window)
+        assert no_noise(window, server) == {"/docs", "/openapi.json"}

@@ -33,7 +33,7 @@ def test_a_completion_has_openais_defaults():
     extras = {"min_p": 0.0, "min_tokens": 0, "stop_token_ids": (), "skip_special_tokens": True}
     penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     told = {"logprobs": None, "prompt_logprobs": None, "stop": (), "ignore_eos": False, "salt": None, "session": None}
-    assert request.options == {**sampling, **extras, **penalties, **told}
+    assert request.options == {**sampling, **extras, **penalties, **told, "logit_bias": None, "priority": 0}
     assert (request.stream, request.include_usage, request.num_choices) == (False, False, 1)
     assert (request.add_special_tokens, request.template_values, request.request_id) == (True, {}, None)
 
@@ -67,6 +67,8 @@ def test_every_field_is_read():
         "request_id": "mine",
         "stop": ["a", "b"],
         "ignore_eos": True,
+        "logit_bias": {"5": -3},
+        "priority": -2,
         "cache_salt": "tenant",
         "prompt_cache_key": "chat",
         "stream": True,
@@ -85,7 +87,8 @@ def test_every_field_is_read():
         "salt": "tenant",
         "session": "chat",
     }
-    assert request.options == {**sampling, **extras, **penalties, **told}
+    more = {"logit_bias": {5: -3.0}, "priority": -2}
+    assert request.options == {**sampling, **extras, **penalties, **told, **more}
     assert (request.stream, request.include_usage, request.return_token_ids, request.continuous_usage) == (True,) * 4
     assert (request.template_values, request.request_id) == ({"enable_thinking": False}, "mine")
     assert request.num_choices == 3
@@ -184,8 +187,17 @@ WRONG = {
     "presence_penalty": [2.5, -3, "x", True],
     "frequency_penalty": [2.5, -3, "x", True],
     "repetition_penalty": [0, -1, "x", float("inf")],
-    "logit_bias": [{"5": 1}],
+    "logit_bias": [
+        {"a": 1},
+        {"5": 101},
+        {"5": True},
+        {"-1": 1},
+        [5],
+        {"9" * 5000: 1},
+        {str(i): 1 for i in range(1025)},
+    ],
     "tools": [[{"type": "function"}]],
+    "reasoning_effort": [5],
     "response_format": [5, "json_object"],
     "best_of": [2],
     "no_stop_trim": [True],
@@ -193,7 +205,7 @@ WRONG = {
     "return_hidden_states": [True],
     "truncate_prompt_tokens": [-1],
     "kv_transfer_params": [{"do_remote_decode": True}],
-    "priority": [1, -1],
+    "priority": ["1", 2**31, 0.5],
     "prompt_logprobs": [1],
 }
 
@@ -345,7 +357,6 @@ def test_an_unknown_field_is_refused_and_the_known_ones_are_named():
         ("temprature", "temperature"),
         ("Stream", "stream"),
         ("return_token_id", "return_token_ids"),
-        ("tool", None),  # tools, which are refused
         ("x" * 100_000, None),
         ("nonsense", None),
     ],

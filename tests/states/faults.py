@@ -220,7 +220,7 @@ FAULTS: dict[str, list[Change]] = {
     "the state's block size doesn't matter": [
         (
             LAYOUT,
-            "self.alignment = max(sizes)",
+            "self.alignment = max([group.block_size for group in groups if group.has_tokens])",
             "self.alignment = max([group.block_size for group in groups if group.has_table])",
         )
     ],

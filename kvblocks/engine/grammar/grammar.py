@@ -6,6 +6,7 @@ and the work for a token release the interpreter's lock.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,17 @@ _CHOICE_LIMITS: Mapping[str, Any] = {
     "max_lexer_states": MAX_BYTES + 1_000,
 }
 _SHOWN = 200
+_AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Whitespace of calls. Templates write earlier calls like this, so the next turn begins with the answer's tokens."""
+
+_PLAIN = frozenset({"enum", "const", "default", "examples"})
+"""Parts of a schema that are no schemas."""
+
+MAX_CALLS = 16
+"""The most calls of functions in one answer."""
+
+Special = Mapping[str, int]
+"""Texts that are special tokens of the model, with their ids."""
 
 
 class GrammarCompiler:
@@ -101,6 +113,44 @@ class GrammarCompiler:
         # of the parser's row, and `max_items_in_row` would be reached.
         source = self._matcher.grammar_from_lark(check_size(f"start: TEXT\nTEXT: {choices}"))
         return self._compile(source, self._choice_limits)
+
+    def calls(
+        self,
+        functions: Sequence[tuple[str, str, Mapping[str, Any]]],
+        around: tuple[str, str, str],
+        special: Special,
+        *,
+        is_list: bool,
+        is_one: bool,
+    ) -> "Grammar":
+        """A grammar of one or more calls of functions, at most MAX_CALLS.
+
+        functions: what a call of each begins with, what it ends with, and the JSON schema of the arguments between.
+        around: what is written before a call, between two calls, and behind a call. is_list: before and behind are
+        written once, around all calls. special: texts in these that are special tokens. is_one: exactly one call.
+        Objects get no properties that a schema doesn't name, unless it says that it allows others, since models would
+        go on for long. Raises InvalidArgumentError.
+        """
+        first, between, last = (_literal(text, special) for text in around)
+        most = 1 if is_one else MAX_CALLS
+        one, opened, closed = ("call", first, last) if is_list else (f"{first} call {last}", "", "")
+        more = f"({between} {one}){{0,{most - 1}}}" if most > 1 else ""
+        rules = [f"start: {opened} {one} {more} {closed}"]
+        rules.append(f"call: {' | '.join(f'call_{index}' for index in range(len(functions)))}")
+        for index, (begins, ends, schema) in enumerate(functions):
+            text = check_schema(schema)
+            known = schema if '"allOf"' in text else _without_others(schema)
+            spaced = json.dumps({**known, "x-guidance": _AS_TEMPLATES_WRITE})
+            rules.append(f"call_{index}: {_literal(begins, special)} args_{index} {_literal(ends, special)}")
+            rules.append(f"args_{index}: %json {spaced}")
+        source = "\n".join(rules)
+        check_size(source)
+        try:
+            return self._compile(self._matcher.grammar_from_lark(source), self._limits)
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"expected functions with JSON schemas, got an error: {error!s:.{_SHOWN}}"
+            ) from error
 
     def _compile(self, source: str, limits: "llguidance.LLParserLimits") -> "Grammar":
         matcher = self._matcher(self._tokenizer, source, log_level=0, limits=limits)
@@ -163,6 +213,25 @@ class GrammarState:
     def _error(self) -> GrammarError:
         why = _first_line(self._matcher)
         return GrammarError(f"expected a token of the grammar to be found within the limits for one, got none: {why}")
+
+
+def _without_others(schema: Any) -> Any:
+    """A schema whose objects have only the properties that they name, where it doesn't say otherwise. O(size)."""
+    if isinstance(schema, list):
+        return [_without_others(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: value if name in _PLAIN else _without_others(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _literal(text: str, special: Special) -> str:
+    """A text in the grammar's language, in which special tokens are named by their ids."""
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    pieces = re.split(f"({pattern})", text) if pattern else [text]
+    return " ".join([f"<[{special[one]}]>" if one in special else json.dumps(one) for one in pieces if one])
 
 
 def _first_line(matcher: "llguidance.LLMatcher") -> str:

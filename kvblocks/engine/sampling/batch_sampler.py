@@ -23,6 +23,7 @@ from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.weights import (
     Columns,
+    add_bias,
     ban,
     below_largest,
     logprobs_of,
@@ -115,7 +116,7 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 class AlikeDraws(NamedTuple):
     """Draws that need the same work. width: the most top tokens whose logarithms a draw wants; -1: no logarithms.
 
-    is_changed: whether logits are changed before the draw: by penalties, or to exclude tokens.
+    is_changed: whether logits are changed before the draw: by penalties or a bias, or to exclude tokens.
     """
 
     slots: list[Slot]
@@ -142,7 +143,8 @@ def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[AlikeDraws]:
     for slot in slots:
         params = slot.draw.params
         is_limited = _is_limited(params, vocab_size)
-        is_changed = params.is_penalized or bool(slot.draw.banned) or slot.draw.allowed is not None
+        draw = slot.draw
+        is_changed = params.is_penalized or bool(draw.banned or draw.bias) or draw.allowed is not None
         key = (params.is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
         groups.setdefault(key, []).append(slot)
     for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
@@ -177,6 +179,7 @@ def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
     if tile.is_changed:
         changed = memory.take("changed", (len(draws), vocab_size), torch.float32, device).copy_(own)
         penalize(changed, to_device(_entries(draws), device), columns)
+        _add_bias(changed, draws)
         ban(changed, to_device(_banned(draws), device))
         _restrict(changed, draws)
     if tile.is_greedy:
@@ -224,6 +227,15 @@ def _banned(draws: Sequence[Draw]) -> Tensor:
     """The tokens that each draw excludes: int64 [2, number], as `ban` takes them."""
     pairs = [(index, token) for index, draw in enumerate(draws) for token in draw.banned]
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
+
+
+def _add_bias(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Add each draw's bias to its row."""
+    added = [(index, token, value) for index, draw in enumerate(draws) for token, value in draw.bias]
+    if added:
+        entries = torch.tensor([[index for index, _, _ in added], [token for _, token, _ in added]])
+        values = torch.tensor([value for _, _, value in added], dtype=torch.float32)
+        add_bias(logits, to_device(entries, logits.device), to_device(values, logits.device))
 
 
 def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:

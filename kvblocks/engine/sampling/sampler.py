@@ -59,8 +59,8 @@ class Constraint(Protocol):
 class Draw:
     """How to draw from a row of logits. uniform: the random number. seen: earlier tokens, if there are penalties.
 
-    banned: tokens that are excluded. allowed: a bit for each token, set if it is allowed, as from `Constraint`; None:
-    all are.
+    bias: what is added to tokens' logits. banned: tokens that are excluded. allowed: a bit for each token, set if it is
+    allowed, as from `Constraint`; None: all are.
     """
 
     params: SamplingParams
@@ -68,12 +68,14 @@ class Draw:
     seen: TokenCounts | None = None
     banned: tuple[int, ...] = ()
     allowed: Tensor | None = None
+    bias: tuple[tuple[int, float], ...] = ()
 
 
 class Sampler:
     """Prepares the draws of one request. seed: 0 to 2**64 - 1; None: a random one. Raises InvalidArgumentError.
 
     ban: excludes tokens at the beginning of an answer. constraint: the form of the answer's text; None: any text.
+    bias: tokens with what is added to their logits.
     """
 
     def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
@@ -84,6 +86,7 @@ class Sampler:
         self.seed = number
         self._seen = TokenCounts(with_prompt=params.repetition_penalty != 1) if params.is_penalized else None
         self.constraint: Constraint | None = None
+        self.bias: tuple[tuple[int, float], ...] = ()
         self._banned: tuple[int, ...] = ()
         self._num_without = 0
 
@@ -99,7 +102,7 @@ class Sampler:
         banned = self._banned if position < self._num_without else ()
         number = 0.0 if self.params.is_greedy else uniform(self.seed, position)
         allowed = None if self.constraint is None else self.constraint.allowed(sequence)
-        return Draw(self.params, number, self._seen, banned, allowed)
+        return Draw(self.params, number, self._seen, banned, allowed, self.bias)
 
 
 def make_samplers(params: SamplingParams, seed: int | None, num_samples: int) -> list[Sampler]:

@@ -111,6 +111,15 @@ def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
     flat[places] = values - taken.clamp_(-_LARGEST, _LARGEST)
 
 
+def add_bias(logits: Tensor, entries: Tensor, values: Tensor) -> None:
+    """Add to float32 `logits` [num_draws, vocab]. O(entries).
+
+    entries: int64 [2, number]: the draw, and a token (at most once for each draw). values: float32 [number].
+    """
+    draws, tokens = entries
+    logits.view(-1)[draws * logits.shape[1] + tokens] += values
+
+
 def ban(logits: Tensor, entries: Tensor) -> None:
     """Make tokens impossible in float32 `logits` [num_draws, vocab]; a NaN stays one. O(entries).
 

@@ -35,6 +35,7 @@ class Request:
     - siblings: the other samples of the prompt, until the prompt is computed.
     - max_hit_tokens: the most tokens that it may take from the cache when it is admitted, since it needs the logits of
       the others. The caller may raise this later. None: any number.
+    - priority: among waiting requests of its salt, those with smaller numbers go first.
     - prompt_key: the key by which its first token is remembered (`RememberedPrompts`), if the token depends only on the
       prompt. None: it isn't remembered.
 
@@ -74,6 +75,7 @@ class Request:
     was_sought: bool = False
     is_sought: bool = False
     prompt_key: PromptKey | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 0)
@@ -106,6 +108,7 @@ class Request:
                 f"add_sample: expected a request that has generated nothing, got {self.num_output_tokens} tokens"
             )
         sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids, deadline=self.deadline)
+        sample.priority = self.priority
         self.siblings.append(sample)
         return sample
 

@@ -3,7 +3,8 @@
 The queue is made of rounds, and a salt has one request in each round. So whoever queues many requests at once waits for
 others' requests between them. A new request joins the round after that of its salt's last waiting request, or the round
 after the present one if that is later. The present round takes no new requests, so it ends, whatever comes and under
-whatever salts. Hence nobody starves. Requests of one salt keep the order of arrival.
+whatever salts. Hence nobody starves. Requests of one salt keep the order of arrival, unless they have priorities: then
+the places of a salt go to its requests in the order of these. So a priority makes only requests of its salt wait.
 
 Turns decide the place in the queue and nothing else. Orders, and overtakes, go by that place.
 """
@@ -22,17 +23,31 @@ class Turns:
     def place(self, request: Request, waiting: deque[Request]) -> None:
         """Put a new request in its place in the queue, and set its `round`.
 
-        O(requests behind the last one of its salt): O(1) if all have one salt.
+        O(requests behind the last one of its salt): O(1) if all have one salt. O(requests) if it goes before one of
+        its salt.
         """
         salt = request.sequence.salt
-        own = next((other.round for other in reversed(waiting) if other.sequence.salt == salt), 0)
+        before = next((other for other in reversed(waiting) if other.sequence.salt == salt), None)
+        own = 0 if before is None else before.round
         first = next((other.round for other in waiting if not other.was_admitted), self._admitted)
         request.round = max(own, min(first, self._admitted)) + 1
         index = len(waiting)
         while index and waiting[index - 1].round > request.round:
             index -= 1
         waiting.insert(index, request)
+        if before is not None and before.priority > request.priority:
+            _order_by_priority(salt, waiting)
 
     def note_admitted(self, request: Request) -> None:
         """Note that a request was admitted. O(1)."""
         self._admitted = max(self._admitted, request.round)
+
+
+def _order_by_priority(salt: str | None, waiting: deque[Request]) -> None:
+    """Give the places, and rounds, of a salt's new requests to them in the order of their priorities."""
+    places = [place for place, one in enumerate(waiting) if one.sequence.salt == salt and not one.was_admitted]
+    rounds = [waiting[place].round for place in places]
+    in_order = sorted([waiting[place] for place in places], key=lambda one: one.priority)
+    for place, number, request in zip(places, rounds, in_order, strict=True):
+        request.round = number
+        waiting[place] = request

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvblocks.engine.errors import ModelError
@@ -44,7 +45,7 @@ class Span(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering changes no state. source: its text."""
+    """A compiled chat template. Rendering changes no state. source: its text. variables: the names that it reads."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """`source` is Jinja; `variables` are visible to it by name, such as bos_token.
@@ -62,6 +63,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
         self.source = source
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         self._variables = dict(variables)
 
     @classmethod

@@ -105,6 +105,17 @@ class Tokenizer:
         """The template's source; None if there is none."""
         return None if self._template is None else self._template.source
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads, such as "tools"; none if there is no template."""
+        return frozenset() if self._template is None else self._template.variables
+
+    @property
+    def special_texts(self) -> dict[str, int]:
+        """The texts of the special tokens, with their ids. O(special tokens)."""
+        added = self._markup.get_added_tokens_decoder().items()
+        return {token.content: index for index, token in added if token.special}
+
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 

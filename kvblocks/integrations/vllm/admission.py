@@ -49,7 +49,7 @@ class Admission:
     def num_blocks(self, sequence: Sequence, hit: CacheHit | None, num_tokens: int) -> int:
         """Return how many free blocks a sequence takes until it has `num_tokens` tokens.
 
-        A window gives up blocks meanwhile, so its group counts at most its cap.
+        A window gives up blocks meanwhile, so its group counts at most its cap. A recurrent state takes one block.
         """
         number = 0
         for group, (kind, cap) in enumerate(zip(self._groups, self._caps, strict=True)):
@@ -59,14 +59,15 @@ class Admission:
                 number += sum(block is not None and not block.ref_cnt for block in held)
             elif sequence.is_allocated:
                 held = sequence.group_blocks(group)
-            number += max(0, min(-(-num_tokens // kind.block_size), cap) - len(held))
+            lacking = max(0, min(-(-num_tokens // kind.block_size), cap) - len(held))
+            number += min(1, lacking) if kind.has_gaps else lacking
         return number
 
     def most_pool_tokens(self, num_tokens: int) -> int:
         """Return how many tokens the pool has room for, if all sequences have `num_tokens` tokens."""
-        each = sum(
-            [min(-(-num_tokens // kind.block_size), cap) for kind, cap in zip(self._groups, self._caps, strict=True)]
-        )
+        each = 0
+        for kind, cap in zip(self._groups, self._caps, strict=True):
+            each += kind.num_blocks(num_tokens) if kind.has_gaps else min(-(-num_tokens // kind.block_size), cap)
         return self._manager.num_blocks * num_tokens // each
 
     def get_num_blocks_to_allocate(
@@ -81,10 +82,11 @@ class Admission:
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.is_allocated:
             sizes = [group.block_size for group in self._groups]
-            return sum(
+            lacking = [
                 max(0, -(-num_tokens // size) - len(blocks))
                 for size, blocks in zip(sizes, new_computed_blocks, strict=True)
-            )
+            ]
+            return sum(min(1, n) if kind.has_gaps else n for n, kind in zip(lacking, self._groups, strict=True))
         if apply_admission_cap:
             return self.num_blocks(sequence, None, num_tokens)
         return self._manager.get_num_blocks_to_allocate(sequence, num_tokens)

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
 from kvblocks.integrations.vllm.events import EventMaker
-from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager
+from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager, zeroed_groups
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
@@ -31,12 +31,14 @@ from kvblocks.integrations.vllm.sequences import (
     num_common_blocks,
     num_known,
 )
+from kvblocks.integrations.vllm.states import Before, CachedStates
 from kvblocks.integrations.vllm.views import (
     GivenBlocks,
     HitBlocks,
     NoBlocks,
     PoolView,
     TableBlocks,
+    UnusedCalls,
     given_hit,
     make_coordinator,
 )
@@ -44,7 +46,7 @@ from kvblocks.integrations.vllm.views import (
 RUNNING = RequestStatus.RUNNING
 
 
-class KVBlocksCacheManager:
+class KVBlocksCacheManager(UnusedCalls):
     """Replaces vLLM's KVCacheManager. manager: the kvblocks one, with all calls that vLLM lacks.
 
     The parameters are vLLM's, except two. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for the
@@ -56,7 +58,7 @@ class KVBlocksCacheManager:
         kv_cache_config: Any,
         max_model_len: int,
         scheduler_block_size: int,
-        hash_block_size: int,  # noqa: ARG002  # nothing is hashed
+        hash_block_size: int,
         max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         use_eagle: bool = False,
@@ -67,13 +69,14 @@ class KVBlocksCacheManager:
         pcp_world_size: int = 1,
         metrics_collector: Any = None,
         watermark: float = 0.0,
-        enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # recurrent states are refused
+        enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # not for hits at blocks' ends
         num_hash_lookahead_tokens: int = 0,
         debug: bool = False,
         hash_algorithm: str = "sha256",
     ) -> None:
         check_calls(KVBlocksCacheManager)
-        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, enable_caching=enable_caching)
+        match_unit = hash_block_size if enable_caching else None
+        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size, match_unit)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens, enable_kv_cache_events)
         self.kv_cache_config, self.max_model_len = kv_cache_config, max_model_len
         self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
@@ -84,8 +87,6 @@ class KVBlocksCacheManager:
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.num_kv_cache_groups = len(groups)
         self.empty_kv_cache_blocks = NoBlocks(len(groups))
-        self.mamba_shared_prefix_checkpoint = False
-        self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
         named = hash_algorithm if self.enable_kv_cache_events else None
         self.manager = make_manager(kv_cache_config, groups, enable_caching, named, debug)
@@ -93,6 +94,7 @@ class KVBlocksCacheManager:
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
         self._block_size = self.manager.block_size
+        self._states = CachedStates(groups)
         self._has_one_group = len(groups) == 1 and groups[0].sees_all
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up
@@ -100,11 +102,11 @@ class KVBlocksCacheManager:
         self.most_pool_tokens = self._admission.most_pool_tokens(max_model_len)
         self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
-        self._zeroed, self._new_block_ids = kv_cache_config.needs_kv_cache_zeroing, list[int]()
+        self._zeroed, self._new_block_ids = zeroed_groups(kv_cache_config), list[int]()
         self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector, enable_caching)
         self.coordinator = make_coordinator(
             kv_cache_config,
-            [group.block_size for group in groups],
+            [group.block_size if group.has_tokens else None for group in groups],
             self._sequences,
             block_pool=self.block_pool,
             scheduler_block_size=scheduler_block_size,
@@ -121,21 +123,26 @@ class KVBlocksCacheManager:
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int]:
-        """Return the blocks of a request's longest cached prefix, its number of tokens, and 0: no boundary to keep.
+        """Return the blocks of a request's longest cached prefix, its number of tokens, and a boundary to keep.
+
+        The boundary is where its tokens part from those of earlier requests, if recurrent layers have no state there;
+        otherwise 0.
 
         The prefix has at most max_cache_hit_length tokens, and never the last one, whose logits are needed. With EAGLE
         it is one block shorter, since the draft model needs the hidden state before the first computed token.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        hit = self._find(request, request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length)
+        most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        hit = self._find(request, most)
+        boundary = self._states.boundary(hit, most) if self._states.groups else 0
         num_hit = hit.num_readonly_tokens  # perhaps all tokens of the sequence, if the request has one more
         if not num_hit:
-            return self.empty_kv_cache_blocks, 0, 0
+            return self.empty_kv_cache_blocks, 0, boundary
         if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
             self._events.collect(self.manager.take_events(), None)
             self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
-        return HitBlocks(hit, self.num_kv_cache_groups), num_hit, 0
+        return HitBlocks(hit, self.num_kv_cache_groups), num_hit, boundary
 
     def num_cached(self, request: Any) -> int:
         """Return how many tokens `get_computed_blocks` would find. This lookup is in no event."""
@@ -222,7 +229,7 @@ class KVBlocksCacheManager:
         start = min(num_new_computed_tokens + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         room = self._room(request, num_slots, full_sequence_must_fit, reserved_blocks, has_scheduled_reqs)
-        if self._admission.is_held_back(request, sequence, hit, room):
+        if self._states.is_of_step(hit) or self._admission.is_held_back(request, sequence, hit, room):
             return None
         num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # otherwise loaded within the step
         new = self.manager.allocate_slots(
@@ -276,10 +283,11 @@ class KVBlocksCacheManager:
         if not self._has_one_group:
             num_in_flight = self._settle(request, sequence)
             num_new = max(0, end - sequence.num_computed_tokens)
+        before = self._states.before(sequence) if self._states.groups else None
         new = self.manager.allocate_slots(
             sequence, num_new, num_total_tokens=max(num_slots, 1), num_in_flight_tokens=num_in_flight
         )
-        return None if new is None else self._given(request, sequence, new, ())
+        return None if new is None else self._given(request, sequence, new, (), before)
 
     def note_failed_load(self, request: Any) -> None:
         """Take note that a running request's tokens from `num_computed_tokens` on are computed again, in place.
@@ -328,20 +336,28 @@ class KVBlocksCacheManager:
         return GivenBlocks((blocks,))
 
     def _given(
-        self, request: Any, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]
+        self,
+        request: Any,
+        sequence: Sequence,
+        blocks: list[KVCacheBlock],
+        skipped: tuple[int, ...],
+        before: Before | None = None,
     ) -> GivenBlocks:
-        """Return new blocks by group, and note those that are to be zeroed: none of the `skipped` groups."""
+        """Return new blocks by group, and note those that are to be zeroed: none of the `skipped` groups.
+
+        before: what the sequence had before; None: it starts, or has no states.
+        """
         self._tell(request)
+        if self._states.groups:
+            self._states.note_step(sequence, before)
         if not blocks:
             return self.empty_kv_cache_blocks
         if sequence.side_tables is None:
             return GivenBlocks((blocks,)) if skipped else self._given_one(blocks)
-        tables = tuple(sequence.new_group_blocks)
-        if self._zeroed:
-            for group, table in enumerate(tables):
-                if group not in skipped:
-                    self._new_block_ids += [block.block_id for block in table]
-        return GivenBlocks(tables)
+        tables: tuple[Items[KVCacheBlock | None], ...] = tuple(sequence.new_group_blocks)
+        for group in self._zeroed.difference(skipped):
+            self._new_block_ids += [block.block_id for block in tables[group] if block is not None]
+        return GivenBlocks(self._states.with_gaps(sequence, tables, before) if before else tables)
 
     def _sequence(self, request: Any) -> Sequence:
         """Return a request's sequence with all known tokens. Makes a new one if the request's tokens have changed."""
@@ -397,11 +413,6 @@ class KVBlocksCacheManager:
         self._failed_loads.forget(sequence)
         uncache(self.manager, sequence, max(request.num_computed_tokens, sequence.num_readonly_tokens))
         return [self.manager.holds.detach(sequence)]
-
-    def remove_skipped_blocks(
-        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
-    ) -> None:
-        """Do nothing: windows slide when their sequence gets slots."""
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Stop caching what these blocks hold, because a load of them failed."""
@@ -475,22 +486,10 @@ class KVBlocksCacheManager:
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """Have a request's blocks zeroed from a token on, since a failed load left them unwritten."""
-        for group, table in zip(self._groups, self.get_block_ids(request_id), strict=True):
-            self._new_block_ids += table[start_token // group.block_size :] if self._zeroed else []
-
-    # Calls for other kinds of layers: full attention and windows need none of them.
+        tables = self.get_block_ids(request_id)
+        for group in self._zeroed:
+            self._new_block_ids += tables[group][start_token // self._groups[group].block_size :]
 
     def new_step_starts(self) -> None:
-        """Do nothing."""
-
-    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Return no copies: hits end at the ends of blocks."""
-        return [], []
-
-    def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """Return no states of recurrent layers."""
-        return {}
-
-    def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:  # noqa: ARG002
-        """Return no states of recurrent layers."""
-        return []
+        """Take note that the states of the last step are there, once the next one runs."""
+        self._states.new_step_starts()

@@ -10,7 +10,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 
 from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm.entrance import gate_option
-from kvblocks.integrations.vllm.probe import ONE_GROUP, check_options, refuse, refuse_ranks, refuse_states
+from kvblocks.integrations.vllm.probe import ONE_GROUP, check_options, refuse, refuse_drafts, refuse_ranks
 
 # Connectors that use vLLM's block pool by its hashes, which kvblocks doesn't have.
 REFUSED_CONNECTORS = {
@@ -39,9 +39,8 @@ def check_engine_config(config: Any) -> None:
         raise refuse(  # as of vLLM 0.33
             "--enable-return-routed-experts", "this vLLM looks for the experts of cached tokens in its own block pool"
         )
-    model = config.model_config
-    if model.has_inner_state and config.cache_config.enable_prefix_caching:
-        raise refuse_states()
+    if config.model_config.has_inner_state:
+        _check_states(config)
     for connector in _connectors(config.kv_transfer_config):
         if connector in REFUSED_CONNECTORS:
             raise refuse(f"the connector {connector}", REFUSED_CONNECTORS[connector])
@@ -53,9 +52,23 @@ def check_engine_config(config: Any) -> None:
             raise refuse_offloading()
 
 
+def _check_states(config: Any) -> None:
+    """Raise UnsupportedEngineError if a model with recurrent layers asks for something unsupported."""
+    if config.speculative_config is not None:
+        raise refuse_drafts()
+    if config.cache_config.enable_prefix_caching and _connectors(config.kv_transfer_config):
+        raise refuse(
+            "KV connectors with recurrent states (Mamba)",
+            "the state behind what they load would be missing",
+            "--no-enable-prefix-caching is served",
+        )
+
+
 def check_scheduler(scheduler: Any) -> None:
     """Raise UnsupportedEngineError if a scheduler, which knows its groups, has something unsupported."""
     check_engine_config(scheduler.vllm_config)
+    if scheduler.kv_cache_config.has_mamba_layers:
+        _check_states(scheduler.vllm_config)
     connectors = _connectors(scheduler.vllm_config.kv_transfer_config)
     if "OffloadingConnector" in connectors and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
         raise refuse_offloading()

@@ -6,12 +6,15 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
+    CircularBufferManager,
     FullAttentionManager,
     MambaManager,
     SlidingWindowManager,
 )
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -20,15 +23,16 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, SlidingWindow
-from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_ranks, refuse_states
+from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Scratch, SlidingWindow, StateInPlace
+from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_drafts, refuse_ranks
 
 
-def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = True) -> list[Group]:
-    """Return the groups of a KV cache configuration, for a manager that caches or doesn't.
+def find_groups(config: Any, num_context_ranks: int, match_unit: int | None) -> list[Group]:
+    """Return the groups of a KV cache configuration.
 
     num_context_ranks: over how many ranks a block's tokens are spread (context parallelism). Blocks are so many times
-    as large. Raises UnsupportedEngineError.
+    as large. match_unit: at multiples of how many tokens vLLM's hits end; None: nothing is cached. Raises
+    UnsupportedEngineError.
     """
     if not config.kv_cache_groups:
         raise refuse("a model without KV cache groups", "there is nothing to cache")
@@ -43,19 +47,20 @@ def find_groups(config: Any, num_context_ranks: int, *, enable_caching: bool = T
             )
         ranks = num_context_ranks if getattr(spec, "dcp_sharded", True) else 1
         if kind is MambaManager:
-            _check_states(spec, enable_caching=enable_caching)
-            groups.append(None)
+            groups.append(_state_group(spec, num_context_ranks, match_unit))
         elif kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))
+        elif kind is CircularBufferManager:
+            groups.append(Scratch())
         elif kind in (SlidingWindowManager, ChunkedLocalAttentionManager):
             groups.append(_narrow_group(spec, ranks))
         else:
             raise refuse(
                 f"{type(spec).__name__} in KV cache group {number}",
-                "full attention, sliding windows and chunked local attention are served",
+                "full attention, sliding windows, chunked local attention and ring buffers are served",
             )
     found = [group for group in groups if group is not None]
-    sizes = sorted({group.block_size for group in found})
+    sizes = sorted({group.block_size for group in found if group.has_tokens})
     for small, large in pairwise(sizes):
         if large % small:
             raise refuse(f"KV cache groups with blocks of {small} and of {large} tokens", "one has to divide the other")
@@ -85,12 +90,25 @@ def _narrow_group(spec: Any, ranks: int) -> Group:
     return SlidingWindow(spec.block_size, spec.sliding_window, is_cached=is_cached, keeps_passed=True)
 
 
-def _check_states(spec: Any, *, enable_caching: bool) -> None:
-    """Raise UnsupportedEngineError unless a request's recurrent state stays in one block that is never cached."""
-    if enable_caching or spec.mamba_cache_mode != "none":
-        raise refuse_states()
+def _state_group(spec: Any, ranks: int, match_unit: int | None) -> Group | None:
+    """Return the group of recurrent layers; None if a request's state stays in one block that is never cached."""
     if spec.num_speculative_blocks:
-        raise refuse("recurrent states (Mamba) with speculative decoding", "each draft has a state of its own")
+        raise refuse_drafts()
+    mode = spec.mamba_cache_mode
+    if match_unit is None and mode == "none":
+        return None
+    if match_unit is None or mode != "align":
+        caching = "without" if match_unit is None else "with"
+        raise refuse(f"recurrent states in mode {mode!r} {caching} caching", "'align' is for caching, 'none' for none")
+    if ranks > 1:
+        raise refuse_ranks("recurrent states", "state")
+    if match_unit < spec.block_size:
+        raise refuse(
+            f"recurrent states that are found at multiples of {match_unit} tokens",
+            "they are found where blocks end",
+            "without --prefix-match-unit, and with blocks of the same size in all groups, they are served",
+        )
+    return StateInPlace(spec.block_size)
 
 
 def _warn_of_interval(config: Any) -> None:
@@ -140,6 +158,16 @@ def admission_caps(config: Any, max_in_flight_tokens: int, max_model_len: int) -
             )
         caps.append(cap)
     return caps
+
+
+def zeroed_groups(config: Any) -> set[int]:
+    """Return the groups whose new blocks the worker zeroes before it uses them; none if it doesn't."""
+    zeroed = {
+        number
+        for number, spec in enumerate(_specs(config))
+        if isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
+    }
+    return zeroed if config.needs_kv_cache_zeroing else set()
 
 
 def event_kinds(config: Any) -> list[tuple[str, int | None]]:

@@ -45,6 +45,7 @@ def _missing_parts() -> list[str]:
     from vllm.v1.core.sched import async_scheduler, scheduler
     from vllm.v1.core.single_type_kv_cache_manager import (
         ChunkedLocalAttentionManager,
+        CircularBufferManager,
         FullAttentionManager,
         MambaManager,
         SlidingWindowManager,
@@ -72,6 +73,7 @@ def _missing_parts() -> list[str]:
         ),
         async_scheduler: ("AsyncScheduler",),
         ChunkedLocalAttentionManager: ("find_longest_cache_hit",),
+        CircularBufferManager: ("find_longest_cache_hit",),
         FullAttentionManager: ("find_longest_cache_hit",),
         MambaManager: ("find_longest_cache_hit",),
         SlidingWindowManager: ("find_longest_cache_hit",),
@@ -106,13 +108,9 @@ def refuse(feature: str, reason: str, advice: str = "") -> UnsupportedEngineErro
     return probing.refuse(NAME, feature, "; ".join(filter(None, (reason, advice, OTHERWISE))))
 
 
-def refuse_states() -> UnsupportedEngineError:
-    """Return the error for recurrent states that are cached."""
-    return refuse(
-        "recurrent states (Mamba) with prefix caching",
-        "their blocks are states, not tokens",
-        "--no-enable-prefix-caching is served",
-    )
+def refuse_drafts() -> UnsupportedEngineError:
+    """Return the error for recurrent states with drafts."""
+    return refuse("recurrent states (Mamba) with speculative decoding", "each draft has a state of its own")
 
 
 def refuse_ranks(layers: str, seen: str) -> UnsupportedEngineError:

@@ -44,6 +44,8 @@ class _KVBlocks:
         try:
             check_scheduler(scheduler)
             scheduler.kv_cache_manager = _make_manager(scheduler)
+            # Kernels that can save a state within a chunk (Mamba2) don't have to: chunks end where states are saved.
+            scheduler.mamba_has_prefill_checkpoint_blocks = False
         except UnsupportedEngineError as error:
             if not falls_back(scheduler.vllm_config):
                 raise

@@ -92,7 +92,7 @@ class HitBlocks(GivenBlocks):
     """The blocks of a lookup. hit: kvblocks' hit."""
 
     def __init__(self, hit: CacheHit, num_groups: int) -> None:
-        super().__init__((hit.blocks,) if num_groups == 1 else tuple(hit.group_blocks(g) for g in range(num_groups)))
+        super().__init__(tuple(hit.group_blocks(group) for group in range(num_groups)))
         self.hit = hit
 
 
@@ -224,13 +224,40 @@ class PoolView:
             self._manager.holds.release(hold)
 
 
+class UnusedCalls:
+    """Calls of vLLM's KVCacheManager for which kvblocks has nothing to do, and properties that are always the same."""
+
+    mamba_shared_prefix_checkpoint = False  # states are at the ends of blocks alone
+    retained_hit_group_ids: tuple[int, ...] = ()
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Do nothing: windows slide when their sequence gets slots."""
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """Return no copies: hits end at the ends of blocks."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, Any]:
+        """Return no states for connectors."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:  # noqa: ARG002
+        """Return no states for connectors."""
+        return []
+
+
 def make_coordinator(
-    config: Any, block_sizes: list[int], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
+    config: Any, block_sizes: list[int | None], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
 ) -> Any:
-    """Return what vLLM reads of its coordinator: a record for each group, and other properties."""
+    """Return what vLLM reads of its coordinator: a record for each group, and other properties.
+
+    block_sizes: by group, None where blocks hold no tokens.
+    """
     records = [
         SimpleNamespace(
-            block_size=block_size,
+            block_size=block_size or given.kv_cache_spec.block_size,
             kv_cache_spec=given.kv_cache_spec,
             kv_cache_group_id=number,
             req_to_blocks=TablesView(sequences, number),

@@ -84,6 +84,8 @@ class Callers:
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
         """Return the caller that sent these headers. Raises ApiError, 401. O(keys), the same time for each key."""
         values = [value for name, value in headers if name == b"authorization"]
+        if not values:  # as Anthropic's clients send it
+            values = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
         found = self._anyone

@@ -22,13 +22,13 @@ _WITH_KEY = (
 )
 # Endpoints that concern only the caller's own prompts. All others below _CACHE are for operators.
 _CACHE_FOR_ALL = frozenset({f"{_CACHE}/explain", f"{_CACHE}/warm"})
-_MONITORING = frozenset({"/health", "/metrics", "/version"})
+_MONITORING = frozenset({"/health", "/metrics", "/version", "/ping", "/load"})
 
 
 class Gate:
     """ASGI middleware that passes a request on, with its Caller in its state, or answers an error and closes.
 
-    hosts: the allowed names; None: any. /health, /metrics and /version need no key, since they tell only counts.
+    hosts: the allowed names; None: any. Paths for monitoring need no key, since they tell only counts.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers, hosts: HostCheck | None) -> None:
@@ -42,7 +42,9 @@ class Gate:
             try:
                 self._check(scope)
             except ApiError as error:
-                await send_json(send, error.to_json(), error.status, {**error.headers, "Connection": "close"})
+                await send_json(
+                    send, error.to_json_for(scope["path"]), error.status, {**error.headers, "Connection": "close"}
+                )
                 return
         await self._app(scope, receive, send)
 
@@ -51,7 +53,7 @@ class Gate:
         check_framing(headers, scope["http_version"])
         if self._hosts is not None:
             self._hosts.check(headers)
-        if path.startswith(_WITH_KEY):
+        if needs_key(path):
             caller = self._callers.find(headers)
             if is_operators(path) and not caller.is_operator:
                 raise ApiError(403, f"{path!a:.80}: expected the operator's key, got another one", code="not_operator")
@@ -62,6 +64,11 @@ def caller_of(scope: Scope) -> Caller:
     """Return the caller of a request that the gate has passed on, of an endpoint that may need a key."""
     caller: Caller = scope["state"]["caller"]
     return caller
+
+
+def needs_key(path: str) -> bool:
+    """Whether a path is served only to who has a key, if the server has keys."""
+    return path.startswith(_WITH_KEY)
 
 
 def is_operators(path: str) -> bool:

@@ -46,4 +46,4 @@ class Origins(CORSMiddleware):
         if response.status_code == 200:
             return response
         message = f"expected an --allowed-origin and one of GET, POST, DELETE, got {request_headers['origin']!a:.80}"
-        return error_response(ApiError(403, message, code="origin_not_allowed"))
+        return error_response(ApiError(403, message, code="origin_not_allowed"), "")

@@ -5,18 +5,15 @@ it doesn't know.
 """
 
 from collections.abc import Iterable, Mapping
-from itertools import chain, islice
 from typing import Any
 
 from kvblocks.server.body.fields import Fields, show
-from kvblocks.server.body.parsing import MAX_ITEMS, parse_json
+from kvblocks.server.body.parsing import MAX_DEPTH, MAX_ITEMS, is_small, parse_json
 from kvblocks.server.errors import ApiError
 
 Message = dict[str, Any]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MAX_DEPTH = 64
-"""How deep values for the template may be nested: they are checked by recursion."""
 # Names that this server gives a template, or that would replace the template.
 _NOT_FOR_CLIENTS = frozenset(
     (
@@ -40,8 +37,8 @@ def parse_template_values(fields: Fields) -> dict[str, Any]:
     value = fields.take(name)
     if value is None:
         return {}
-    if not isinstance(value, dict) or not _is_small(value):
-        raise fields.error(name, f"an object of at most {MAX_ITEMS} values, nested at most {_MAX_DEPTH} deep")
+    if not isinstance(value, dict) or not is_small(value):
+        raise fields.error(name, f"an object of at most {MAX_ITEMS} values, nested at most {MAX_DEPTH} deep")
     taken = _NOT_FOR_CLIENTS & set(value)
     if taken:
         raise fields.error(name, f"values that a client may choose, without {min(taken)}")
@@ -85,7 +82,7 @@ def _parse_message(value: Any, name: str) -> Message:
             message[key] = text
     if calls:
         message["tool_calls"] = calls
-    fields.refuse("function_call", (), "this server calls no functions")
+    fields.refuse("function_call", (), "this server takes tool_calls")
     fields.refuse("audio", (), "this server reads text")
     fields.ignore(("refusal", "annotations"))
     fields.refuse_unknown()
@@ -127,25 +124,10 @@ def _parse_arguments(function: Fields) -> dict[str, Any]:
         value = parse_json(text) if isinstance(text, str) else text
     except ApiError:
         value = None
-    if not isinstance(value, dict) or not _is_small(value):
-        most = f"of at most {MAX_ITEMS} values, nested at most {_MAX_DEPTH} deep"
+    if not isinstance(value, dict) or not is_small(value):
+        most = f"of at most {MAX_ITEMS} values, nested at most {MAX_DEPTH} deep"
         raise function.error("arguments", f"the text of a JSON object {most}")
     return value
-
-
-def _is_small(value: Any) -> bool:
-    """Whether a JSON value has at most MAX_ITEMS values, itself included, nested at most _MAX_DEPTH deep.
-
-    O(MAX_ITEMS).
-    """
-    number, level = 0, [value]
-    for _ in range(_MAX_DEPTH):
-        number += len(level)
-        if not level or number > MAX_ITEMS:
-            break
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
-        level = list(islice(chain.from_iterable(inner), MAX_ITEMS + 1))
-    return not level and number <= MAX_ITEMS
 
 
 def _content(fields: Fields, *, or_nothing: bool) -> str:

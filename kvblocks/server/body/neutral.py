@@ -4,17 +4,23 @@ Many clients and routers send all fields that they know, with values that ask fo
 value would change the answer, so the field is refused by name.
 """
 
+TOLD = {
+    "reasoning_effort": "this server doesn't tell reasoning from answers; chat_template_kwargs may turn it off",
+    "verbosity": "this server's models don't know it; max_completion_tokens limits an answer",
+}
+"""Fields that clients of OpenAI's send by default, with values that this server can't carry out. The answer's
+`warnings` name them."""
+
 Refused = dict[str, tuple[tuple[object, ...], str]]
 """By name: the values that ask for nothing, and why other values are refused."""
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
-    *("parallel_tool_calls", "session_id", "truncation_side"),
+    *("session_id", "truncation_side"),
 )
 """Fields that clients send and no answer depends on."""
 
 _NO_LOGPROBS = "this server returns log probabilities by logprobs, top_logprobs and echo"
-_NO_TOOLS = "this server calls no tools"
 _NO_REASONING = "this server doesn't tell reasoning from answers"
 _NO_BEAMS = "this server has no beam search"
 _NO_STOP_TEXT = "an answer's text ends before what stops it"
@@ -28,11 +34,8 @@ REFUSED: Refused = {
     "logprob_token_ids": (([],), _NO_LOGPROBS),
     "return_tokens_as_token_ids": ((False,), _NO_LOGPROBS),
     "suffix": (("",), "this server doesn't fill in the middle"),
-    "logit_bias": (({},), "this server has no bias of tokens"),
-    "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), "this server calls no functions"),
-    "function_call": (("none", "auto"), "this server calls no functions"),
+    "functions": (([],), "this server takes tools"),
+    "function_call": (("none", "auto"), "this server takes tool_choice"),
     "regex": ((), _NO_CONSTRAINTS),
     "ebnf": ((), _NO_CONSTRAINTS),
     "json_schema": ((), _NO_CONSTRAINTS),
@@ -45,9 +48,7 @@ REFUSED: Refused = {
     "media_io_kwargs": (({},), _TEXT_ONLY),
     "prompt_embeds": ((), _TEXT_ONLY),
     "prediction": ((), "this server has no predicted outputs"),
-    "verbosity": ((), "this server has no such models"),
     "web_search_options": ((), "this server searches nothing"),
-    "reasoning_effort": (("none",), "this server has no reasoning models"),
     "thinking_token_budget": ((-1,), _NO_REASONING),
     "separate_reasoning": ((True, False), _NO_REASONING),
     "stream_reasoning": ((True, False), _NO_REASONING),
@@ -61,7 +62,6 @@ REFUSED: Refused = {
     "continue_final_message": ((False,), "this server lets the model begin a message of its own"),
     "chat_template": ((), "this server uses the model's own"),
     "documents": (([],), "this server puts no documents in prompts"),
-    "priority": ((0,), "this server has no priorities among requests"),
     "lora_path": ((), "this server has one model"),
     "session_params": (({},), "this server has no sessions"),
     "kv_transfer_params": (({},), _NO_TRANSFER),

@@ -6,6 +6,7 @@ names take 0.2 s, numbers with a fraction as much, whole numbers 0.1 s, one stri
 
 import json
 import re
+from itertools import chain, islice
 from typing import Any
 
 from kvblocks.server.errors import ApiError
@@ -13,6 +14,9 @@ from kvblocks.server.errors import ApiError
 MAX_ITEMS = 10_000
 """The most messages of a chat, parts of a message, or prompts of a body; the most values for a template, and the most
 numbers with a fraction. Checking each takes some microseconds."""
+
+MAX_DEPTH = 64
+"""How deep values for a template may be nested: they are checked by recursion."""
 
 MAX_NESTS = 2**17
 """The most names, arrays and objects of a text: some 0.07 s."""
@@ -49,6 +53,21 @@ def decode_json(body: bytes) -> Any:
     except ValueError as error:
         raise ApiError(400, f"expected a JSON body, got an error: {ascii(str(error))[1:-1]:.200}") from None
     return parse_json(text)
+
+
+def is_small(value: Any) -> bool:
+    """Whether a JSON value has at most MAX_ITEMS values, itself included, nested at most MAX_DEPTH deep.
+
+    O(MAX_ITEMS).
+    """
+    number, level = 0, [value]
+    for _ in range(MAX_DEPTH):
+        number += len(level)
+        if not level or number > MAX_ITEMS:
+            break
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = list(islice(chain.from_iterable(inner), MAX_ITEMS + 1))
+    return not level and number <= MAX_ITEMS
 
 
 class _Fractions:

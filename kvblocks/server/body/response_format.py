@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kvblocks.engine.grammar.bounds import check_form_size
 from kvblocks.engine.grammar.grammar import Grammar, GrammarCompiler
+from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.server.body.fields import Fields
 from kvblocks.server.errors import ApiError
@@ -34,8 +35,9 @@ class Form:
     kind: Literal["json_schema", "regex", "choice"]
     value: Any
 
-    def compile(self, compiler: GrammarCompiler) -> Grammar:
+    def compile(self, compiler: GrammarCompiler, tokenizer: Tokenizer | None) -> Grammar:
         """Return its grammar. Raises ApiError if the compiler refuses the form. Takes a second, or much longer."""
+        del tokenizer  # the compiler has it
         try:
             if self.kind == "json_schema":
                 return compiler.json_schema(self.value)
@@ -44,23 +46,26 @@ class Form:
             raise ApiError(400, f"{self.name}: {ascii(str(error))[1:-1]:.400}", param=self.name) from error
 
 
-def parse_form(fields: Fields, num_answers: int = 1) -> Form | None:
-    """Read the form of so many answers' texts; None: any text. Raises ApiError."""
+def parse_form(fields: Fields, num_answers: int = 1, *, must_call: bool = False) -> Form | None:
+    """Read the form of so many answers' texts; None: any text. must_call: they have to call tools. Raises ApiError."""
     openais, vllms = _parse_response_format(fields), _parse_structured_outputs(fields)
     if openais is not None and vllms is not None:
         raise fields.error("structured_outputs", "none beside response_format, which says the same")
     form = openais or vllms
+    if form is not None and must_call:
+        raise fields.error(form.name, "none where a tool has to be called, since that is a form, too")
     if form is not None:
         try:
             check_form_size(form.value)
         except InvalidArgumentError as error:
             raise ApiError(400, f"{form.name}: {error}", param=form.name) from error
-    if form is not None and fields.take("ignore_eos"):
-        raise fields.error("ignore_eos", f"false with {form.name}, since the answer ends when it is whole")
-    if form is not None and fields.take("min_tokens"):
-        raise fields.error("min_tokens", f"0 with {form.name}, since the answer ends when it is whole")
-    if form is not None and num_answers > MAX_FORMED:
-        message = f"n: expected at most {MAX_FORMED} answers in one request with {form.name}, got {num_answers}"
+    name = "tool_choice" if must_call else None if form is None else form.name
+    if name is not None and fields.take("ignore_eos"):
+        raise fields.error("ignore_eos", f"false with {name}, since the answer ends when it is whole")
+    if name is not None and fields.take("min_tokens"):
+        raise fields.error("min_tokens", f"0 with {name}, since the answer ends when it is whole")
+    if name is not None and num_answers > MAX_FORMED:
+        message = f"n: expected at most {MAX_FORMED} answers in one request with {name}, got {num_answers}"
         raise ApiError(400, message, param="n")
     return form
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from kvblocks.engine.options import OptionValues
+from kvblocks.engine.options import MAX_BIASED, MAX_PRIORITY, OptionValues
 from kvblocks.server.body.fields import Fields
 from kvblocks.server.errors import ApiError
 
@@ -13,6 +13,7 @@ MAX_LOGPROBS = 2**18
 
 Without log probabilities it bounds the tokens of repeated prompts.
 """
+MAX_DIGITS = 10
 _NO_CHAT_ECHO = "a chat's answer doesn't repeat its messages; only /v1/completions has this field"
 
 
@@ -38,6 +39,28 @@ def _parse_top_k(fields: Fields) -> int | None:
     """Read top_k. 0 and -1 mean any number of tokens, as in vLLM and SGLang."""
     value = fields.count("top_k", -1)
     return None if value in {None, 0, -1} else value
+
+
+def parse_logit_bias(fields: Fields) -> dict[int, float] | None:
+    """Read what is added to the logits of tokens; None: nothing. Raises ApiError."""
+    value = fields.take("logit_bias")
+    if not value and value in ({}, None):
+        return None
+    expected = f"at most {MAX_BIASED} numbers from -100 to 100, by token id"
+    if not isinstance(value, dict) or len(value) > MAX_BIASED:
+        raise fields.error("logit_bias", expected)
+    found = {}
+    for token, bias in value.items():
+        is_id = token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS
+        if not is_id or isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise fields.error("logit_bias", expected)
+        found[int(token)] = float(bias)
+    return found
+
+
+def parse_priority(fields: Fields) -> int:
+    """Read a request's priority: smaller numbers go first. Raises ApiError."""
+    return fields.count("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0
 
 
 def parse_logprobs(kind: Literal["completion", "chat"], fields: Fields) -> int | None:

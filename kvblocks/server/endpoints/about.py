@@ -85,6 +85,16 @@ class About:
             }
         )
 
+    async def embeddings(self, request: Request) -> Response:
+        """Refused: this server generates text."""
+        del request
+        raise ApiError(
+            404,
+            "expected /v1/chat/completions, /v1/responses, /v1/messages or /v1/completions, got /v1/embeddings:"
+            " this server generates text and has no embeddings",
+            code="no_embeddings",
+        )
+
     def _model_json(self, name: str) -> Json:
         context = self._service.engine.model.config.max_position_embeddings
         return {

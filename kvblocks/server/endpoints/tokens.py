@@ -23,6 +23,9 @@ from kvblocks.server.endpoints.about import check_model
 from kvblocks.server.errors import ApiError, late_error
 from kvblocks.server.requests import parse_prompts
 from kvblocks.server.service import Service
+from kvblocks.server.tools.choice import ToolUse, parse_tools
+from kvblocks.server.tools.formats import ToolFormat
+from kvblocks.server.tools.teaching import encode_chat
 from kvblocks.server.wire import json_response
 
 Encode = Callable[[Tokenizer | None], list[list[int]]]
@@ -76,7 +79,9 @@ class TokensApi:
         fields = Fields(body)
         check_model(self._names, fields.text("model"))
         returns_strings = fields.flag("return_token_strs")
-        encode, length = _parse_chat(fields) if "messages" in fields else _parse_prompt(fields)
+        encode, length = (
+            _parse_chat(fields, self._service.tool_format) if "messages" in fields else _parse_prompt(fields)
+        )
         fields.refuse_unknown()
         return encode, length, returns_strings
 
@@ -113,7 +118,7 @@ def _parse_prompt(fields: Fields) -> tuple[Encode, int]:
     return partial(_encode_text, text, adds=adds is not False), len(text)
 
 
-def _parse_chat(fields: Fields) -> tuple[Encode, int]:
+def _parse_chat(fields: Fields, tool_format: ToolFormat) -> tuple[Encode, int]:
     """Read the messages of a chat. Returns a function that encodes them, and their length in characters.
 
     Raises ApiError.
@@ -124,9 +129,9 @@ def _parse_chat(fields: Fields) -> tuple[Encode, int]:
         raise fields.error("add_generation_prompt", "true or false")
     fields.refuse("continue_final_message", (False,), "this server lets the model begin a message of its own")
     fields.refuse("add_special_tokens", (False,), "the model's template adds them")
-    fields.refuse("tools", ([],), "this server calls no tools")
-    length = num_message_chars(messages) + num_chars(values)
-    return partial(_encode_chat, messages, values, begins_answer=begins_answer is not False), length
+    tools = parse_tools(fields)
+    length = num_message_chars(messages) + num_chars(values) + (0 if tools is None else num_chars(tools.definitions))
+    return partial(_encode_chat, messages, values, tools, tool_format, begins_answer=begins_answer is not False), length
 
 
 def _encode_text(text: str, tokenizer: Tokenizer | None, *, adds: bool) -> list[list[int]]:
@@ -136,8 +141,14 @@ def _encode_text(text: str, tokenizer: Tokenizer | None, *, adds: bool) -> list[
 
 
 def _encode_chat(
-    messages: Sequence[Message], values: Mapping[str, Any], tokenizer: Tokenizer | None, *, begins_answer: bool
+    messages: Sequence[Message],
+    values: Mapping[str, Any],
+    tools: ToolUse | None,
+    tool_format: ToolFormat,
+    tokenizer: Tokenizer | None,
+    *,
+    begins_answer: bool,
 ) -> list[list[int]]:
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ApiError(400, "messages: expected a prompt, since this model has no chat template", param="messages")
-    return [tokenizer.apply_chat_template(list(messages), add_generation_prompt=begins_answer, variables=values)]
+    return [encode_chat(tokenizer, messages, values, tools, tool_format, begins_answer=begins_answer)]

@@ -1,8 +1,9 @@
-"""The page at `/`, for a person with a browser: what is served, how full the cache is, and how to send requests.
+"""The pages at `/` and `/docs`, for a person with a browser: what is served, how full the cache is, a chat, endpoints.
 
-The page is one static file: the server puts nothing into it, so there is nothing to escape. Its script requests /health
-and /metrics, which name no tenant, and /v1/models, for which it asks for a key if the server needs one. Its content
-security policy allows only its own script and style, by their digests, and requests to this server.
+Each page is one static file: the server puts nothing into it, so there is nothing to escape. The scripts request
+/health and /metrics, which name no tenant, /openapi.json, and what is below /v1, for which they ask for a key if the
+server needs one. A content security policy allows only the page's own script and style, by their digests, and requests
+to this server.
 """
 
 import base64
@@ -13,28 +14,43 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-_PAGE = files(__name__).joinpath("page.html").read_bytes()
+
+class Page:
+    """A static page. policy: its content security policy."""
+
+    def __init__(self, name: str) -> None:
+        self._body = files(__name__).joinpath(name).read_bytes()
+        self.policy = (
+            f"default-src 'none'; script-src {self._digests('script')}; style-src {self._digests('style')};"
+            " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+
+    def _digests(self, tag: str) -> str:
+        """The digests of a tag's contents, as a content security policy names them."""
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), self._body, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in found)
+
+    def show(self) -> Response:
+        """The page as a response."""
+        headers = {
+            "content-security-policy": self.policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+        return Response(self._body, headers=headers, media_type="text/html; charset=utf-8")
 
 
-def _digests(tag: str) -> str:
-    """The digest of a tag's content, as a content security policy names it."""
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), _PAGE, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in found)
-
-
-POLICY = (
-    f"default-src 'none'; script-src {_digests('script')}; style-src {_digests('style')}; connect-src 'self';"
-    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+_PAGE, _DOCS = Page("page.html"), Page("docs.html")
 
 
 async def show_page(request: Request) -> Response:
-    """The page."""
+    """A page for people: what is served, how full the cache is, and a chat."""
     del request
-    return Response(_PAGE, headers=_HEADERS, media_type="text/html; charset=utf-8")
+    return _PAGE.show()
+
+
+async def show_docs(request: Request) -> Response:
+    """A page for people: the endpoints."""
+    del request
+    return _DOCS.show()

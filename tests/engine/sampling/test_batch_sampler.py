@@ -417,3 +417,23 @@ def test_who_asks_for_nothing_gets_nothing(mixture):
     for number, drawn in zip(asked, alone, strict=True):
         assert (drawn.logprobs is None) == (number is None)
         assert number is None or len(drawn.logprobs.top) == number
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "logprobs": 2}])
+def test_a_bias_is_as_if_the_logits_were_larger(options):
+    logits = torch.randn(1, WIDE, generator=torch.Generator().manual_seed(4))
+    chosen = [int(token) for token in logits[0].topk(40).indices]
+    bias = tuple((token, 3.0 if index % 2 else -4.5) for index, token in enumerate(chosen))
+    params, biased = SamplingParams(**options), logits.clone()
+    for token, value in bias:
+        biased[0, token] += value
+    draws = [Draw(params, uniform(3, number), bias=bias) for number in range(40)]
+    plain = [Draw(params, uniform(3, number)) for number in range(40)]
+    sampler = BatchSampler()
+    found = [one.token_id for one in sampler.sample(logits, [draws])]
+    assert found == [one.token_id for one in sampler.sample(biased, [plain])]
+    assert found != [one.token_id for one in sampler.sample(logits, [plain])]
+    if "logprobs" in options:  # they are the model's own
+        (outcome,) = sampler.sample(logits, [draws[:1]])
+        expected = torch.log_softmax(logits[0].double(), 0)[outcome.token_id]
+        assert outcome.logprobs.logprob == pytest.approx(float(expected), abs=1e-5)

@@ -44,7 +44,13 @@ CONFIGURATIONS = [
     small("no caching", Settings(num_blocks=SMALL, has_caching=False)),
 ]
 
-# Beside the eighteen: drafts of a model, which writes keys and values behind the known tokens.
+# Beside the eighteen: MLA and its sparse indexer, which share a block table.
+LATENT = [
+    Configuration("latent", Settings(is_latent=True)),
+    small("latent, async", Settings(num_blocks=SMALL, is_latent=True, is_async=True)),
+]
+
+# Drafts of a model, which writes keys and values behind the known tokens.
 EAGLE = [
     Configuration("eagle", Settings(num_drafts=3, is_eagle=True)),
     Configuration("eagle, async", Settings(num_drafts=3, is_eagle=True, is_async=True)),
@@ -109,9 +115,34 @@ KEPT_WINDOWS, KEPT_WINDOWS_SMALL = (
 
 # Recurrent layers beside full attention: a request's state is one block, and nothing is cached.
 STATES = [
-    Configuration("states", Settings(has_states=True, has_caching=False)),
-    Configuration("states, async", Settings(has_states=True, has_caching=False, is_async=True)),
-    Configuration("states, chunked", Settings(has_states=True, has_caching=False, max_num_batched_tokens=128)),
-    small("states", Settings(num_blocks=SMALL, has_states=True, has_caching=False)),
-    small("states, async", Settings(num_blocks=SMALL, has_states=True, has_caching=False, is_async=True)),
+    Configuration("states", Settings(num_states=1, has_caching=False)),
+    Configuration("states, async", Settings(num_states=1, has_caching=False, is_async=True)),
+    Configuration("states, chunked", Settings(num_states=1, has_caching=False, max_num_batched_tokens=128)),
+    small("states", Settings(num_blocks=SMALL, num_states=1, has_caching=False)),
+    small("states, async", Settings(num_blocks=SMALL, num_states=1, has_caching=False, is_async=True)),
+]
+# With caching, states stay in blocks where chunks ended. kvblocks caches all of them, vLLM by default few.
+_CACHED_STATES = {
+    "cached states": Settings(num_blocks=20_000, num_states=1),
+    "three groups": Settings(num_blocks=20_000, num_states=3, max_num_batched_tokens=128),
+    "async": Settings(num_blocks=20_000, num_states=1, is_async=True),
+    "beside windows": Settings(num_blocks=20_000, num_states=1, windows=(64,)),
+    "saved within chunks": Settings(num_blocks=20_000, num_states=1, saves_within=True),
+}
+CACHED_STATES = [Configuration(name, settings) for name, settings in _CACHED_STATES.items()]
+KEPT_STATES = [
+    replace(c, name=f"{c.name}, kept", settings=replace(c.settings, keeps_windows=True)) for c in CACHED_STATES
+]
+CACHED_STATES_SMALL = [
+    small("cached states", Settings(num_blocks=161, num_states=1)),
+    small("cached states, async", Settings(num_blocks=161, num_states=1, is_async=True)),
+]
+
+# Ring buffers beside full attention: a request has one block for them, and hits need none.
+RINGS = [
+    Configuration("ring", Settings(has_ring=True)),
+    Configuration("ring, async", Settings(has_ring=True, is_async=True)),
+    Configuration("ring, speculation", Settings(has_ring=True, num_drafts=3)),
+    small("ring", Settings(num_blocks=SMALL, has_ring=True)),
+    small("ring, async", Settings(num_blocks=SMALL, has_ring=True, is_async=True)),
 ]

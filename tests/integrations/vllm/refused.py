@@ -10,7 +10,7 @@ CORE = "tests/v1/core/"
 CONNECTOR = "tests/v1/kv_connector/unit/"
 
 CROSS_ATTENTION = "internal: looks for vLLM's own manager of cross attention by its class"
-RECURRENT = "refused: recurrent states (Mamba layers)"
+RECURRENT = "refused: recurrent states with a connector, or with drafts"
 COPIES = "internal: takes blocks of vLLM's pool as copies that are to be freed later"
 HASH_MAP = "internal: counts the entries of vLLM's map of hashes"
 SLIDES_LATER = "internal: a finished request's windows slide before it is freed, which kvblocks has no need of"

@@ -19,7 +19,8 @@ OURS = "kvblocks.integrations.vllm.KVBlocksAsyncScheduler"
 VOCABULARY = 512
 WINDOW = 64
 NUM_BLOCKS = 400
-WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3}  # random between minus and plus this, so that answers vary
+# Random weights are between minus and plus this, so that answers vary.
+WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3, "lfm2": 0.3}
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -54,6 +55,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "mistral",
         "num_hidden_layers": 2,
         "sliding_window": WINDOW,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 64,
+        "block_dim": 64,
+        "block_ff_dim": 64,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
     },
     "bert": {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 1, "type_vocab_size": 2},
 }

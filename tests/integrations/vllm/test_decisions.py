@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from bench.vllm.schedulers import Settings, our_scheduler, own_scheduler
-from integrations.vllm.configurations import CONFIGURATIONS, EAGLE, EAGLE_SMALL, PRIORITY_CHUNKED
+from integrations.vllm.configurations import CONFIGURATIONS, EAGLE, EAGLE_SMALL, LATENT, PRIORITY_CHUNKED
 from integrations.vllm.decisions import decide, first_difference
 from integrations.vllm.faults import BLOCK_SIZE, FAULTS, with_fault
 from integrations.vllm.mended import MendedScheduler
@@ -23,7 +23,9 @@ def test_there_are_eighteen_configurations():
     assert len({configuration.name for configuration in CONFIGURATIONS}) == len(CONFIGURATIONS) == 18
 
 
-@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, *EAGLE], ids=lambda configuration: configuration.name)
+@pytest.mark.parametrize(
+    "configuration", [*CONFIGURATIONS, *EAGLE, *LATENT], ids=lambda configuration: configuration.name
+)
 def test_all_decisions_are_vllms(configuration, seed):
     settings = configuration.settings
     asks = make_asks(configuration.mix, seed, NUM_REQUESTS)

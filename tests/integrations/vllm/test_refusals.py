@@ -53,8 +53,22 @@ def make_manager(config: KVCacheConfig, **what: Any) -> KVBlocksCacheManager:
 
 
 REFUSED = {
-    "recurrent states": (make_config(MAMBA), {}, "with prefix caching.*--no-enable-prefix-caching is served"),
-    "recurrent states beside attention": (make_config(FULL, UNCACHED_MAMBA), {}, "with prefix caching"),
+    "recurrent states without a mode": (make_config(FULL, UNCACHED_MAMBA), {}, "in mode 'none' with caching"),
+    "recurrent states that aren't cached": (
+        make_config(FULL, MAMBA),
+        {"enable_caching": False},
+        "in mode 'align' without caching",
+    ),
+    "recurrent states within blocks": (
+        make_config(FULL, MambaSpec(**STATE, block_size=32, mamba_cache_mode="align")),
+        {},
+        "recurrent states that are found at multiples of 16 tokens.*without --prefix-match-unit",
+    ),
+    "recurrent states over context ranks": (
+        make_config(FULL, MAMBA),
+        {"dcp_world_size": 2},
+        "context parallelism with recurrent states",
+    ),
     "recurrent states with drafts": (
         make_config(FULL, MambaSpec(**STATE, block_size=2048, num_speculative_blocks=2)),
         {"enable_caching": False},
@@ -119,7 +133,7 @@ def test_every_refusal_says_how_to_get_vllms_own_manager(name):
 
 
 def test_what_is_served_is_not_refused():
-    for config in (make_config(FULL), make_config(FULL, WINDOW), make_config(WINDOW)):
+    for config in (make_config(FULL), make_config(FULL, WINDOW), make_config(WINDOW), make_config(FULL, MAMBA)):
         make_manager(config)
     make_manager(make_config(FULL), dcp_world_size=2, use_eagle=True, num_prefill_lookahead=1)
     for specs in ([UNCACHED_MAMBA], [FULL, UNCACHED_MAMBA], [FULL, MambaSpec(**STATE, block_size=2000)]):
@@ -134,6 +148,13 @@ def test_an_interval_of_retention_without_effect_is_warned_of(windows, interval)
         make_manager(make_config(*windows, prefix_cache_retention_interval=interval))
     said = [str(warning.message) for warning in caught if "prefix_cache_retention_interval" in str(warning.message)]
     assert len(said) == (1 if interval else 0)
+
+
+def test_vllm_itself_does_not_start_with_attention_sinks_in_blocks():
+    """If this fails, vLLM has mended it: then serve them: the first blocks are the sinks'."""
+    sinks = make_config(SinkFullAttentionSpec(**SHAPE, sink_len=16))
+    with pytest.raises(TypeError, match="SinkFullAttentionManager"):
+        make_scheduler(Settings(), groups=sinks)
 
 
 def with_options(options: dict[str, Any]) -> VllmConfig:
@@ -155,7 +176,7 @@ def test_vllms_own_manager_is_used_instead_if_that_is_asked_for():
     assert type(made.kv_cache_manager) is KVCacheManager
 
 
-def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_groups: int = 1) -> Any:
+def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_groups: int = 1, specs: Any = ()) -> Any:
     """Return the part of a scheduler that the checks read."""
     transfer = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra or {})
     config = make_vllm_config(Settings())
@@ -163,7 +184,7 @@ def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_grou
 
     class Made:
         num_prefill_lookahead = 0
-        kv_cache_config = make_config(*[FULL, WINDOW][:num_groups])
+        kv_cache_config = make_config(*(specs or [FULL, WINDOW][:num_groups]))
         vllm_config = config
 
     return Made()
@@ -176,6 +197,7 @@ def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_grou
         (lambda: make_with_connector("MooncakeStoreConnector"), "MooncakeStoreConnector"),
         (lambda: make_with_connector("HiSparseConnector"), "HiSparseConnector"),
         (lambda: make_with_connector("OffloadingConnector", num_groups=2), "OffloadingConnector with several"),
+        (lambda: make_with_connector("NixlConnector", specs=[FULL, MAMBA]), "KV connectors with recurrent states"),
         (
             lambda: make_with_connector(
                 "MultiConnector",
@@ -200,8 +222,9 @@ def test_a_refusal_comes_from_the_scheduler_before_it_has_our_manager():
     config = make_vllm_config(Settings())
     config.cache_config.mamba_block_size = 16
     kind = our_scheduler(Settings())
+    drafted = MambaSpec(**STATE, block_size=16, mamba_cache_mode="align", num_speculative_blocks=2)
     with pytest.raises(UnsupportedEngineError, match="recurrent states"):
-        make_scheduler(Settings(), kind, config=config, groups=make_config(FULL, MAMBA))
+        make_scheduler(Settings(), kind, config=config, groups=make_config(FULL, drafted))
 
 
 @pytest.mark.parametrize(

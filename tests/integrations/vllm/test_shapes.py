@@ -52,6 +52,18 @@ def test_a_model_without_a_kv_cache_keeps_vllms_manager():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_model_with_recurrent_layers_answers_as_under_vllm():
+    """LFM2: its states are cached, by default few of them in vLLM."""
+    theirs, ours = answers("lfm2")["lfm2"]
+    assert (theirs["manager"], ours["manager"]) == ("KVCacheManager", "KVBlocksCacheManager")
+    assert theirs["groups"] == ours["groups"] == 3
+    assert ours["tokens"] == theirs["tokens"]
+    assert len({tuple(tokens) for tokens in theirs["tokens"]}) > len(theirs["tokens"]) // 2
+    assert sum(ours["cached"]) >= sum(theirs["cached"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("shape", "num_groups"), [("gpt-oss", 2), ("mistral", 1)])
 def test_other_models_with_windows_answer_as_under_vllm_and_find_more(shape, num_groups):
     check_windows(*answers("gpt-oss", "mistral")[shape], num_groups)

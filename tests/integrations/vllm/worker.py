@@ -67,7 +67,7 @@ class Worker:
     """The block tables and the memory of a worker, for the groups of layers that `settings` say.
 
     All groups lie in the same memory, and what a token's slot holds depends on the group. A block of recurrent layers
-    holds the state behind a request's last computed token.
+    holds the state behind a request's last computed token, and a ring buffer what that token left there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -75,8 +75,12 @@ class Worker:
         self.num_drafts = settings.num_drafts
         self.windows: tuple[int | None, ...] = (None, *settings.windows)
         self.chunks = settings.chunks
-        self.num_groups = len(self.windows) + len(self.chunks) + settings.has_states
+        self.num_attending = len(self.windows) + len(self.chunks)
+        self.num_groups = self.num_attending + settings.has_ring + settings.num_states
+        self.state_size = settings.block_size if settings.has_caching else settings.max_model_len
+        self.ring = self.num_attending if settings.has_ring else None
         self._tables: dict[str, Tables] = {}
+        self._rings: set[str] = set()  # the requests that have written to their ring buffer
         self._chains: dict[str, Chain] = {}
         self._memory: dict[int, list[Any]] = {}
 
@@ -88,6 +92,7 @@ class Worker:
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = [[] for _ in range(self.num_groups)]
+                self._rings.discard(request_id)
             for table, more in zip(self._tables[request_id], block_ids or (), strict=False):
                 table.extend(more)
         return {request_id: self._tables[request_id] for request_id in output.num_scheduled_tokens}
@@ -95,6 +100,7 @@ class Worker:
     def execute(self, step: Any, requests: dict[str, Request]) -> dict[str, int]:
         """Compute a step, and return how many drafts of every request are right. Raises WrongReadError."""
         work = []
+        moved: list[tuple[int, Any]] = []
         accepted = {}
         for request_id, num_tokens in step.output.num_scheduled_tokens.items():
             request = requests[request_id]
@@ -107,22 +113,41 @@ class Worker:
             else:
                 end = step.starts[request_id] + num_tokens
             for group, table in enumerate(step.tables[request_id]):
-                if group < len(self.windows) + len(self.chunks):
+                if group < self.num_attending:
                     work.append((request_id, group, table, chain, end - num_tokens, end))
+                elif group == self.ring:
+                    self._turn(request_id, table)
                 else:
-                    self._move_on(request_id, table, chain, end - num_tokens, end)
+                    self._move_on(moved, request_id, table, chain, end - num_tokens, end)
         for _, *what in work:
             self._write(*what)
+        if len(dict(moved)) < len(moved) or 0 in dict(moved):
+            raise WrongReadError(f"a block gets two states, or none gets one: {[block_id for block_id, _ in moved]}")
+        self._memory |= dict(moved)
         for request_id, *what in work:
             self._read(request_id, *what)
         return accepted
 
-    def _move_on(self, request_id: str, table: list[int], chain: list[int], start: int, end: int) -> None:
-        """Take a recurrent state from one token to another, in the one block of its table."""
+    def _move_on(
+        self, moved: list[Any], request_id: str, table: list[int], chain: list[int], start: int, end: int
+    ) -> None:
+        """Take a recurrent state from one token to another, and from the block behind `start` to the one behind `end`.
+
+        Without caching the table has one block.
+        """
+        size = self.state_size
+        source, target = table[max(0, start - 1) // size], table[(end - 1) // size]
+        if start and self._memory.get(source) != [("state", start, chain[start - 1])]:
+            raise WrongReadError(f"{request_id}: block {source} does not hold the state behind {start} tokens")
+        moved.append((target, [("state", end, chain[end - 1])]))
+
+    def _turn(self, request_id: str, table: list[int]) -> None:
+        """Write to a request's ring buffer, in the one block of its table."""
         (block_id,) = table
-        if start and self._memory.get(block_id) != [("state", start, chain[start - 1])]:
-            raise WrongReadError(f"{request_id}: block {block_id} does not hold the state behind {start} tokens")
-        self._memory[block_id] = [("state", end, chain[end - 1])]
+        if request_id in self._rings and self._memory[block_id] != [("ring", request_id)]:
+            raise WrongReadError(f"{request_id}: another one wrote to its ring buffer, block {block_id}")
+        self._rings.add(request_id)
+        self._memory[block_id] = [("ring", request_id)]
 
     def load(self, request: Request, table: list[int], num_tokens: int) -> None:
         """Write a request's first tokens into the blocks of a table, as a connector does, in group 0."""

@@ -149,3 +149,29 @@ def test_with_keys_all_but_the_version_want_one(model):
         http.headers["authorization"] = "Bearer secret"
         assert [http.get(path).status_code for path in WITH_KEY] == [200] * len(WITH_KEY)
         assert post(http, "/tokenize", prompt="a")["count"] == 1
+
+
+def test_ping_load_and_embeddings(http, server):
+    assert (http.get("/ping").status_code, http.get("/ping").content) == (200, b"")
+    assert http.get("/load").json() == {"server_load": 0}
+    refused = http.post("/v1/embeddings", json={"input": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_embeddings")
+    assert "/v1/chat/completions" in refused.json()["error"]["message"]
+    del server
+
+
+def test_all_endpoints_are_described_in_openapi(http):
+    described = http.get("/openapi.json").json()
+    assert described["openapi"].startswith("3.")
+    paths = described["paths"]
+    assert {"/v1/messages", "/v1/responses", "/v1/chat/completions", "/v1/cache/explain", "/health"} <= set(paths)
+    operations = [of for methods in paths.values() for of in methods.values()]
+    assert all(of["summary"] for of in operations)
+    names = [of["operationId"] for of in operations]
+    assert len(set(names)) == len(names)
+    assert "security" in paths["/v1/messages"]["post"]
+    assert "security" not in paths["/health"]["get"]
+    assert paths["/v1/responses/{response_id}"]["get"]["parameters"][0]["name"] == "response_id"
+    page = http.get("/docs")
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert "://" not in page.text

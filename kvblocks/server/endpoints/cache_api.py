@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,11 +16,11 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.engine.errors import ForgetError
 from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
 from kvblocks.errors import KVBlocksError
-from kvblocks.observe.explanation import Explanation
 from kvblocks.server.access.callers import AnswerSlots, Caller
 from kvblocks.server.access.gate import caller_of
 from kvblocks.server.arrivals import Arrival
-from kvblocks.server.body.fields import Fields
+from kvblocks.server.body.fields import Fields, show
+from kvblocks.server.endpoints.arrival_json import arrival_json
 from kvblocks.server.errors import ApiError, as_api_error, late_error
 from kvblocks.server.requests import PrefixBody, parse_prefix
 from kvblocks.server.service import Service
@@ -34,10 +34,11 @@ MAX_DESCRIPTION = 256
 
 
 class CacheApi:
-    """The endpoints below /v1/cache."""
+    """The endpoints below /v1/cache. forget_answers: drops the answers that are kept of a salt."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, forget_answers: Callable[[str], None]) -> None:
         self._service = service
+        self._forget_answers = forget_answers
         self._engine = service.engine
 
     async def stats(self, request: Request) -> Response:
@@ -75,6 +76,15 @@ class CacheApi:
             "session_gate": self._gate_json(),
             "requests": self._service.metrics.counts(),
         }
+
+    async def top(self, request: Request) -> Response:
+        """What each tenant asked, hit, holds and lost, and what each tier has."""
+        del request
+        tenants = await self._call(self._service.thread.usage.read)
+        values = self.stats_json()
+        device = {name: values[name] for name in ("num_blocks", "num_entries", "num_evicted_blocks")}
+        device["num_pinned_blocks"] = values["pins"]["num_pinned_blocks"]
+        return json_response({"time": time.time(), "tenants": tenants, "device": device, "tiers": values["tiers"]})
 
     def _remembered_json(self) -> Json | None:
         """Statistics of remembered prompts; None if the engine remembers none."""
@@ -213,8 +223,11 @@ class CacheApi:
 
         def forget() -> Forgetting:
             self._service.thread.hints.forget(salt)
+            self._service.thread.arrivals.prompts.forget(salt)
+            self._service.thread.marks.forget(salt)
             return self._engine.begin_forgetting(salt)
 
+        self._forget_answers(salt)
         forgetting: Forgetting = await self._call(forget)
         parts = [asyncio.wrap_future(part) for part in forgetting.parts.values()]
         if parts:
@@ -226,34 +239,56 @@ class CacheApi:
         return json_response({"num_removed_entries": forgetting.num_blocks})
 
     async def explain(self, request: Request) -> Response:
-        """Why a prompt would miss now, or what a request hit and missed when it came."""
+        """Why a prompt would miss now, or what a request hit and missed when it came.
+
+        A request is named by its id, by its `prompt_cache_key`, or as the last one.
+        """
         fields, prefix = await self._service.bodies.read(request, _parse_explained)
         caller = caller_of(request.scope)
         if prefix is None:
-            fields.refuse_unknown()
-            return json_response(await self._explain_request(fields.take("request_id"), caller))
+            return json_response(await self._explain_request(fields, caller))
         salt = caller.salt_for(fields.kept_text("cache_salt"))
         fields.refuse_unknown()
-        manager = self._engine.manager
+        manager, arrivals = self._engine.manager, self._service.thread.arrivals
 
         def explain(tokens: list[int]) -> Json:
             sequence = Sequence("explained", tokens, salt=salt)
-            hit = manager.get_computed_blocks(sequence)
-            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.inspect.explain(sequence)), caller)
+            hit, explanation = manager.get_computed_blocks(sequence), manager.inspect.explain(sequence)
+            around = arrivals.look_around(explanation, salt, caller.tenant, hit.pending_tokens)
+            arrival = Arrival(len(tokens), hit.num_tokens, explanation, around=around)
+            return arrival_json(arrival, None, manager.block_size, caller)
 
         async with self._encoded(prefix, caller) as tokens:
             return json_response({"prompts": [await self._call(lambda: explain(tokens))]})
 
-    async def _explain_request(self, request_id: str, caller: Caller) -> Json:
-        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id, caller))
-        if arrivals is None:
-            raise ApiError(
-                404,
-                f"request_id: expected that of one of the last requests, got {request_id!a:.80}",
-                param="request_id",
-                code="no_such_request",
-            )
-        return {"request_id": request_id, "prompts": [_arrival_json(arrival, caller) for arrival in arrivals]}
+    async def _explain_request(self, fields: Fields, caller: Caller) -> Json:
+        request_id, session = fields.text("request_id"), fields.kept_text("prompt_cache_key")
+        fields.flag("last")
+        salt = None if request_id is not None else caller.salt_for(fields.kept_text("cache_salt"))
+        fields.refuse_unknown()
+        of, block_size = self._service.thread.arrivals, self._engine.manager.block_size
+        # Clients that share a key, and no salt, must not be told of each other's prompts: they name them by ids.
+        is_alone = caller.tenant is not None or caller.is_operator
+        if request_id is None and not is_alone:
+            raise fields.error("request_id", "the id of an answer, since this key may be others', too")
+
+        def explain() -> Json | None:
+            key = request_id or of.find_last(caller, salt, session)
+            arrivals = None if key is None else of.find(key, caller)
+            if arrivals is None:
+                return None
+            told = [
+                arrival_json(arrival, of.compare(arrival) if is_alone else None, block_size, caller)
+                for arrival in arrivals
+            ]
+            return {"request_id": key, "prompts": told}
+
+        found: Json | None = await self._call(explain)
+        if found is None:
+            got = show(request_id or session or "last")
+            message = f"request_id: expected that of one of the last requests, got {got}"
+            raise ApiError(404, message, param="request_id", code="no_such_request")
+        return found
 
     @asynccontextmanager
     async def _encoded(self, prefix: PrefixBody, caller: Caller) -> AsyncIterator[list[int]]:
@@ -288,42 +323,8 @@ def _parse_prefix(body: Any, purpose: str) -> tuple[Fields, PrefixBody]:
 def _parse_explained(body: Any) -> tuple[Fields, PrefixBody | None]:
     """`_parse_prefix` of what is to be explained; no prefix if that is a request."""
     fields = Fields(body)
-    return fields, None if fields.text("request_id") is not None else parse_prefix(fields, "explain")
-
-
-def _arrival_json(arrival: Arrival, caller: Caller) -> Json:
-    explanation, completion = arrival.explanation, arrival.completion
-    values: Json = {
-        "num_prompt_tokens": arrival.num_prompt_tokens,
-        "num_cached_tokens": arrival.num_cached_tokens,
-        "cause": None if explanation is None else _cause(explanation, caller),
-        "text": None if explanation is None else _explain(explanation, caller),
-    }
-    if completion is not None:
-        values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
-    return values
-
-
-# Which of these causes applies depends on what others have cached. So a caller who must not know that sees only one.
-_NOT_CACHED = frozenset({"other keys", "partly equal", "never cached"})
-
-
-def _cause(explanation: Explanation, caller: Caller) -> str:
-    """Return the cause of a miss, as far as the caller may know it."""
-    return explanation.cause if caller.sees_others or explanation.cause not in _NOT_CACHED else "never cached"
-
-
-def _explain(explanation: Explanation, caller: Caller) -> str:
-    """Return an explanation without other callers' salts, since a salt may be a secret."""
-    cause, number = _cause(explanation, caller), explanation.num_cached_blocks
-    found = f"{number} of {explanation.num_full_blocks} full blocks are cached"
-    if cause == "other keys":
-        return f"{found}; block {number} is cached with other keys, such as another cache_salt"
-    if caller.sees_others:
-        return str(explanation)
-    stored = [f"tokens {part.first_token} to {part.end_token - 1} are on {part.tier!r}" for part in explanation.tiers]
-    why = "was never cached, as far as is remembered" if cause == "never cached" else f"isn't cached: {cause}"
-    return "; ".join([found if cause == "no miss" else f"{found}; block {number} {why}", *stored])
+    names_request = any(name in fields for name in ("request_id", "prompt_cache_key")) or fields.flag("last")
+    return fields, None if names_request else parse_prefix(fields, "explain")
 
 
 def _snapshot_json(publisher: "EventPublisher") -> Json:

@@ -85,5 +85,7 @@ class PinBook:
 
     def expire(self) -> None:
         """End the pins whose time has come. O(pins + blocks freed)."""
-        if self._entries and self._manager.pins.expire(time.monotonic()):
-            self._entries = {key: entry for key, entry in self._entries.items() if not entry.pin.has_ended}
+        if self._entries:
+            self._manager.pins.expire(time.monotonic())
+            if any(entry.pin.has_ended for entry in self._entries.values()):  # by this call or by another owner's
+                self._entries = {key: entry for key, entry in self._entries.items() if not entry.pin.has_ended}

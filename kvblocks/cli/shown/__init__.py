@@ -1,0 +1,1 @@
+"""What commands show of the cache: lines and tables."""

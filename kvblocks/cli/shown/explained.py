@@ -1,0 +1,38 @@
+"""The lines of `kvblocks cache explain`: why a prompt missed, and where it parts from the one before it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+_WORDS = {
+    "pinned_out": "pins held so many blocks that it was evicted: without them it would still be cached",
+    "over_quota": "its tenant was over its quota, and so lost it first",
+    "never_written": "the step that was to compute it died",
+    "window_missing": "a group of layers with a window lacks tokens",
+    "state_missing": "layers that keep a state have no checkpoint there",
+}
+
+
+def explain_lines(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines about one prompt, as the server's JSON describes it."""
+    why = entry["text"] or "no reasons were kept: the server runs with --num-history-blocks 0"
+    yield f"{entry['num_cached_tokens']} of {entry['num_prompt_tokens']} tokens: {why}"
+    cache = entry.get("cache") or {}
+    if cache.get("reason") in _WORDS:
+        yield f"  reason: {_WORDS[cache['reason']]}"
+    if cache.get("num_blocks_since") is not None:
+        ago = (
+            "longer ago than is remembered" if cache["seconds_since"] is None else f"{cache['seconds_since']:.0f} s ago"
+        )
+        whose = {"own": ", for a request of the same client", "another": ", for another client"}
+        lost = f"  lost {ago}{whose.get(cache.get('evicted_for') or '', '')}"
+        yield f"{lost}; still in: {', '.join(cache.get('still_in') or ()) or 'no tier'}"
+    if cache.get("num_pending_tokens"):
+        yield f"  waiting would have hit: another request was computing {cache['num_pending_tokens']} tokens more"
+    compared = entry.get("compared")
+    if compared is None:
+        return
+    yield f"  compared with {compared['request_id']}: {compared['num_common_tokens']} first tokens are equal"
+    yield f"  {compared['text']}" + (f", in {compared['item']}" if compared["item"] else "")
+    if compared["differs"] is not None:
+        before, after = compared["before"]["text"], compared["after"]["text"]
+        yield f"  first different token, behind {compared['context']!r}: {before!r} was, {after!r} is"

@@ -1,0 +1,62 @@
+"""The kind of groups whose layers keep a state in blocks of the pool, where kernels read and write it."""
+
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import Group
+
+
+@dataclass(frozen=True)
+class StateInPlace(Group):
+    """Layers that keep one state a sequence, in a block of the pool, as vLLM's kernels want it.
+
+    The last block of a sequence's table has its live state. When a call makes room behind that block's last token, the
+    sequence gets one block, for the table's new last entry, however many entries come between: these have no block. The
+    engine copies the state from the earlier block to the new one before it goes on. The earlier block stays until the
+    next call. If the call before ended exactly at its last token, it is cached, and a hit may end there. So an engine
+    ends calls at multiples of `block_size`, unless they end in the block where they began.
+
+    The state is behind all slots of the last call. So `num_total_tokens` counts tokens that the step computes, also
+    those that aren't known yet, and nothing else.
+
+    A cached state is found at once, though it exists only after its step: an engine must not start a sequence from a
+    state of the same step. A sequence can't be truncated, and not be rewound but to its beginning.
+
+    block_size: hits end at multiples of it. Raises InvalidArgumentError.
+    """
+
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return "a state in place"
+
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`: vLLM calls all such layers by the name of the first."""
+        return "mamba"
+
+    @property
+    def has_gaps(self) -> bool:
+        """True."""
+        return True
+
+    def first_seen(self, position: int) -> int:
+        """Return the token before `position`, behind which the state is that it needs. Only for the manager."""
+        return position - 1 if position else 0
+
+    def needed_blocks(self, end: int, num_tokens: int) -> tuple[int, int]:  # noqa: ARG002  # a hit never has all tokens
+        """As in `Group`: the block with the state behind the hit. Only for the manager."""
+        return max(0, end // self.block_size - 1), end // self.block_size
+
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """Return at most 2: the live state, and the one before."""
+        check_count("num_step_tokens", num_step_tokens, 1)
+        return min(2, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
+
+    def layer_bytes(self, bytes_per_token: int) -> int:
+        """As in `Group`. Such layers keep nothing for each token, so a plan can't have them."""
+        raise InvalidArgumentError(
+            f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
+        )

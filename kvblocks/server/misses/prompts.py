@@ -1,0 +1,161 @@
+"""The last prompts, kept for a while, so that a prompt can be compared with the one before it in its conversation.
+
+A prompt is compared only with prompts of the same tenant under the same salt. So nobody is told of another's prompt,
+whatever ids, keys or texts they guess. All that is kept is in memory, bounded, and goes with `forget`.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvblocks.core.tokens import num_equal
+
+MAX_KEPT = 1000
+"""The most prompts that are kept."""
+
+MAX_BYTES = 64 * 2**20
+"""The most bytes of kept prompts, by their tokens and the characters of their messages."""
+
+MAX_COMPARED = 64
+"""Among how many of the last prompts the one before is looked for."""
+
+_MESSAGE_BYTES = 500  # of a kept message beside its text
+
+
+class KeptMessage(NamedTuple):
+    """A message. calls: the JSON of its calls of tools, and its other fields; "" if it has none."""
+
+    role: str
+    text: str
+    calls: str = ""
+
+
+class KeptTool(NamedTuple):
+    """The definition of a tool: its name, and a digest of all of it."""
+
+    name: str
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class KeptPrompt:
+    """A prompt as it came. Two are compared by identity.
+
+    key: the id of its answer. tenant, salt: whose it is. session: its `prompt_cache_key`. tokens: of the prompt, and
+    output: of its first answer once that is done. messages, tools: of a chat; empty for other prompts.
+    """
+
+    key: str
+    tenant: str | None
+    salt: str | None
+    session: object
+    tokens: "array[int]"
+    messages: tuple[KeptMessage, ...] = ()
+    tools: tuple[KeptTool, ...] = ()
+    output: "array[int]" = field(default_factory=lambda: array("I"))
+
+    @property
+    def num_bytes(self) -> int:
+        """What it counts for, about. O(messages + tools)."""
+        texts = sum(_MESSAGE_BYTES + len(one.text) + len(one.calls) for one in self.messages)
+        return 4 * (len(self.tokens) + len(self.output)) + texts + _MESSAGE_BYTES * len(self.tools)
+
+    def num_common(self, other: "KeptPrompt") -> int:
+        """How many first tokens this prompt has in common with another one and its answer. O(tokens)."""
+        common = _num_equal(self.tokens, other.tokens)
+        if common < len(other.tokens) or common == len(self.tokens):
+            return common
+        return common + _num_equal(self.tokens[common:], other.output)
+
+
+class KeptPrompts:
+    """The prompts that are kept, oldest first. Owned by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, KeptPrompt] = {}
+        self._sizes: dict[str, int] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, prompt: KeptPrompt) -> None:
+        """Keep a prompt, and drop the oldest ones beyond the bounds."""
+        self._kept[prompt.key] = prompt
+        self._sizes[prompt.key] = prompt.num_bytes
+        self._num_bytes += self._sizes[prompt.key]
+        self._shrink()
+
+    def finish(self, key: str, output: list[int]) -> None:
+        """Note the answer to a prompt, if it is still kept. Other prompts' calls do nothing."""
+        prompt = self._kept.get(key)
+        if prompt is not None:
+            prompt.output = array("I", output)
+            self._sizes[key] += 4 * len(output)
+            self._num_bytes += 4 * len(output)
+            self._shrink()
+
+    def forget(self, salt: str | None) -> None:
+        """Drop all prompts of a salt. O(prompts)."""
+        for prompt in [prompt for prompt in self._kept.values() if prompt.salt == salt]:
+            self._drop(prompt)
+
+    def get(self, key: str) -> KeptPrompt | None:
+        """Return a prompt by the id of its answer, whosever it is; None if it isn't kept."""
+        return self._kept.get(key)
+
+    def find(self, key: str, tenant: str | None, salt: str | None) -> KeptPrompt | None:
+        """Return a prompt by the id of its answer; None if it isn't kept, or is another tenant's or salt's."""
+        prompt = self._kept.get(key)
+        return prompt if prompt is not None and (prompt.tenant, prompt.salt) == (tenant, salt) else None
+
+    def last(self, tenant: str | None, salt: str | None, session: object = None) -> KeptPrompt | None:
+        """Return the last prompt of a tenant under a salt, and of a session if one is given. O(prompts)."""
+        found = (one for one in self._newest() if (one.tenant, one.salt) == (tenant, salt))
+        return next((one for one in found if session is None or one.session == session), None)
+
+    def before(self, prompt: KeptPrompt) -> KeptPrompt | None:
+        """Return the prompt before this one in its conversation; None if none is known.
+
+        With a session that is the last one of the session. Without, it is the one that has the most first messages in
+        common, the system text aside, and of these the one with the most first tokens. O(MAX_COMPARED prompts).
+        """
+        others = [one for one in self._older(prompt) if (one.tenant, one.salt) == (prompt.tenant, prompt.salt)]
+        if prompt.session is not None:
+            return next((one for one in others if one.session == prompt.session), None)
+        best, most = None, (0, 0)
+        for one in others[:MAX_COMPARED]:
+            likeness = (_num_common_messages(one, prompt), prompt.num_common(one))
+            if likeness > most and (likeness[0] or likeness[1] * 2 > min(len(prompt.tokens), len(one.tokens))):
+                best, most = one, likeness
+        return best
+
+    def _newest(self) -> Iterator[KeptPrompt]:
+        return reversed(self._kept.values())
+
+    def _older(self, prompt: KeptPrompt) -> Iterator[KeptPrompt]:
+        is_older = False
+        for one in self._newest():
+            if is_older:
+                yield one
+            is_older = is_older or one is prompt
+
+    def _shrink(self) -> None:
+        while len(self._kept) > MAX_KEPT or (self._num_bytes > MAX_BYTES and len(self._kept) > 1):
+            self._drop(next(iter(self._kept.values())))
+
+    def _drop(self, prompt: KeptPrompt) -> None:
+        del self._kept[prompt.key]
+        self._num_bytes -= self._sizes.pop(prompt.key)
+
+
+def _num_common_messages(one: KeptPrompt, other: KeptPrompt) -> int:
+    """How many first messages are equal, without system texts."""
+    turns = [[message for message in prompt.messages if message.role != "system"] for prompt in (one, other)]
+    return next((at for at, (a, b) in enumerate(zip(*turns, strict=False)) if a != b), min(map(len, turns)))
+
+
+def _num_equal(one: "array[int]", other: "array[int]") -> int:
+    """How many first tokens are equal."""
+    return num_equal(memoryview(one).cast("B"), memoryview(other).cast("B")) // 4 if one and other else 0

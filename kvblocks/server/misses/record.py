@@ -1,0 +1,88 @@
+"""One record a request: what it was compared with, where they part, and why it missed, in the names of both services.
+
+`diagnostics` is Anthropic's, `prompt_cache_diagnostics` is OpenAI's; both compare requests only. `cache` is ours.
+"""
+
+import time
+from typing import Any
+
+from kvblocks.observe.explanation import Explanation
+from kvblocks.server.misses.comparison import Comparison
+from kvblocks.server.misses.reasons import Surroundings, reason_of
+
+Json = dict[str, Any]
+
+_ANTHROPICS = {"tools": "tools_changed", "system": "system_changed", "settings": "unavailable"}
+_OPENAIS = {"tools": "tools_changed"}
+_GOES_ON = frozenset({None, "answer"})
+"""Both services compare requests, of which neither knows the answers' tokens."""
+
+
+def compared_json(found: Comparison | None, block_size: int) -> Json | None:
+    """Return where two prompts part; None if there was nothing to compare with."""
+    if found is None:
+        return None
+    return {
+        "request_id": found.key,
+        "num_common_tokens": found.num_common,
+        "num_reusable_tokens": found.num_common // block_size * block_size,
+        "differs": found.part,
+        "item": found.item,
+        "text": found.words,
+        "before": {"token": found.before.token_id, "text": found.before.text},
+        "after": {"token": found.after.token_id, "text": found.after.text},
+        "context": found.context,
+    }
+
+
+def cache_json(explanation: Explanation | None, around: Surroundings, *, sees_others: bool) -> Json | None:
+    """Return what the cache knows of a miss; None if no reasons are kept. sees_others: may know for whom."""
+    if explanation is None:
+        return None
+    found: Json = {
+        "reason": reason_of(explanation, around, sees_others=sees_others),
+        "num_cached_blocks": explanation.num_cached_blocks,
+        "num_full_blocks": explanation.num_full_blocks,
+        "num_pending_tokens": around.num_pending_tokens,
+    }
+    if explanation.removal is not None:
+        at = around.evicted_at
+        found["num_blocks_since"] = explanation.num_blocks_since
+        found["seconds_since"] = None if at is None else round(max(0.0, time.time() - at), 1)
+    if explanation.cause == "evicted":
+        found["evicted_from"] = "device"
+        found["still_in"] = [part.tier for part in explanation.tiers]
+        whose = "own" if around.is_own else "another"
+        found["evicted_for"] = None if around.is_own is None else around.evicted_for if sees_others else whose
+        found["num_pinned_blocks"] = around.num_pinned_blocks if sees_others else None
+    if explanation.kind is not None:
+        found["kind"] = explanation.kind
+    return found
+
+
+def anthropics(found: Comparison | None, asked: str | None, num_tokens: int) -> Json | None:
+    """Return `diagnostics`, as Anthropic's Messages have it. asked: the id that was to be compared with."""
+    if asked is None or (found is not None and found.part in _GOES_ON):
+        return None
+    if found is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    kind = _ANTHROPICS.get(str(found.part), "messages_changed")
+    missed = max(0, min(found.num_before, num_tokens) - found.num_common)
+    told = {} if kind == "unavailable" else {"cache_missed_input_tokens": missed}
+    return {"cache_miss_reason": {"type": kind, **told}}
+
+
+def openais(found: Comparison | None, asked: str | None, num_tokens: int, block_size: int) -> Json | None:
+    """Return `prompt_cache_diagnostics`, as OpenAI's Responses have it. asked: the id that was to be compared with."""
+    if asked is None:
+        return None
+    if found is None:
+        return {"type": "comparison_response_not_found"}
+    if found.part in _GOES_ON:
+        return {"type": "cache_hit"}
+    return {
+        "type": "cache_miss",
+        "reason": _OPENAIS.get(str(found.part), "input_changed"),
+        "cache_missed_tokens": max(0, num_tokens - found.num_common),
+        "comparison_reusable_tokens": found.num_common // block_size * block_size,
+    }

@@ -1,0 +1,78 @@
+"""Calls of tools, and what is read of them in JSON."""
+
+import json
+import secrets
+import string
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made. arguments: the text of a JSON object, as clients get it."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A call as it was read, without an id. arguments: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+def new_call_id(length: int = 0) -> str:
+    """Return a new id of a call. length: of one of letters and digits alone, as some templates want; 0: ours."""
+    if length:
+        return "".join(secrets.choice(_LETTERS) for _ in range(length))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def read_calls(text: str, separators: str = " \n\r\t;,") -> list[Written] | None:
+    """Return the calls in a text of JSON objects or lists of them, with only `separators` between; None: it isn't that.
+
+    O(text).
+    """
+    decoder, index = json.JSONDecoder(parse_constant=_refuse), 0
+    found: list[Written] = []
+    while True:
+        while index < len(text) and text[index] in separators:
+            index += 1
+        if index == len(text):
+            return found or None
+        try:
+            value, index = decoder.raw_decode(text, index)
+        except (ValueError, RecursionError):
+            return None
+        for item in value if isinstance(value, list) else [value]:
+            call = as_call(item)
+            if call is None:
+                return None
+            found.append(call)
+
+
+def as_call(value: Any) -> Written | None:
+    """Return a JSON value as a call; None if it isn't one."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return None
+    return Written(value["name"], write_json(arguments)) if isinstance(arguments, dict) else None
+
+
+def write_json(value: Any) -> str:
+    """Return a JSON value as templates write it, so that a call that comes back has the same tokens."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"expected JSON, got {constant}")

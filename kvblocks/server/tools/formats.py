@@ -1,0 +1,157 @@
+"""How families of models write calls of tools, and which family a chat template is of.
+
+A required call is written by a grammar: the model's own marks, and JSON between them. All formats read that, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.server.tools.calls import Written, read_calls
+from kvblocks.server.tools.gemma import read_gemma_call
+from kvblocks.server.tools.pythonic import read_python_calls
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls. This class is that of JSON between marks.
+
+    name: as `--tool-parser` takes it. marks: each may begin calls. end: ends them; "": the answer's end. opening:
+    begins calls without a mark, but only at the beginning of an answer; "": none. before, after: around each required
+    call, or, if they are a list, around all; between: two required calls. arguments: the name of the arguments.
+    id_length: of calls' ids, where the template wants a length; 0: any. is_taught: whether the template knows no tools,
+    so that a system text has to say how they are called.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    end: str = ""
+    opening: str = ""
+    before: str = ""
+    after: str = ""
+    between: str = "\n"
+    is_list: bool = False
+    arguments: str = "arguments"
+    id_length: int = 0
+    is_taught: bool = False
+
+    def read(self, text: str) -> list[Written] | None:
+        """Return the calls in a text, from behind a mark to before `end`; None if it isn't one of calls. O(text)."""
+        return read_calls(text)
+
+    def call_parts(self, name: str) -> tuple[str, str]:
+        """Return what a required call of a tool writes before its arguments, and behind them."""
+        return f'{{"name": "{name}", "{self.arguments}": ', "}"
+
+    def special_marks(self, tokenizer: Tokenizer) -> Mapping[str, int]:
+        """Return those marks that are special tokens of this tokenizer, with their ids."""
+        texts = tokenizer.special_texts
+        return {mark: texts[mark] for mark in (*self.marks, self.end, *self._inner_marks) if mark in texts}
+
+    @property
+    def _inner_marks(self) -> tuple[str, ...]:
+        return ()
+
+
+class GemmaFormat(ToolFormat):
+    """FunctionGemma: `call:NAME{key:<escape>text<escape>}`."""
+
+    __slots__ = ()
+
+    def read(self, text: str) -> list[Written] | None:
+        """As `ToolFormat`."""
+        found = read_gemma_call(text)
+        return read_calls(text) if found is None else [found]
+
+    @property
+    def _inner_marks(self) -> tuple[str, ...]:
+        return ("<escape>",)
+
+
+class PythonicFormat(ToolFormat):
+    """Calls as Python writes them, `[name(key="text")]`: Llama 4, and Gemma 3 where the prompt asks for it."""
+
+    __slots__ = ()
+
+    def read(self, text: str) -> list[Written] | None:
+        """As `ToolFormat`."""
+        inner = text.strip().removesuffix("<|python_end|>")
+        found = read_python_calls(inner)
+        return read_calls(inner) if found is None else found
+
+
+class MistralFormat(ToolFormat):
+    """A list in JSON, or, in Mistral's newer templates, `NAME[ARGS]{...}` behind each mark."""
+
+    __slots__ = ()
+
+    def read(self, text: str) -> list[Written] | None:
+        """As `ToolFormat`."""
+        found: list[Written] = []
+        for part in text.split("[TOOL_CALLS]"):
+            name, brace, rest = part.partition("{")
+            name = name.removesuffix("[ARGS]").strip()
+            is_named = brace and name and not set(name) & set(' "[],')
+            calls = read_calls(f'{{"name": "{name}", "arguments": {brace}{rest}}}') if is_named else read_calls(part)
+            if calls is None:
+                return None
+            found += calls
+        return found
+
+    def call_parts(self, name: str) -> tuple[str, str]:
+        """As `ToolFormat`."""
+        return ToolFormat.call_parts(self, name) if self.is_list else (f"{name}[ARGS]", "")
+
+    @property
+    def _inner_marks(self) -> tuple[str, ...]:
+        return ("[ARGS]",)
+
+
+_HERMES = ToolFormat("hermes", ("<tool_call>",), "</tool_call>", before="<tool_call>\n", after="\n</tool_call>")
+_MISTRAL = MistralFormat(
+    "mistral", ("[TOOL_CALLS]",), before="[TOOL_CALLS][", after="]", between=", ", is_list=True, id_length=9
+)
+_FORMATS: tuple[ToolFormat, ...] = (
+    _HERMES,
+    ToolFormat("llama3", ("<|python_tag|>",), opening="{", between="; ", arguments="parameters"),
+    _MISTRAL,
+    MistralFormat("mistral-args", ("[TOOL_CALLS]",), before="[TOOL_CALLS]", between="", id_length=9),
+    ToolFormat(
+        "granite", ("<|tool_call|>", "<tool_call>"), before="<|tool_call|>[", after="]", between=", ", is_list=True
+    ),
+    PythonicFormat("pythonic", ("<|python_start|>",), opening="[", before="[", after="]", between=", ", is_list=True),
+    GemmaFormat(
+        "gemma",
+        ("<start_function_call>",),
+        "<end_function_call>",
+        before="<start_function_call>",
+        after="<end_function_call>",
+        between="",
+    ),
+)
+FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in _FORMATS}
+"""All formats, by name."""
+
+# Which format a template is of that has one of these texts; the first one that is there decides.
+_BY_TEXT: Sequence[tuple[str, str]] = (
+    ("<start_function_call>", "gemma"),
+    ("[ARGS]", "mistral-args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+    ("<|python_start|>", "pythonic"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters"', "llama3"),
+)
+
+
+def format_of(tokenizer: Tokenizer | None, name: str | None = None) -> ToolFormat:
+    """Return the format of a model's calls, by its template. name: the format that was chosen; None: the template's.
+
+    A template that knows no tools is taught the chosen format, or hermes. O(template).
+    """
+    source = (None if tokenizer is None else tokenizer.chat_template) or ""
+    is_taught = tokenizer is None or "tools" not in tokenizer.template_variables
+    found = next((format_name for text, format_name in _BY_TEXT if text in source), "hermes")
+    chosen = FORMATS[("hermes" if is_taught else found) if name is None else name]
+    return replace(chosen, is_taught=True) if is_taught else chosen
