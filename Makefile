@@ -40,7 +40,7 @@ FAST_TESTS := \
 # pip's progress bars are shown on a terminal only. A log has only our own lines.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo dist docs bench test test-fast test-all compiled test-compiled test-vllm test-wire test-clients environments gpu-test soak check format clean distclean
+.PHONY: help demo dist docs bench test test-fast test-all compiled test-compiled test-vllm test-wire test-mlx test-clients environments gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,10 +48,11 @@ help:
 	@echo 'make test    some cases of every test: at most ten minutes on two cores'
 	@echo 'make test-fast  the tests that find the most faults in the least time: under a minute'
 	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'
-	@echo 'make test-all  all cases of all tests; test-compiled, -vllm, -wire and -clients: an hour or more'
+	@echo 'make test-all  all cases of all tests; test-compiled, -vllm, -wire, -mlx and -clients: an hour or more'
 	@echo 'make test-compiled  the tests of the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make test-wire  our events, read by Dynamo'"'"'s own indexer (130 MB in .venv-wire, the first time)'
+	@echo 'make test-mlx  the integration into mlx-lm, under a real mlx-lm on the CPU (360 MB in .venv-mlx, the first time)'
 	@echo 'make gpu-test  test and time the kernels and the engine on a GPU; PYTHON has torch and triton'
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients, -guidellm and -instructor, the first time)'
 	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
@@ -66,6 +67,7 @@ help:
 	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
 	@echo '  BENCH_ARGS=--quick         a `make bench` of a few seconds'
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
+	@echo '  MLX_SHORT=1                a short `make test-mlx`: no slow tests'
 	@echo '  HYPOTHESIS_PROFILE=thorough  forty times as many generated cases, new ones in every run'
 	@echo '  PIP_ARGS="..."             more arguments for pip. Where it would bring CUDA (several GB), and no NVIDIA GPU is'
 	@echo '                             there, torch'"'"'s CPU build is installed (200 MB), unless PIP_ARGS names an index'
@@ -85,7 +87,7 @@ test: $(DEV_STAMP)
 test-fast: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -q -m 'not exhaustive and not slow' $(PYTEST_ARGS) $(FAST_TESTS)
 
-test-all: $(DEV_STAMP) test-compiled test-vllm test-wire test-clients
+test-all: $(DEV_STAMP) test-compiled test-vllm test-wire test-mlx test-clients
 	HYPOTHESIS_PROFILE=whole $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. `python -m pytest` is not used,
@@ -140,6 +142,19 @@ WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 test-wire: $(WIRE_STAMP)
 	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
 
+# A real mlx-lm, which runs on Linux's CPUs too, in an environment of its own, and the sources of the same version, which
+# have its tests. With MLX_SHORT=1 only what takes seconds runs.
+MLX_VERSION := 0.32.4
+MLX_LM_VERSION := 0.32.2
+MLX_SHORT ?=
+MLX_VENV := .venv-mlx
+MLX_STAMP := $(MLX_VENV)/.installed-$(MLX_VERSION)-$(MLX_LM_VERSION)
+MLX_PIP = $(MLX_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
+
+test-mlx: $(MLX_STAMP)
+	$(MLX_VENV)/bin/python -m pytest $(PARALLEL) $(if $(MLX_SHORT),-m 'not slow and not exhaustive') $(PYTEST_ARGS) \
+		tests/integrations/mlx_lm
+
 # The clients that tests/clients/versions.txt names. guidellm has an environment of its own, since it brings torch, and
 # instructor, since it needs an older openai. The npm client runs on the newest Node that is installed. vLLM's bench is the one that test-vllm installs.
 CLIENTS_VENV := .venv-clients
@@ -181,7 +196,7 @@ docs: $(DOCS_STAMP)
 	@echo 'The site is in build/site/index.html'
 
 # The environments of CI. `make -j2 environments` makes them side by side, since installing keeps one core busy.
-environments: $(VLLM_PACKAGES) $(DEV_STAMP) $(DOCS_STAMP) $(WIRE_STAMP)
+environments: $(VLLM_PACKAGES) $(DEV_STAMP) $(DOCS_STAMP) $(WIRE_STAMP) $(MLX_STAMP)
 
 $(DOCS_STAMP): docs/requirements.txt
 	@$(DOCS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(DOCS_VENV)
@@ -213,7 +228,7 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV) $(DOCS_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(MLX_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV) $(DOCS_VENV)
 
 # Interpreter and venv in one step. A .venv whose interpreter no longer exists is made again.
 define make_venv
@@ -254,6 +269,19 @@ $(WIRE_STAMP): $(PINS) Makefile
 	@grep -E '^(pytest|pytest-timeout|hypothesis|pyzmq|msgspec|cbor2|xxhash)==' constraints.txt \
 		> $(WIRE_VENV)/requirements.txt
 	@$(WIRE_PIP) install $(PIP_ARGS) -r $(WIRE_VENV)/requirements.txt ai-dynamo-runtime==$(DYNAMO_VERSION)
+	@touch $@
+
+# kvblocks is imported from this folder. On a Mac mlx comes with mlx-lm; elsewhere its build for CPUs is asked for.
+$(MLX_STAMP): Makefile constraints.txt tools/fetch_sdist.py
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-mlx' >&2; exit 1; }
+	@$(MLX_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		echo '[1/2] making $(MLX_VENV)'; "$(PYTHON)" -m venv --clear $(MLX_VENV); }
+	@echo '[2/2] installing mlx-lm $(MLX_LM_VERSION) and the tools of the tests'
+	@grep -E '^(pytest|pytest-timeout|pytest-xdist|hypothesis|xxhash)==' constraints.txt > $(MLX_VENV)/requirements.txt
+	@$(MLX_PIP) install $(PIP_ARGS) -r $(MLX_VENV)/requirements.txt mlx-lm==$(MLX_LM_VERSION) \
+		"mlx[cpu]==$(MLX_VERSION); sys_platform == 'linux'" "mlx==$(MLX_VERSION); sys_platform == 'darwin'" requests
+	@$(MLX_VENV)/bin/python tools/fetch_sdist.py mlx-lm==$(MLX_LM_VERSION) $(MLX_VENV)
 	@touch $@
 
 $(CLIENTS_STAMP): Makefile $(CLIENTS)

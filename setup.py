@@ -41,6 +41,7 @@ PLAIN = (
     "groups/states/in_place.py",
     "groups/states/kind.py",
     "observe/explanation.py",
+    "prefix_cache/evicted.py",
     "retention/gate_records.py",
     "retention/pause_lengths.py",
     "retention/policies/policy.py",

@@ -151,9 +151,8 @@ class Engine:
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
             located = [LayerLocation(*location) for location in self.plan.layer_groups]
             self.runner = backend.make_runner(self.model, self.manager, located)
-            self.scheduler = _make_scheduler(
-                self.manager, self.runner, order, remembers=remember_next_token, has_gate=session_gate
-            )
+            remembers, has_gate = remember_next_token, session_gate
+            self.scheduler = _make_scheduler(self.manager, self.runner, order, remembers=remembers, has_gate=has_gate)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
         self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens))

@@ -17,11 +17,12 @@ KeyboardInterrupt for example. After that all calls raise CorruptStateError.
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, check_number, check_share
+from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, check_number, check_share, wrong
 from kvblocks.core.caching import digests_ahead
 from kvblocks.core.change import CHANGING, IDLE, Change
 from kvblocks.core.hashing import HashFunction, Names, PositionKeys
@@ -34,11 +35,14 @@ from kvblocks.observe.event_log import Records
 from kvblocks.observe.recording import Recording
 from kvblocks.observe.removal_history import RemovalHistory
 from kvblocks.prefix_cache.block_ids import BlockIds, check_block_ids
+from kvblocks.prefix_cache.budget import Budget
+from kvblocks.prefix_cache.evicted import EvictedBlocks
 from kvblocks.prefix_cache.inspector import CacheInspector
 from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
+from kvblocks.prefix_cache.payloads import NewPayload
 from kvblocks.prefix_cache.pins import PrefixPins
-from kvblocks.prefix_cache.prompts import make_prompt
-from kvblocks.prefix_cache.store import PrefixStore
+from kvblocks.prefix_cache.prompts import check_payloads, make_prompt
+from kvblocks.prefix_cache.store import NewBlocks, PrefixStore
 from kvblocks.retention.eviction import Eviction
 from kvblocks.retention.policies.policy import PolicyFactory
 from kvblocks.stats import HitCounts
@@ -62,13 +66,18 @@ class PrefixCache:
         max_blocks: SupportsIndex,
         block_size: SupportsIndex = 16,
         *,
+        max_bytes: SupportsIndex | None = None,
         eviction: Text | PolicyFactory | None = None,
         pin_budget: SupportsFloat = 0.5,
         hash_algorithm: Text | HashFunction | Names = "xxh3_128",
         enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
     ) -> None:
-        """eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as in `KVCacheManager`.
+        """max_bytes: the most bytes of all blocks and payloads together, as insertions say them; None: no bound.
+
+        Then what was used least recently goes first, block or payload, and no eviction policy may be given.
+
+        eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as in `KVCacheManager`.
 
         eviction: which blocks are evicted first; a policy is called under the cache's lock. pin_budget: share of
         `max_blocks` that all pins together may hold. hash_algorithm: names blocks for events and for `inspect`; it
@@ -81,9 +90,12 @@ class PrefixCache:
         share, records = check_share("pin_budget", pin_budget, _SHARE), check_flag("enable_events", enable_events)
         num_remembered, names = check_count("num_history_blocks", num_history_blocks, 0), get_names(hash_algorithm)
         self._lock: Any = RLock()  # Any: the type of RLock differs between versions of Python
+        self._budget = None if max_bytes is None else Budget(check_count("max_bytes", max_bytes, 0))
+        if self._budget is not None and eviction is not None:
+            raise wrong("eviction", "None, since max_bytes goes by the order of use", eviction)
         self._eviction = None if eviction is None else Eviction(eviction, max(self.max_blocks, 1), _MAX_ID + 1)
         self._now: int | float = 0.0
-        self._store = PrefixStore(self.max_blocks, self.block_size, names, self._eviction)
+        self._store = PrefixStore(self.max_blocks, self.block_size, names, self._eviction, self._budget)
         self._history = RemovalHistory(num_remembered) if num_remembered else None
         if self._history is not None:
             self._store.index.watch(self._history)
@@ -98,6 +110,8 @@ class PrefixCache:
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> PrefixMatch:
         """Return the longest cached prefix, which becomes the most recently used. Counted in `stats`.
+
+        So does its `last_payload`.
 
         Enter the match (`with`) to keep its blocks; see `PrefixMatch`. If it covers all tokens, and its payload doesn't
         have the logits, compute the last token again for its logits. Raises InvalidTokensError and
@@ -122,6 +136,9 @@ class PrefixCache:
         token_ids: TokenIds,
         kv_block_ids: BlockIds,
         *,
+        num_cached_tokens: SupportsIndex = 0,
+        block_bytes: SupportsIndex = 0,
+        payloads: Iterable[tuple[SupportsIndex, Any, SupportsIndex]] = (),
         pin: Flag = False,
         salt: Text | None = None,
         lora: Text | None = None,
@@ -132,46 +149,88 @@ class PrefixCache:
         kv_block_ids: one for each full block; ints, or a buffer of them (see `block_ids.check_block_ids`). Ids behind
         these, such as that of a partial block, are ignored: they stay the caller's, as `unused_kv_blocks` says. Where a
         prefix is cached already, its block stays and the given id is not taken. When the cache is full, blocks that
-        nothing holds are evicted, as by `evict`. If that isn't enough, the longest prefix that fits is cached. pin: pin
-        the cached blocks, as `pin_prefix` does; the budget must have room for all full blocks of the tokens.
+        nothing holds are evicted, as by `evict`. If that isn't enough, the longest prefix that fits is cached.
+        num_cached_tokens: the first tokens, whole blocks, whose ids are not given; they must be cached. pin: pin the
+        cached blocks, as `pin_prefix` does; the budget must have room for all full blocks of the tokens.
+
+        block_bytes: the bytes of each new block. payloads: (number of tokens, payload, bytes) each, to attach to
+        beginnings of these tokens, as `attach` does. With `max_bytes` older blocks and payloads make room for both, and
+        each payload needs at least a byte; without it, bytes must be 0.
 
         The result's `match` is what `match_prefix` of these tokens would find now, without another lookup; `stats`
         doesn't count it. It holds nothing until it is entered. If other threads may evict, insert and enter inside
         `exclusive`. The match has a copy of the tokens, so the caller may change a buffer after this call.
 
-        Raises InvalidTokensError, InvalidArgumentError, BlockStateError for an id that holds another prefix, and
-        PinBudgetError. O(tokens).
+        Raises InvalidTokensError, InvalidArgumentError, BlockStateError for an id that holds another prefix,
+        PinBudgetError, and StaleHitError if fewer than num_cached_tokens are cached. O(tokens + payloads).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
-        num_blocks = sequence.num_tokens // self.block_size
-        ids = check_block_ids(kv_block_ids, num_blocks, self.block_size)
-        tail = ids[num_blocks:]
-        del ids[num_blocks:]
+        size = self.block_size
+        skipped = check_count("num_cached_tokens", num_cached_tokens, 0, sequence.num_tokens)
+        if skipped % size:
+            raise wrong("num_cached_tokens", f"whole blocks of {size} tokens", skipped)
+        num_given = (sequence.num_tokens - skipped) // size
+        given = check_block_ids(kv_block_ids, num_given, size)
+        tail = given[num_given:]
+        del given[num_given:]
+        num_bytes = self._check_bytes("block_bytes", block_bytes, 0)
+        new_payloads: list[NewPayload] = []
+        if payloads != ():
+            new_payloads = check_payloads(payloads, sequence.num_tokens, self._check_bytes)
         pins = check_flag("pin", pin)
         if not isinstance(sequence.tokens, array):  # a view of the caller's buffer, which the caller may change
             sequence.tokens = array("I", sequence.tokens.tobytes())
-        store, match = self._store, PrefixMatch(self, sequence)
         with self._lock:
-            self._catch_up()
-            found = store.find(sequence)
-            num_found, path_ids = len(found), ids_of(found)
-            unused = store.check_insertable(ids, path_ids)
-            if pins:
-                self._pins.check_room(len(ids))
-            digests = None
-            if store.index.needs_digests:
-                num_tokens = len(ids) * self.block_size
-                digests = digests_ahead(store.index, sequence, store.index.epoch, found, num_found, num_tokens)
-            self._change.begin()
-            path, evicted = store.cache(sequence, ids, found, digests, is_held=pins)
-            path_ids += ids[num_found : len(path)]
-            if pins and path:
-                self._pins.add(sequence, path, None)
-            match.show(path, path_ids, self.block_size, store.index.version, store.payloads(sequence, path))
-            done = PrefixInsert(len(path), len(path) - num_found, unused + ids[len(path) :] + tail, evicted, match)
-            self._change.end()
-            store.drop_payloads()
-            return done
+            done = self._insert(sequence, skipped // size, given, num_bytes, new_payloads, pins=pins)
+            return done._replace(unused_kv_blocks=done.unused_kv_blocks + tail) if tail else done
+
+    def _insert(
+        self,
+        sequence: Sequence,
+        num_skipped: int,
+        given: list[int],
+        block_bytes: int,
+        payloads: list[NewPayload],
+        *,
+        pins: bool,
+    ) -> PrefixInsert:
+        """`insert_prefix`, of what it has checked. num_skipped: blocks whose ids are not given."""
+        self._catch_up()
+        store, match = self._store, PrefixMatch(self, sequence)
+        found = store.find(sequence)
+        num_found, path_ids = len(found), ids_of(found)
+        if num_found < num_skipped:
+            expected = f"expected num_cached_tokens={num_skipped * self.block_size} to be cached"
+            raise StaleHitError(f"{expected}, got {num_found * self.block_size} tokens: match again")
+        ids = path_ids[:num_skipped] + given if num_skipped else given
+        unused = store.check_insertable(ids, path_ids)
+        if pins:
+            self._pins.check_room(len(ids))
+        digests = None
+        if store.index.needs_digests:
+            num_tokens = len(ids) * self.block_size
+            digests = digests_ahead(store.index, sequence, store.index.epoch, found, num_found, num_tokens)
+        self._change.begin()
+        new = NewBlocks(ids, found, digests, block_bytes, payloads, pins)
+        path, evicted, unused_payloads = store.cache(sequence, new)
+        path_ids += ids[num_found : len(path)]
+        if pins and path:
+            self._pins.add(sequence, path, None)
+        match.show(path, path_ids, self.block_size, store.index.version, store.payloads(sequence, path))
+        unused += ids[len(path) :]
+        done = PrefixInsert(len(path), len(path) - num_found, unused, evicted, match, unused_payloads)
+        self._change.end()
+        store.drop_payloads()
+        return done
+
+    def _check_bytes(self, name: str, value: SupportsIndex, least: int) -> int:
+        """Return a number of bytes, at least `least`. Without `max_bytes` it must be 0."""
+        if self._budget is not None:
+            return check_count(name, value, least)
+        number = check_count(name, value, 0)
+        if number:
+            raise wrong(name, "0, as the cache was made without max_bytes", number)
+        return number
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Return a context manager. Between entering and leaving it, calls from other threads wait, as during a call.
@@ -188,6 +247,7 @@ class PrefixCache:
         token_ids: TokenIds,
         payload: Any,
         *,
+        num_bytes: SupportsIndex = 0,
         salt: Text | None = None,
         lora: Text | None = None,
         extra_keys: PositionKeys = (),
@@ -196,26 +256,40 @@ class PrefixCache:
 
         The payload is kept with the last full block until that is evicted; a block keeps the latest 16. For prompts
         shorter than a block, the latest `max_blocks` payloads are kept until `clear`. Returns whether it was attached:
-        False when a full block isn't cached, or the cache is off. Changes no recency or counters. O(tokens).
+        False when a full block isn't cached, or the cache is off. Changes no recency or counters.
+
+        With `max_bytes`, num_bytes is what the payload takes, at least 1. Instead of those numbers, only bytes bound
+        payloads, and the prefix becomes the most recently used. This call evicts nothing: False, too, when there is no
+        room. To make room, give the payload to `insert_prefix`. Without `max_bytes`, num_bytes must be 0.
+
+        The caller must not change a payload while it is attached: a match of any thread may have it. So copy what it
+        refers to when you attach it, and again when you go on from it. Raises InvalidTokensError, InvalidArgumentError.
+        O(tokens).
         """
+        number = self._check_bytes("num_bytes", num_bytes, int(payload is not None))
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
-        with self._lock:
-            self._change.check_whole()
-            attached = self._store.attach(sequence, payload)
-            self._store.drop_payloads()
-            return attached
-
-    def evict(self, num_blocks: SupportsIndex) -> list[int]:
-        """Evict `num_blocks` blocks that nothing holds: those that the eviction policy names.
-
-        Without a policy, the least recently used ones, ends of prefixes before beginnings. Returns their ids, fewer if
-        fewer are evictable. Raises InvalidArgumentError. O(num_blocks), and what the policy takes.
-        """
-        num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
             self._catch_up()
             self._change.begin()
-            evicted = self._store.evict(num_wanted)
+            attached = self._store.attach(sequence, payload, number)
+            self._change.end()
+            self._store.drop_payloads()
+            return attached
+
+    def evict(self, num_blocks: SupportsIndex = 0, *, num_bytes: SupportsIndex = 0) -> EvictedBlocks:
+        """Evict `num_blocks` blocks that nothing holds: those that the eviction policy names.
+
+        Without a policy, the least recently used ones, ends of prefixes before beginnings. num_bytes: before that,
+        blocks and payloads in the order of use until so many bytes are free again, in a cache with `max_bytes`; these
+        blocks count among `num_blocks`. Returns the blocks' ids, fewer if fewer are evictable; its `payloads` are those
+        that went. Raises InvalidArgumentError. O(num_blocks), and what the policy takes.
+        """
+        num_wanted = check_count("num_blocks", num_blocks, 0)
+        num_freed = self._check_bytes("num_bytes", num_bytes, 0)
+        with self._lock:
+            self._catch_up()
+            self._change.begin()
+            evicted = self._store.evict(num_wanted, num_freed)
             self._change.end()
             self._store.drop_payloads()
             return evicted
@@ -326,11 +400,11 @@ class PrefixCache:
             if self._eviction is not None:
                 self._eviction.set_time(time)
 
-    def clear(self) -> list[int]:
+    def clear(self) -> EvictedBlocks:
         """Unpin and evict everything, for example after a change of weights. Returns the ids, now the caller's again.
 
-        Raises BlockStateError while a match is held, since its blocks are being read. `stats` isn't reset. O(cached
-        blocks).
+        The list's `payloads` are all payloads. Raises BlockStateError while a match is held, since its blocks are being
+        read. `stats` isn't reset. O(cached blocks + payloads).
         """
         with self._lock:
             self._catch_up()
@@ -385,11 +459,14 @@ class PrefixCache:
         store = self._store
         match = PrefixMatch(self, sequence)
         blocks = store.find(sequence)
-        match.show(blocks, ids_of(blocks), self.block_size, store.index.version, store.payloads(sequence, blocks))
+        payloads = store.payloads(sequence, blocks)
+        match.show(blocks, ids_of(blocks), self.block_size, store.index.version, payloads)
         self._change.state = CHANGING
         if self._eviction is not None:
             self._eviction.note_hit(blocks)
         store.renew(blocks)
+        if payloads:
+            store.renew_payload(payloads[-1])
         self._num_queries += 1
         if blocks:
             self._num_hits += 1

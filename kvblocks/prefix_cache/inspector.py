@@ -52,6 +52,12 @@ class CacheInspector:
             self._catch_up()
             return number in self._store.ids
 
+    def num_bytes(self) -> int:
+        """Return the bytes of all blocks and payloads; 0 in a cache without `max_bytes`. O(1)."""
+        with self._lock:
+            self._catch_up()
+            return self._store.num_bytes
+
     def eviction_failure_count(self) -> int:
         """Return how often an eviction policy raised, or named a block that it had not been told of. O(1)."""
         with self._lock:

@@ -12,6 +12,8 @@ from warnings import warn
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError
+from kvblocks.prefix_cache.evicted import EvictedBlocks
+from kvblocks.prefix_cache.payloads import PayloadEntry
 
 
 def ids_of(blocks: list[KVCacheBlock]) -> list[int]:
@@ -61,7 +63,7 @@ class PrefixMatch:
         self._holds: list[Hold] = []  # first, since the finalizer reads it
         self._holder = holder
         self._packed_ids: array[int] | None = None  # made at the first use; the ids can't change after that
-        self._payloads: tuple[Any, tuple[int, Any]] = None, (0, None)
+        self._payloads: list[tuple[int, Any]] = []
         self.sequence = sequence
         self.is_read = False
 
@@ -105,18 +107,27 @@ class PrefixMatch:
     @property
     def payload(self) -> Any:
         """What `PrefixCache.attach` attached to exactly these tokens and keys, None if nothing. O(1)."""
-        self.is_read = True
-        return self._payloads[0]
+        num_tokens, payload = self.last_payload
+        return payload if num_tokens == self.sequence.num_tokens else None
 
     @property
     def last_payload(self) -> tuple[int, Any]:
-        """The longest beginning of the cached tokens, of whole blocks, that has a payload: its length, and the payload.
+        """The longest beginning of the tokens that has a payload: its length, at any token, and the payload.
 
-        (0, None) if there is none. For models with recurrent layers, which can go on only where a state was kept: the
-        cached tokens behind this length are of no use to them. O(1).
+        (0, None) if there is none. All of its full blocks are cached. For models with recurrent layers, which can go on
+        only where a state was kept: the tokens behind this length are of no use to them. O(1).
         """
         self.is_read = True
-        return self._payloads[1]
+        return self._payloads[-1] if self._payloads else (0, None)
+
+    @property
+    def payloads(self) -> list[tuple[int, Any]]:
+        """All beginnings of the tokens that have a payload, the shortest first, each with its length and its payload.
+
+        Don't change the list. O(1).
+        """
+        self.is_read = True
+        return self._payloads
 
     def __enter__(self) -> Self:
         """Hold the blocks. Raises StaleHitError, holding nothing. O(blocks), and perhaps a lookup."""
@@ -156,7 +167,7 @@ class PrefixMatch:
         kv_block_ids: list[int],
         block_size: int,
         version: int,
-        payloads: tuple[Any, tuple[int, Any]],
+        payloads: list[PayloadEntry],
     ) -> Any:
         """Set the matching blocks, with their ids, as of `version`. Only for the cache.
 
@@ -168,8 +179,7 @@ class PrefixMatch:
         self._kv_block_ids = kv_block_ids
         self._num_tokens = len(blocks) * block_size
         previous = self._payloads
-        exact, (num_blocks, last) = payloads
-        self._payloads = exact, (num_blocks * block_size, last)
+        self._payloads = [(entry.num_tokens, entry.payload) for entry in payloads]
         return previous
 
     def renew(self, blocks: list[KVCacheBlock], version: int) -> None:
@@ -191,12 +201,15 @@ class PrefixInsert(NamedTuple):
 
     num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: how many of these the call added.
     unused_kv_blocks: given ids that the cache did not take: another block holds the prefix already, there was no room,
-    or the id is behind those of the full blocks. evicted_kv_blocks: ids that the cache evicted to make room. Both are
-    the caller's again. match: what `match_prefix` of the tokens would find now; `stats` doesn't count it.
+    or the id is behind those of the full blocks. evicted_kv_blocks: ids that the cache evicted to make room; its
+    `payloads` are the payloads that went. Both are the caller's again. match: what `match_prefix` of the tokens would
+    find now; `stats` doesn't count it. unused_payloads: given payloads that were not attached, for lack of room or of a
+    full block.
     """
 
     num_cached_blocks: int
     num_new_blocks: int
     unused_kv_blocks: list[int]
-    evicted_kv_blocks: list[int]
+    evicted_kv_blocks: EvictedBlocks
     match: PrefixMatch
+    unused_payloads: list[Any]

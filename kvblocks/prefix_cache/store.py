@@ -8,13 +8,16 @@ prefix, without a gap. A hold adds a reference to the path's last block. Each bl
 reference to its parent. So holding a path costs nothing for the part that it shares with a held path. In the queue
 children come before their parents. So eviction is leaf-first: no block stays longer than its parent.
 
+With `max_bytes` there is a `Budget`. Then blocks and payloads are evicted in one order of use, a payload before its
+block.
+
 Takes no lock; `PrefixCache` does.
 """
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from operator import length_hint
-from typing import Any, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
@@ -24,8 +27,12 @@ from kvblocks.core.hooks import Digests
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
-from kvblocks.prefix_cache.payloads import Payloads
+from kvblocks.prefix_cache.budget import Budget
+from kvblocks.prefix_cache.evicted import EvictedBlocks
+from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK, NewPayload, PayloadEntry, Payloads
 from kvblocks.retention.eviction import Eviction
+
+_NEVER: Final = 2**62  # no use has so high a number
 
 
 class RecencyQueue(FreeBlockQueue):
@@ -104,24 +111,53 @@ class RecencyQueue(FreeBlockQueue):
         root.prev_free_block = last
 
 
+class NewBlocks(NamedTuple):
+    """What `PrefixStore.cache` is to cache of a sequence.
+
+    kv_block_ids: one for each full block; they passed `check_insertable`. path: the sequence's cached blocks. digests:
+    of the full blocks behind `path`, if digests are needed. block_bytes: of each new block. payloads: of its
+    beginnings, None of them None. is_held: whether to hold the new path; else it becomes the most recently used.
+    """
+
+    kv_block_ids: list[int]
+    path: list[KVCacheBlock]
+    digests: Digests | None
+    block_bytes: int
+    payloads: list[NewPayload]
+    is_held: bool
+
+
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens. ids: the ids of its blocks. index: what they hold.
 
     names: the naming scheme of `index`. eviction: chooses which blocks are evicted first; None: the least recently
-    used.
+    used. budget: of bytes, None without a bound of them; not together with `eviction`.
 
     Most methods make one call for all blocks of a path. With one token per block, loops would take most of the time.
     """
 
-    def __init__(self, max_blocks: int, block_size: int, names: Names, eviction: Eviction | None = None) -> None:
+    def __init__(
+        self,
+        max_blocks: int,
+        block_size: int,
+        names: Names,
+        eviction: Eviction | None = None,
+        budget: Budget | None = None,
+    ) -> None:
         self.max_blocks = max_blocks
         self._eviction = eviction
+        self._budget = budget
         self.block_size = block_size
         self.ids: set[int] = set()
         self.index = PrefixIndex(block_size, names)
         self._queue = RecencyQueue(())
         self._stock: list[KVCacheBlock] = []  # with ref_cnt 1, as they leave the queue and as `let_go` needs them
-        self._payloads = Payloads(block_size, max_blocks)
+        self._payloads = Payloads(block_size, None if budget else (MAX_PAYLOADS_A_BLOCK, max_blocks))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks and payloads; 0 without a budget. O(1)."""
+        return 0 if self._budget is None else self._budget.num_bytes + self._payloads.num_bytes
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -139,6 +175,8 @@ class PrefixStore:
     def renew(self, path: list[KVCacheBlock]) -> None:
         """Make a path the most recently used. O(blocks)."""
         self._queue.renew(path)
+        if self._budget is not None:
+            self._note_used(self._budget, path)
         if self._eviction is not None:
             self._eviction.note_touched(path)
             self._eviction.note_released(path[::-1])
@@ -152,27 +190,28 @@ class PrefixStore:
     def let_go(self, path: list[KVCacheBlock]) -> None:
         """Undo one `hold`. Blocks that nothing else holds become the most recently used. O(1 + those blocks)."""
         self._queue.let_go(path)
+        if self._budget is not None:
+            self._note_used(self._budget, path)
         if self._eviction is not None:
             self._eviction.note_released(path[::-1])
 
-    def cache(
-        self,
-        sequence: Sequence,
-        kv_block_ids: list[int],
-        path: list[KVCacheBlock],
-        digests: Digests | None,
-        *,
-        is_held: bool,
-    ) -> tuple[list[KVCacheBlock], list[int]]:
+    def _note_used(self, budget: Budget, path: list[KVCacheBlock]) -> None:
+        budget.use += 1
+        budget.note_used(path)
+
+    def renew_payload(self, entry: PayloadEntry) -> None:
+        """Make a payload the most recently used, beside the path that was renewed last. O(1)."""
+        self._payloads.renew(entry, 0 if self._budget is None else self._budget.use)
+
+    def cache(self, sequence: Sequence, new: NewBlocks) -> tuple[list[KVCacheBlock], EvictedBlocks, list[Any]]:
         """Cache as many of the sequence's full blocks as there is room for, evicting blocks that nothing holds.
 
-        kv_block_ids: one for each full block; they passed `check_insertable`. path: the sequence's cached blocks.
-        digests: of the full blocks behind `path`, if digests are needed. is_held: whether to hold the new path; else it
-        becomes the most recently used. Returns the path that is then cached, and the ids that were evicted. O(blocks).
+        Then attach the payloads for which there is room. With a budget, older blocks and payloads make room for both.
+        Returns the path that is then cached, what was evicted, and the payloads that were not attached. O(blocks).
         """
-        num_found = len(path)
-        num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
-        evicted: list[int] = []
+        path, num_found = new.path, len(new.path)
+        num_missing = len(new.kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
+        evicted = EvictedBlocks()
         if num_missing > 0 and self._eviction is not None:
             self.hold(path)  # so that no policy can name its blocks
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks))
@@ -180,51 +219,135 @@ class PrefixStore:
         elif num_missing > 0:
             num_queued = self._queue.renew(path)  # to the end, so that none of it is evicted
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
-        room = self.max_blocks - len(self.ids)
-        new = self._take(kv_block_ids[num_found : num_found + room])
+        room = min(self.max_blocks - len(self.ids), len(new.kv_block_ids) - num_found)
+        if self._budget is not None:
+            self._budget.use += 1
+            room = self._make_room(self._budget, path, new.block_bytes, room, evicted)
+        blocks = self._take(new.kv_block_ids[num_found : num_found + room])
         for watcher in self.index.watchers:
-            watcher.note_taking(len(new), None)
-        if new:
+            watcher.note_taking(len(blocks), None)
+        if blocks:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
+            digests = new.digests
             if digests is not None:  # there may not be room for all blocks; and they are no sequence's
-                digests = Digests(digests.packed[: len(new) * self.index.epoch.num_digest_bytes])
-            self.index.cache(node, new, sequence.packed_tokens(), keys, num_found, digests)
-        if is_held:
+                digests = Digests(digests.packed[: len(blocks) * self.index.epoch.num_digest_bytes])
+            self.index.cache(node, blocks, sequence.packed_tokens(), keys, num_found, digests)
+            if self._budget is not None:
+                self._budget.add(blocks, new.block_bytes)
+        if new.is_held:
             self.hold(path)  # the first new block's reference to its parent; without new blocks, the hold itself
         else:
-            self.let_go(new)
+            self._queue.let_go(blocks)
+            if self._eviction is not None:
+                self._eviction.note_released(blocks[::-1])
             self.renew(path)  # behind the new blocks in the queue, which must be evicted first
-        return path + new, evicted
+        path = path + blocks
+        if self._budget is not None:
+            self._note_used(self._budget, path)
+        unused = [item.payload for item in new.payloads if not self._attach_new(sequence, item, path, evicted)]
+        return path, evicted, unused
 
-    def evict(self, num_blocks: int) -> list[int]:
-        """Evict at most `num_blocks` blocks that nothing holds, least recently used first or as a policy says.
+    def _make_room(
+        self, budget: Budget, path: list[KVCacheBlock], block_bytes: int, num_blocks: int, evicted: EvictedBlocks
+    ) -> int:
+        """Free bytes for `num_blocks` blocks behind `path`. Returns for how many there is room. O(blocks)."""
+        num_missing = num_blocks * block_bytes - (budget.max_bytes - self.num_bytes)
+        if num_missing > 0:
+            self._free_bytes(num_missing, path, budget.use, evicted)
+        room = budget.max_bytes - self.num_bytes
+        return num_blocks if not block_bytes else min(num_blocks, room // block_bytes)
 
-        Returns their ids. Their payloads are kept until `drop_payloads`. O(blocks).
+    def _attach_new(
+        self, sequence: Sequence, new: NewPayload, path: list[KVCacheBlock], evicted: EvictedBlocks
+    ) -> bool:
+        """Attach a payload of a sequence's beginning, whose cached blocks `path` were renewed. False: no room."""
+        num_blocks = new.num_tokens // self.block_size
+        if num_blocks > len(path):
+            return False
+        budget, beginning = self._budget, path[:num_blocks]
+        old = self._payloads.get(sequence, new.num_tokens, beginning)
+        if old is not None:
+            self._payloads.remove(old)
+        if budget is not None:
+            num_missing = new.num_bytes - (budget.max_bytes - self.num_bytes)
+            if num_missing > 0:
+                if new.num_bytes > budget.max_bytes:
+                    return False
+                self._free_bytes(num_missing, path, budget.use, evicted)
+            if new.num_bytes > budget.max_bytes - self.num_bytes:
+                return False
+        return self._payloads.attach(sequence, beginning, new, 0 if budget is None else budget.use)
+
+    def _free_bytes(self, num_bytes: int, path: list[KVCacheBlock], use: int, evicted: EvictedBlocks) -> None:
+        """Evict the least recently used blocks and payloads until `num_bytes` bytes are freed, or nothing is left.
+
+        path: is kept. use: payloads that were last used then, or later, are kept, unless their block goes. Adds to
+        `evicted`. O(blocks of path + evicted).
         """
-        number = min(num_blocks, self._queue.num_free_blocks)
+        budget, queue, payloads = self._budget, self._queue, self._payloads
+        assert budget is not None, "store: no budget"
+        most_blocks = queue.num_free_blocks - queue.renew(path)
+        blocks: list[KVCacheBlock] = []
+        freed = 0
+        while freed < num_bytes:
+            block = queue.first if len(blocks) < most_blocks else None
+            entry = payloads.oldest
+            if entry is not None and entry.use >= use:
+                entry = None
+            if entry is not None and (block is None or entry.use <= budget.uses[block]):
+                freed += entry.num_bytes
+                payloads.remove(entry)
+                evicted.payloads.append(entry.payload)
+            elif block is not None:
+                blocks.append(queue.popleft())
+                num_payload_bytes = payloads.num_bytes
+                evicted.payloads += payloads.forget((block,))
+                freed += budget.sizes[block] + num_payload_bytes - payloads.num_bytes
+            else:
+                break
+        num_evicted = self.index.evict(blocks)
+        assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
+        evicted += self._put_away(blocks)
+
+    def evict(self, num_blocks: int, num_bytes: int = 0) -> EvictedBlocks:
+        """Evict until `num_bytes` bytes are freed and `num_blocks` blocks are evicted, or nothing is left.
+
+        Blocks that nothing holds go, the least recently used first or as a policy says. Payloads that were forgotten
+        are kept until `drop_payloads`. O(blocks and payloads).
+        """
+        evicted = EvictedBlocks()
+        if num_bytes:
+            self._free_bytes(num_bytes, [], _NEVER, evicted)
+        number = min(max(num_blocks - len(evicted), 0), self._queue.num_free_blocks)
         blocks = self._queue.popleft_n(number) if self._eviction is None else self._choose(self._eviction, number)
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
-        return self._put_away(blocks)
+        more = self._put_away(blocks)
+        if not num_bytes:
+            return more
+        evicted += more
+        evicted.payloads += more.payloads
+        return evicted
 
-    def clear(self) -> list[int]:
-        """Evict all blocks, none of which is held, by a reset. Returns their ids. O(blocks)."""
+    def clear(self) -> EvictedBlocks:
+        """Evict all blocks, none of which is held, by a reset. Returns what went. O(blocks + payloads)."""
         blocks = self._queue.popleft_n(self._queue.num_free_blocks)
         if self._eviction is not None:
             self._eviction.note_clearing(self.index.runs())
         self.index.clear()
         self.index.evict(blocks)  # unmarks blocks that were cached before the reset
-        self._payloads.clear()
-        return self._put_away(blocks)
+        payloads = self._payloads.clear()
+        return EvictedBlocks(self._put_away(blocks), payloads)
 
-    def _put_away(self, blocks: list[KVCacheBlock]) -> list[int]:
-        """Put evicted blocks into the stock. Returns their ids. O(blocks)."""
+    def _put_away(self, blocks: list[KVCacheBlock]) -> EvictedBlocks:
+        """Put evicted blocks into the stock. Returns their ids, and the payloads that went with them. O(blocks)."""
         kv_block_ids = [block.block_id for block in blocks]
         self.ids.difference_update(kv_block_ids)
-        self._payloads.forget(blocks)
+        if self._budget is not None:
+            self._budget.remove(blocks)
         self._stock += blocks
-        return kv_block_ids
+        return EvictedBlocks(kv_block_ids, self._payloads.forget(blocks))
 
     def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
         """Take `num_blocks` blocks that nothing holds, as the policy says. If all are taken, it isn't asked."""
@@ -238,22 +361,32 @@ class PrefixStore:
             taken += more
         return taken
 
-    def attach(self, sequence: Sequence, payload: Any) -> bool:
-        """Keep `payload` for exactly this sequence; None: forget it. Returns False if a full block isn't cached."""
-        path = self.find(sequence)
+    def attach(self, sequence: Sequence, payload: Any, num_bytes: int) -> bool:
+        """Keep `payload` for exactly this sequence, evicting nothing; None: forget it.
+
+        Returns False if a full block isn't cached, or there is no room. The sequence's payload is gone then, too.
+        """
+        path, budget = self.find(sequence), self._budget
         if len(path) < sequence.num_tokens // self.block_size:
             return False
-        return self._payloads.attach(sequence, path, payload)
+        old = self._payloads.get(sequence, sequence.num_tokens, path)
+        if old is not None:
+            self._payloads.remove(old)
+        if payload is None:
+            return True
+        if budget is not None and num_bytes > budget.max_bytes - self.num_bytes:
+            return False
+        if budget is not None:
+            self.renew(path)  # so that the payload, which is in use now, isn't more recent than its block
+        new = NewPayload(sequence.num_tokens, payload, num_bytes)
+        return self._payloads.attach(sequence, path, new, 0 if budget is None else budget.use)
 
-    def payloads(self, sequence: Sequence, path: list[KVCacheBlock]) -> tuple[Any, tuple[int, Any]]:
-        """Return the payload of exactly this sequence, whose cached blocks are `path`, and what `find_last` finds.
+    def payloads(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[PayloadEntry]:
+        """Return the payloads of the sequence's beginnings, the shortest first. path: its cached blocks.
 
-        O(block_size), and O(blocks) if there are any payloads.
+        As `Payloads.find`.
         """
-        if self._payloads.is_empty:
-            return None, (0, None)
-        is_whole = len(path) == sequence.num_tokens // self.block_size
-        return self._payloads.find(sequence, path) if is_whole else None, self._payloads.find_last(path)
+        return [] if self._payloads.is_empty else self._payloads.find(sequence, path)
 
     def drop_payloads(self) -> None:
         """Drop forgotten payloads. Called last, since a payload's finalizer may call the cache again."""
@@ -288,6 +421,8 @@ class PrefixStore:
         assert len(self.ids) + len(self._stock) <= self.max_blocks, f"store: more than {self.max_blocks} blocks"
         assert all(block.run is None and block.ref_cnt == 1 for block in self._stock), "store: the stock is in use"
         self._payloads.check(num_holds.keys())
+        if self._budget is not None:
+            self._budget.check(blocks, [*self._queue], self._payloads.num_bytes)
 
     def check_insertable(self, kv_block_ids: list[int], found: list[int]) -> list[int]:
         """Return the given ids at whose positions other blocks are cached. found: the ids of the cached prefix.

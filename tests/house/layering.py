@@ -43,6 +43,7 @@ FLOORS = {
     "kvblocks.integrations.vllm.probe": 9,
     "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
     "kvblocks.integrations": 11,  # inside other engines, which have environments of their own
+    "kvblocks.integrations.auto": 12,  # loaded by an interpreter that was told to, and imports what is asked for
     "kvblocks.integrations.vllm_plugin": 12,  # loaded by every vLLM, and imports the integration when that is chosen
     "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.kernels.device": 8,  # the kernels themselves
@@ -120,6 +121,8 @@ REPLAY = "kvblocks.replay"
 REPLAY_PACKAGES = CORE_PACKAGES | {"numpy"}
 DISK = "kvblocks.tiers.disk"
 VLLM_DISK = "kvblocks.integrations.vllm.disk"
+MLX_LM = "kvblocks.integrations.mlx_lm"  # has a disk, and a server's start
+AUTO = "kvblocks.integrations.auto"
 STORE = "kvblocks.tiers.store"
 STORE_DOOR = "kvblocks.tiers.store.client"  # the module that speaks to a server; the others have rules alone
 WIRE = "kvblocks.wire"
@@ -131,6 +134,7 @@ VERIFY_ADAPTERS = "kvblocks.verify.adapters"
 VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx_lm", "torch"})
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
+MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset(
     {"kvblocks", "kvblocks.hashing", "kvblocks.retention.session_gate", "kvblocks.tiers.disk"}
@@ -189,6 +193,7 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
     "kvblocks.prefix_cache.cache:PrefixCache.__init__": "the manager's options, as far as they mean something here",
+    "kvblocks.prefix_cache.cache:PrefixCache.insert_prefix": "the one call that takes all that an engine has computed",
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.tiers.tier:Tier.__init__": "an option each, by keyword, with a default",
     "kvblocks.wire.publisher:EventPublisher.__init__": "an option each, by keyword, with a default",
@@ -266,6 +271,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return KERNEL_PACKAGES
     if is_inside(module, SERVER) or is_inside(module, CLI) or is_inside(module, VERIFY_SERVER):
         return SERVER_PACKAGES
+    if is_inside(module, MLX_LM):
+        return MLX_PACKAGES
     if is_inside(module, INTEGRATIONS):
         return INTEGRATION_PACKAGES
     if is_inside(module, VERIFY_ADAPTERS):
@@ -308,7 +315,9 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = module in WIRE_DOORS or any(is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK))
+    does_io = module in WIRE_DOORS or any(
+        is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK, MLX_LM, AUTO)
+    )
     pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING

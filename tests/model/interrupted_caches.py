@@ -15,15 +15,22 @@ IDS = array("q", [60, 1, 61])
 class CacheWorld:
     """A full cache with pins, a payload, a held match, and a match that was left and isn't released yet."""
 
-    def __init__(self, eviction: str | None = None) -> None:
+    def __init__(self, eviction: str | None = None, max_bytes: int | None = None) -> None:
         self.cache = cache = PrefixCache(
-            10, 4, eviction=eviction, pin_budget=0.6, enable_events=eviction is not None, num_history_blocks=4
+            10,
+            4,
+            max_bytes=max_bytes,
+            eviction=eviction,
+            pin_budget=0.6,
+            enable_events=eviction is not None,
+            num_history_blocks=4,
         )
         cache.insert_prefix(LONG, [0, 1, 2])
         cache.insert_prefix(OTHER, [10, 11, 12], pin=True)
         cache.insert_prefix([*LONG[:8], 90, 91, 92, 93], [0, 1, 20])
         cache.insert_prefix(range(100, 112), [30, 31, 32])
-        cache.attach(LONG, "payload")
+        self.num_bytes = 0 if max_bytes is None else 1
+        cache.attach(LONG, "payload", num_bytes=6 * self.num_bytes)
         self.held = cache.match_prefix(range(100, 108))
         self.held.__enter__()
         with cache.match_prefix(LONG):
@@ -46,6 +53,8 @@ class CacheWorld:
             "rates": (cache.stats.hit_rate, cache.stats.mean_match_length),
             "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],
             "known": store._eviction and list(store._eviction._main.blocks),  # noqa: SLF001
+            "order": [(entry.num_tokens, entry.payload) for entry in store._payloads._order],  # noqa: SLF001
+            "bytes": cache.inspect.num_bytes(),
             "payloads": sorted([block.block_id for block in store._payloads._by_block]),  # noqa: SLF001
             "records": cache._recording and [*cache._recording.log.records],  # noqa: SLF001
             "removals": len(cache._history),  # noqa: SLF001
@@ -59,7 +68,7 @@ class CacheWorld:
             "match_prefix": lambda: cache.match_prefix(LONG),
             "query_match_len": lambda: cache.query_match_len(LONG),
             "insert_prefix": lambda: cache.insert_prefix(LONG, [0, 1, 2]),
-            "attach": lambda: cache.attach(LONG, "another"),
+            "attach": lambda: cache.attach(LONG, "another", num_bytes=self.num_bytes),
             "evict": lambda: cache.evict(1),
             "pin_prefix": lambda: cache.pin_prefix(LONG),
             "unpin_prefix": lambda: cache.unpin_prefix(LONG),
@@ -87,6 +96,10 @@ CALLS: dict[str, Callable[[CacheWorld], Any]] = {
     "insert_prefix of a wrong id": lambda w: w.cache.insert_prefix(range(300, 308), [0, 99]),
     "attach": lambda w: w.cache.attach(OTHER, "another"),
     "evict": lambda w: w.cache.evict(3),
+    "insert_prefix with payloads and bytes": lambda w: w.cache.insert_prefix(
+        [*LONG[:8], 7, 7, 7, 7, 7], [44], num_cached_tokens=8, block_bytes=4, payloads=[(6, "a", 3), (13, "b", 5)]
+    ),
+    "evict bytes": lambda w: w.cache.evict(1, num_bytes=5),
     "pin_prefix": lambda w: w.cache.pin_prefix(LONG, "description"),
     "unpin_prefix": lambda w: w.cache.unpin_prefix(OTHER),
     "clear": lambda w: w.cache.clear(),
@@ -102,7 +115,7 @@ _FIRST: dict[str, Callable[[CacheWorld], Any]] = {"clear": lambda w: w.held.__ex
 
 def make_cache_case(name: str, eviction: str | None = None) -> Case:
     """Return a call of a cache, which is in the same state each time."""
-    world = CacheWorld(eviction)
+    world = CacheWorld(None, 10) if "bytes" in name else CacheWorld(eviction)
     if name in _FIRST:
         _FIRST[name](world)
     return Case(lambda: CALLS[name](world), world.look, world.cache.check, world.calls(), lambda: None)

@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -38,15 +39,30 @@ class Prompt(ModelSequence):
         return {"salt": self.salt, "lora": self.lora, "extra_keys": self.keys}
 
 
+@dataclass(eq=False)
+class ModelPayload:
+    """What is attached to a prefix of any length. block: its last full block, None without one."""
+
+    block: Prefix | None
+    prefix: Prefix
+    payload: object
+    num_bytes: int
+    use: int = 0
+
+
 class PrefixModel:
-    def __init__(self, max_blocks: int, block_size: int, pin_budget: float = 0.5) -> None:
+    def __init__(self, max_blocks: int, block_size: int, pin_budget: float = 0.5, max_bytes: int | None = None) -> None:
         self.max_blocks = max_blocks
+        self.max_bytes = max_bytes
         self.max_pinned = int(max_blocks * pin_budget)
         self.block_size = block_size
         self.holders: dict[Prefix, int] = {}
         self.queue: list[Prefix] = []
         self.num_holds: Counter[Prefix] = Counter()
-        self.payloads: dict[Prefix | None, dict[Prefix, object]] = {}
+        self.payloads: list[ModelPayload] = []  # the least recently used first
+        self.sizes: dict[Prefix, int] = {}
+        self.uses: dict[Prefix, int] = {}
+        self.clock = 0
         self.num_queries = self.num_hits = self.num_queried = self.num_hit = 0
 
     def path(self, prompt: ModelSequence) -> list[Prefix]:
@@ -54,9 +70,13 @@ class PrefixModel:
         num_blocks = len(prompt.tokens) // self.block_size
         return [prompt.prefix(n, self.block_size) for n in range(1, num_blocks + 1)]
 
-    def whole(self, prompt: ModelSequence) -> Prefix:
-        """All of the prompt, its partial block and what touches it included."""
-        return (prompt.salt, prompt.lora, tuple(prompt.tokens), tuple(sorted(prompt.keys)))
+    def beginning(self, prompt: ModelSequence, num_tokens: int) -> Prefix:
+        """The first tokens, and all that their KV depends on."""
+        return prompt.prefix(num_tokens, 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values()) + sum([entry.num_bytes for entry in self.payloads])
 
     def find(self, prompt: ModelSequence) -> list[Prefix]:
         found = []
@@ -69,24 +89,40 @@ class PrefixModel:
     def ids(self, path: list[Prefix]) -> list[int]:
         return [self.holders[prefix] for prefix in path]
 
-    def payload(self, prompt: ModelSequence) -> object:
-        path = self.path(prompt)
-        return self.payloads.get(path[-1] if path else None, {}).get(self.whole(prompt))
+    def found_payloads(self, prompt: ModelSequence) -> list[tuple[int, ModelPayload]]:
+        """Of all beginnings, by their number of tokens."""
+        kept = {entry.prefix: entry for entry in self.payloads}
+        most = min(len(prompt.tokens), (len(self.find(prompt)) + 1) * self.block_size - 1)
+        numbers = [0] if not prompt.tokens else range(1, most + 1)
+        pairs = [(number, kept.get(self.beginning(prompt, number))) for number in numbers]
+        return [(number, entry) for number, entry in pairs if entry is not None]
 
-    def attach(self, prompt: ModelSequence, payload: object) -> None:
-        path = self.path(prompt)
-        kept = self.payloads.setdefault(path[-1] if path else None, {})
-        kept.pop(self.whole(prompt), None)
-        if payload is not None:
+    def attach(self, prompt: ModelSequence, num_tokens: int, payload: object, num_bytes: int = 0) -> bool:
+        """Attach to a beginning, as the most recently used; None takes away. Whether there was room."""
+        path, prefix = self.path(prompt)[: num_tokens // self.block_size], self.beginning(prompt, num_tokens)
+        self.payloads = [entry for entry in self.payloads if entry.prefix != prefix]
+        if payload is None:
+            return True
+        new = ModelPayload(path[-1] if path else None, prefix, payload, num_bytes, self.clock)
+        if self.max_bytes is None:
             limit = MAX_PAYLOADS_A_BLOCK if path else self.max_blocks
-            for oldest in [*kept][: max(len(kept) + 1 - limit, 0)]:
-                del kept[oldest]
-            kept[self.whole(prompt)] = payload
+            of_block = [entry for entry in self.payloads if entry.block == new.block]
+            for oldest in of_block[: max(len(of_block) + 1 - limit, 0)]:
+                self.payloads.remove(oldest)
+        elif self.num_bytes + num_bytes > self.max_bytes:
+            return False
+        self.payloads.append(new)
+        return True
 
     def look_up(self, prompt: ModelSequence) -> list[Prefix]:
-        path = self.find(prompt)
+        path, payloads = self.find(prompt), self.found_payloads(prompt)
         self.hold(path)
         self.let_go(path)
+        if payloads:
+            last = payloads[-1][1]
+            self.payloads.remove(last)
+            self.payloads.append(last)
+            last.use = self.clock
         self.num_queries += 1
         self.num_hits += bool(path)
         self.num_queried += len(prompt.tokens)
@@ -104,27 +140,77 @@ class PrefixModel:
             self.num_holds[prefix] -= 1
             if not self.num_holds[prefix]:
                 self.queue.append(prefix)
+        self.note_used(path)
 
-    def evict(self, num_blocks: int) -> list[int]:
+    def note_used(self, path: list[Prefix]) -> None:
+        self.clock += 1
+        self.uses.update(dict.fromkeys(path, self.clock))
+
+    def evict(self, num_blocks: int) -> tuple[list[int], list[object]]:
+        """Ids, and the payloads that went with them."""
         evicted = [self.queue.pop(0) for _ in range(min(num_blocks, len(self.queue)))]
+        gone = [entry for prefix in evicted for entry in self.payloads if entry.block == prefix]
+        self.payloads = [entry for entry in self.payloads if entry not in gone]
         for prefix in evicted:
-            self.payloads.pop(prefix, None)
-        return [self.holders.pop(prefix) for prefix in evicted]
+            del self.sizes[prefix], self.uses[prefix]
+        return [self.holders.pop(prefix) for prefix in evicted], [entry.payload for entry in gone]
+
+    def free(self, num_bytes: int, before: float = float("inf")) -> tuple[list[int], list[object]]:
+        """Evict what was used least recently until so many bytes are freed; no payload that was used later."""
+        ids, payloads = [], []
+        least = self.num_bytes - num_bytes
+        while self.num_bytes > least:
+            entry = next((entry for entry in self.payloads if entry.use < before), None)
+            if entry is not None and (not self.queue or entry.use <= self.uses[self.queue[0]]):
+                self.payloads.remove(entry)
+                payloads.append(entry.payload)
+            elif self.queue:
+                more, gone = self.evict(1)
+                ids += more
+                payloads += gone
+            else:
+                break
+        return ids, payloads
 
     def insert(
-        self, prompt: ModelSequence, ids: list[int], pin: bool
-    ) -> tuple[list[Prefix], int, list[int], list[int]]:
+        self,
+        prompt: ModelSequence,
+        ids: list[int],
+        pin: bool,
+        block_bytes: int = 0,
+        new: list[tuple[int, object, int]] | None = None,
+    ) -> tuple[list[Prefix], int, list[int], list[int], list[object], list[object]]:
         path, found = self.path(prompt), self.find(prompt)
         unused = [i for i, held in zip(ids, self.ids(found), strict=False) if i != held]
         self.hold(found)
         num_missing = len(path) - len(found) - (self.max_blocks - len(self.holders))
-        evicted = self.evict(max(num_missing, 0))
+        evicted, gone = self.evict(max(num_missing, 0))
         end = min(len(path), len(found) + self.max_blocks - len(self.holders))
+        if self.max_bytes is not None:
+            more, more_gone = self.free((end - len(found)) * block_bytes - (self.max_bytes - self.num_bytes))
+            evicted, gone = evicted + more, gone + more_gone
+            if block_bytes:
+                end = min(end, len(found) + (self.max_bytes - self.num_bytes) // block_bytes)
         self.holders.update(zip(path[len(found) : end], ids[len(found) : end], strict=True))
+        self.sizes.update(dict.fromkeys(path[len(found) : end], block_bytes))
+        self.note_used(path[:end])
+        now = self.clock
         self.hold(path[len(found) : end])
+        unused_payloads = []
+        for number, payload, num_bytes in new or ():
+            if number // self.block_size > end:
+                unused_payloads.append(payload)
+                continue
+            self.attach(prompt, number, None)
+            if self.max_bytes is not None and num_bytes <= self.max_bytes:
+                more, more_gone = self.free(num_bytes - (self.max_bytes - self.num_bytes), before=now)
+                evicted, gone = evicted + more, gone + more_gone
+            if not self.attach(prompt, number, payload, num_bytes):
+                unused_payloads.append(payload)
         if not pin:
             self.let_go(path[:end])
-        return path[:end], end - len(found), unused + ids[end:], evicted
+            self.uses.update(dict.fromkeys(path[:end], now))
+        return path[:end], end - len(found), unused + ids[end:], evicted, gone, unused_payloads
 
 
 class PrefixHistory:
@@ -132,7 +218,8 @@ class PrefixHistory:
 
     def __init__(self, max_blocks: int, block_size: int, **options: Any) -> None:
         self.cache = PrefixCache(max_blocks, block_size, enable_events=True, num_history_blocks=4, **options)
-        self.model = PrefixModel(max_blocks, block_size, options.get("pin_budget", 0.5))
+        self.model = PrefixModel(max_blocks, block_size, options.get("pin_budget", 0.5), options.get("max_bytes"))
+        self.has_bytes = options.get("max_bytes") is not None
         self.names: dict[bytes, int] = {}  # what the events say is cached
         self.name_of: dict[Prefix, bytes] = {}
         self.num_checks = 0
@@ -185,7 +272,7 @@ class PrefixHistory:
         read = chooser.choose([True, False])
         if read:
             self.compare(match, prompt, ids)
-            self.compare_payload(match, prompt)
+            self.compare_payloads(match, prompt)
         self.matches.append((match, prompt, ids if read else None))
         del self.matches[:-MAX_MATCHES]
 
@@ -199,9 +286,21 @@ class PrefixHistory:
         self.memory.check_blocks(match.matched_kv_blocks, self.numbers(prompt))
         self.met["hits"] += bool(ids)
 
-    def compare_payload(self, match: PrefixMatch, prompt: Prompt) -> None:
-        assert match.payload == self.model.payload(prompt)
+    def compare_payloads(self, match: PrefixMatch, prompt: Prompt) -> None:
+        """Each is the model's, and was made of the context that it is found for, as a recurrent state would be."""
+        found = [(number, entry.payload) for number, entry in self.model.found_payloads(prompt)]
+        assert match.payloads == found, (match.payloads, found)
+        assert match.last_payload == (found[-1] if found else (0, None))
+        last, payload = match.last_payload
+        assert match.payload == (payload if last == len(prompt.tokens) else None)
+        for number, (_, context) in found:
+            assert context == self.context(prompt, number)
         self.met["payloads"] += match.payload is not None
+        self.met["payloads of beginnings"] += any(0 < number < len(prompt.tokens) for number, _ in found)
+
+    def context(self, prompt: Prompt, num_tokens: int) -> object:
+        """The hash of the context after so many tokens."""
+        return (prompt.salt, prompt.lora) if not num_tokens else self.numbers(prompt)[num_tokens - 1]
 
     def match_several(self, chooser: Chooser) -> None:
         """Look several prompts up as of one moment."""
@@ -210,7 +309,7 @@ class PrefixHistory:
             matches = [self.cache.match_prefix(prompt.tokens, extra_keys=prompt.keys) for prompt in prompts]
         for match, prompt in zip(matches, prompts, strict=True):
             self.compare(match, prompt, self.model.ids(self.model.look_up(prompt)))
-            self.compare_payload(match, prompt)
+            self.compare_payloads(match, prompt)
 
     def enter(self, chooser: Chooser) -> None:
         if not self.matches:
@@ -283,15 +382,33 @@ class PrefixHistory:
                 self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
             return
         self.memory.store([None if i in known else i for i in ids], self.numbers(prompt))
-        given = chooser.choose([list, iter, lambda items: array("q", items), lambda items: array("i", items)])(ids)
+        num_known = chooser.integer(0, len(found) + 1) * self.model.block_size if chooser.integer(0, 1) else 0
+        given = ids[num_known // self.model.block_size :]
+        given = chooser.choose([list, iter, lambda items: array("q", items), lambda items: array("i", items)])(given)
         tokens = array("I", prompt.tokens)
-        result = self.cache.insert_prefix(tokens, given, pin=pin, **prompt.options())
+        new = self.choose_payloads(chooser, prompt)
+        block_bytes = chooser.integer(0, 3) * self.has_bytes
+        options = {"block_bytes": block_bytes, "payloads": new, "pin": pin, **prompt.options()}
+        if found[: num_known // self.model.block_size] != ids[: num_known // self.model.block_size]:
+            num_known, given = 0, ids  # the ids that aren't given would be others than the model's
+        if num_known > len(found) * self.model.block_size:
+            kind = StaleHitError if num_known <= len(prompt.tokens) else InvalidArgumentError
+            with self.unchanged(), pytest.raises(kind, match="num_cached_tokens"):
+                self.cache.insert_prefix(tokens, given, num_cached_tokens=num_known, **options)
+            self.met["too many known"] += kind is StaleHitError
+            given, num_known = ids, 0
+        self.met["new blocks alone"] += num_known > 0
+        result = self.cache.insert_prefix(tokens, given, num_cached_tokens=num_known, **options)
         tokens.append(7)  # the buffer is the engine's again
         tokens[0] = 7
         self.memory.spoil(i for i in result.unused_kv_blocks if i not in known)
         self.memory.spoil(result.evicted_kv_blocks)
-        path, num_new, unused, evicted = self.model.insert(prompt, ids, pin)
+        path, num_new, unused, evicted, gone, unused_payloads = self.model.insert(prompt, ids, pin, block_bytes, new)
         assert result[:4] == (len(path), num_new, unused, evicted)
+        assert result.evicted_kv_blocks.payloads == gone
+        assert result.unused_payloads == unused_payloads
+        self.met["payloads evicted alone"] += bool(gone) and not evicted
+        self.met["no room for a payload"] += bool(unused_payloads)
         self.inserted[id(result.match)] = result.match
         self.keep(chooser, result.match, prompt, self.model.ids(path))
         if pin and path:
@@ -299,6 +416,15 @@ class PrefixHistory:
         self.free_ids = [i for i in self.all_ids if i not in self.model.holders.values()]
         self.met["evicting"] += bool(evicted)
         self.met["cut short"] += len(path) < len(ids)
+
+    def choose_payloads(self, chooser: Chooser, prompt: Prompt) -> list[tuple[int, object, int]]:
+        """For an insertion, of some beginnings."""
+        numbers = {chooser.integer(0, len(prompt.tokens)) for _ in range(chooser.integer(0, 2))}
+        numbers = {number for number in numbers if number or not prompt.tokens}
+        return [
+            (number, (chooser.integer(1, 3), self.context(prompt, number)), chooser.integer(1, 5) * self.has_bytes)
+            for number in sorted(numbers)
+        ]
 
     def choose_ids(self, chooser: Chooser, prompt: Prompt) -> list[int]:
         """Free ids, perhaps the cached ones for what is cached, perhaps a wrong one."""
@@ -316,8 +442,11 @@ class PrefixHistory:
 
     def evict(self, chooser: Chooser) -> None:
         num_blocks = chooser.integer(0, 4)
-        evicted = self.cache.evict(num_blocks)
-        assert evicted == self.model.evict(num_blocks)
+        num_bytes = chooser.integer(0, 6) * self.has_bytes
+        evicted = self.cache.evict(num_blocks, num_bytes=num_bytes)
+        freed, gone = self.model.free(num_bytes) if num_bytes else ([], [])
+        more, more_gone = self.model.evict(max(num_blocks - len(freed), 0))
+        assert (evicted, evicted.payloads) == (freed + more, gone + more_gone)
         self.memory.spoil(evicted)
         self.met["too few evictable"] += len(evicted) < num_blocks
         self.free_ids += evicted
@@ -325,12 +454,23 @@ class PrefixHistory:
     def attach(self, chooser: Chooser) -> None:
         if not self.prompts:
             return
-        prompt, payload = self.pick(chooser), chooser.choose([None, 1, 2, 3])
-        path = self.model.path(prompt)
-        can_attach = not path or path[-1] in self.model.holders
-        assert self.cache.attach(prompt.tokens, payload, **prompt.options()) == can_attach
+        prompt, kind = self.pick(chooser), chooser.choose([None, 1, 2, 3])
+        num_tokens = len(prompt.tokens)
+        payload = None if kind is None else (kind, self.context(prompt, num_tokens))
+        num_bytes = chooser.integer(1, 4) * self.has_bytes * (kind is not None)
+        path, model = self.model.path(prompt), self.model
+        can_attach = not path or path[-1] in model.holders
         if can_attach:
-            self.model.attach(prompt, payload)
+            model.attach(prompt, num_tokens, None)
+            if payload is not None:
+                can_attach = model.max_bytes is None or model.num_bytes + num_bytes <= model.max_bytes
+                if can_attach and model.max_bytes is not None:
+                    model.hold(path)
+                    model.let_go(path)
+                if can_attach:
+                    model.attach(prompt, num_tokens, payload, num_bytes)
+                self.met["no room for a payload"] += not can_attach
+        assert self.cache.attach(prompt.tokens, payload, num_bytes=num_bytes, **prompt.options()) == can_attach
 
     def can_pin(self, num_blocks: int) -> bool:
         """Whether the budget has room for a pin of so many blocks."""
@@ -376,9 +516,11 @@ class PrefixHistory:
             return
         cleared = self.cache.clear()
         assert sorted(cleared) == sorted(self.model.holders.values())
+        assert cleared.payloads == [entry.payload for entry in self.model.payloads]
         self.memory.spoil(cleared)
         self.pins.clear()
-        for state in (self.model.holders, self.model.queue, self.model.num_holds, self.model.payloads):
+        model = self.model
+        for state in (model.holders, model.queue, model.num_holds, model.payloads, model.sizes, model.uses):
             state.clear()
         self.free_ids = list(self.all_ids)
 
@@ -395,6 +537,9 @@ class PrefixHistory:
             lambda: cache.evict(-1),
             lambda: cache.pin_prefix(tokens, ""),
             lambda: cache.attach(tokens, 1, salt=""),
+            lambda: cache.insert_prefix(tokens, [1, 2], payloads=[(len(tokens) + 1, "late", 1)]),
+            lambda: cache.insert_prefix(tokens, [1, 2], payloads=[(1, "none", -1)]),
+            lambda: cache.attach(tokens, 1, num_bytes=0 if self.has_bytes else 1),
         ]
         with self.unchanged(), pytest.raises(InvalidArgumentError):
             chooser.choose(calls)()
@@ -417,6 +562,7 @@ class PrefixHistory:
         cache.check()
         assert cache.cached_block_count() == len(model.holders) <= model.max_blocks
         assert cache.evictable_count() == len(model.queue)
+        assert cache.inspect.num_bytes() == (model.num_bytes if self.has_bytes else 0)
         assert [i for i in self.all_ids if cache.inspect.contains_block(i)] == sorted(model.holders.values())
         assert sorted([*self.free_ids, *model.holders.values()]) == self.all_ids
         assert cache.stats == HitCounts(model.num_queries, model.num_hits, model.num_queried, model.num_hit)

@@ -1,0 +1,121 @@
+"""`KVBLOCKS_AUTO=mlx_lm`: an integration without a line of code, for who asked for it once.
+
+    python -m kvblocks.integrations.auto enable
+
+writes one file, kvblocks_auto.pth, beside the installed packages of this interpreter. From then on, each start of it
+looks at the environment variable KVBLOCKS_AUTO. If that names integrations, separated by commas, each is put under its
+engine as soon as the engine's module is imported. `disable` removes the file. Without the variable nothing happens.
+
+An engine that the integration doesn't support stays as it is, with a warning. vLLM is not among them: it is told by its
+own option `--scheduler-cls`, in each of its processes. mini-sglang isn't either, since its cache is chosen by name.
+"""
+
+import os
+import sys
+import sysconfig
+import warnings
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "KVBLOCKS_AUTO"
+# By name: the module of the engine whose import it waits for.
+INTEGRATIONS = {
+    "mlx_lm": "mlx_lm.models.cache",
+    "nano_vllm": "nanovllm.engine.scheduler",
+    "transformers": "transformers.generation.continuous_batching.continuous_api",
+}
+_FILE = "kvblocks_auto.pth"
+_LINE = (
+    f"import os; os.environ.get({VARIABLE!r}) and __import__('kvblocks.integrations.auto').integrations.auto.start()\n"
+)
+
+
+class _Installing(Loader):
+    """Loads a module as its own loader does, and then calls `install`."""
+
+    def __init__(self, loader: Loader, name: str) -> None:
+        self._loader = loader
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # what importlib.resources and others ask of it
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the module's own loader."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """As the module's own loader; then install. A failure is a warning."""
+        self._loader.exec_module(module)
+        try:
+            install(self._name)
+        except Exception as error:  # noqa: BLE001  # the engine goes on without us, whatever it is
+            warnings.warn(f"{VARIABLE}: {self._name} was not installed: {error}", stacklevel=2)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the engines' modules by the other finders, and wraps their loaders."""
+
+    def __init__(self, awaited: dict[str, str]) -> None:
+        self._awaited = awaited
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return a spec for a module that is waited for, None for all others."""
+        integration = self._awaited.pop(name, None)
+        if integration is None:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Installing(spec.loader, integration)
+                return spec
+        return None
+
+
+def install(name: str) -> None:
+    """Call the `install` of an integration, with its defaults. Raises what that raises."""
+    if name == "mlx_lm":
+        from kvblocks.integrations import mlx_lm
+
+        mlx_lm.install()
+    elif name == "nano_vllm":
+        from kvblocks.integrations import nano_vllm
+
+        nano_vllm.install()
+    else:
+        from kvblocks.integrations import transformers
+
+        transformers.install()
+
+
+def start() -> None:
+    """Wait for the engines that the environment variable names. Warns of an unknown name."""
+    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    unknown = [name for name in names if name not in INTEGRATIONS]
+    if unknown:
+        warnings.warn(f"{VARIABLE}: expected some of {', '.join(INTEGRATIONS)}, got {', '.join(unknown)}", stacklevel=2)
+    awaited = {INTEGRATIONS[name]: name for name in names if name in INTEGRATIONS}
+    if awaited:
+        sys.meta_path.insert(0, _Finder(awaited))
+
+
+def main(arguments: list[str]) -> int:
+    """Write or remove the file. Returns the exit status."""
+    path = Path(sysconfig.get_path("purelib")) / _FILE
+    if arguments == ["enable"]:
+        path.write_text(_LINE, encoding="utf-8")
+        print(f"{path}: written. {VARIABLE}={next(iter(INTEGRATIONS))} now takes effect.")  # noqa: T201
+    elif arguments == ["disable"]:
+        path.unlink(missing_ok=True)
+        print(f"{path}: removed, or not there")  # noqa: T201
+    else:
+        print("expected: python -m kvblocks.integrations.auto enable, or disable", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""`CacheLayout`: all layers of a prompt cache together, and how its arrays are stacked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvblocks.integrations.mlx_lm import layers
+from kvblocks.integrations.mlx_lm.layers import Arrays, Held, Layer, Stack
+
+State = tuple[Arrays, tuple[int, ...]]
+"""The state of one layer: its arrays, and the options that go with them."""
+
+
+class CacheLayout:
+    """The layers of one kind of prompt cache. Compared by `key`.
+
+    stacks: all of them. Rows come first. num_rows: how many of the stacks are rows; the others are windows, which reach
+    back `most_reach` tokens at most.
+    block_bytes: the bytes of the rows of a block, at least 1. has_states: whether there are layers with states.
+    """
+
+    def __init__(self, shape: tuple[Any, ...], found: Sequence[Layer], block_size: int) -> None:
+        self.key = shape, tuple(found)
+        self._shape = shape
+        self._layers = list(found)
+        self.has_states = any(layer.kind == layers.STATE for layer in found)
+        members: dict[Stack, list[tuple[int, int]]] = {}
+        for number, layer in enumerate(found):
+            for place, stack in enumerate(layer.stacks):
+                members.setdefault(stack, []).append((number, place))
+        self.stacks = sorted(members, key=lambda stack: (stack.reach, stack.shape, stack.dtype))
+        self._members = [members[stack] for stack in self.stacks]
+        self.most_reach = max([stack.reach for stack in self.stacks], default=0)
+        self.num_rows = sum([not stack.reach for stack in self.stacks])
+        row_bytes = [len(members[stack]) * _product(stack.shape) * _size_of(stack.dtype) for stack in self.stacks]
+        self.block_bytes = max(1, block_size * sum(row_bytes[: self.num_rows]))
+
+    def block_of_bytes(self, raw: bytes, block_size: int) -> Arrays:
+        """Return the rows of a block whose bytes stand one after another. O(bytes)."""
+        arrays, start = [], 0
+        for stack, members in zip(self.stacks[: self.num_rows], self._members, strict=False):
+            shape = (len(members), *stack.shape[:-1], block_size, stack.shape[-1])
+            end = start + _product(shape) * _size_of(stack.dtype)
+            kind: Any = getattr(mx, stack.dtype.rpartition(".")[2])
+            flat = mx.array(memoryview(raw)[start:end]) if end > start else mx.zeros(0, mx.uint8)
+            arrays.append(flat.view(kind).reshape(shape))
+            start = end
+        return arrays
+
+    def stretches(self, held: Sequence[Held]) -> list[tuple[int, int]]:
+        """Return from which token to which each stack has all rows."""
+        found = []
+        for members in self._members:
+            layers_of = [held[number] for number, _ in members]
+            found.append((max([one.first for one in layers_of]), min([one.end or 0 for one in layers_of])))
+        return found
+
+    def cut(self, held: Sequence[Held], stack: int, first: int, end: int) -> mx.array:
+        """Return the rows of a stack from `first` to `end`, of shape (arrays, …, rows, size), still to be computed."""
+        parts = []
+        for number, place in self._members[stack]:
+            one = held[number]
+            parts.append(one.arrays[place][..., first - one.first : end - one.first, :])
+        return mx.stack(parts)
+
+    def build(self, rows: Sequence[mx.array], states: Sequence[State], end: int) -> list[Any]:
+        """Return a new prompt cache of `end` tokens. rows: of each stack, those that its layers need."""
+        left = iter(states)
+        made = []
+        arrays: list[list[mx.array]] = [[rows[0]] * len(layer.stacks) if rows else [] for layer in self._layers]
+        for members, array in zip(self._members, rows, strict=True):
+            for index, (number, place) in enumerate(members):
+                arrays[number][place] = array[index]
+        for layer, own in zip(self._layers, arrays, strict=True):
+            if layer.kind == layers.STATE:
+                kept, options = next(left)
+                made.append(layers.make(layer, [mx.contiguous(array) for array in kept], end, options))
+            else:
+                made.append(layers.make(layer, own, end))
+        return layers.nested(self._shape, made)
+
+
+def _product(numbers: Sequence[int]) -> int:
+    total = 1
+    for number in numbers:
+        total *= number
+    return total
+
+
+def _size_of(dtype: str) -> int:
+    size: int = getattr(mx, dtype.rpartition(".")[2]).size
+    return size

@@ -1,0 +1,374 @@
+"""`Disk`: what a `BlockPromptCache` keeps below its memory, in a `kvblocks.tiers.disk.DiskStore`.
+
+Blocks are stored under their `BlockIdentity`. A piece is cut into as many slots as it needs; their identities have the
+digest of the block that the piece ends with, and a hash of its tail. A store serves one model and layout at a time; the
+folder keeps what was stored for others as long as there is room. `layout.txt` beside it says the layout of the model
+that was stored last, so that a new process can read blocks before it has computed any.
+
+Writing is done by a thread of its own. What it has not synced yet when the process is killed is lost, and nothing else.
+"""
+
+import ast
+import hashlib
+import json
+import logging
+import os
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from struct import pack, unpack_from
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from kvblocks import BlockIdentity, InvalidArgumentError
+from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
+from kvblocks.integrations.mlx_lm.layers import NAME, Layer, Stack
+from kvblocks.tiers.disk import DiskError, DiskStore
+
+_LOG = logging.getLogger(NAME)
+_FORMAT = "kvblocks below mlx-lm 1"
+_PIECE = b"piece"
+_HEAD = "<5sIII"  # the mark, tokens of the tail, chunk, chunks
+_MOST_JOBS = 4  # insertions whose bytes may wait to be written
+_WEIGHTS = ("*.safetensors", "*.npz", "*.gguf", "*.json")
+
+
+class DiskOptions(NamedTuple):
+    """Where to keep what was cached. folder: used by nothing else. max_bytes: of all files together.
+
+    fingerprint: names the weights, for callers whose name of the model isn't the path that mlx-lm loaded; None: paths
+    in the name are looked at, and their files' names, sizes and times are the fingerprint. secret: at least 16 bytes;
+    then nobody without it can plant KV in the folder.
+    """
+
+    folder: str | os.PathLike[str]
+    max_bytes: int = 20 << 30
+    fingerprint: bytes | None = None
+    secret: bytes | None = None
+
+
+class StoredPiece(NamedTuple):
+    """A piece as it is stored. states: None: none were kept."""
+
+    num_tokens: int
+    rows: list[mx.array]
+    windows: dict[int, tuple[int, mx.array]]
+    states: list[tuple[list[mx.array], tuple[int, ...]]] | None
+
+
+class Disk:
+    """A folder with the blocks and pieces of one model. Raises nothing after it was made: what fails is a miss."""
+
+    def __init__(self, options: DiskOptions, block_size: int) -> None:
+        if options.max_bytes < 1:
+            raise InvalidArgumentError(f"disk: max_bytes: expected at least 1, got {options.max_bytes}")
+        self._options = options
+        self._folder = Path(options.folder)
+        self._block_size = block_size
+        self._store: DiskStore | None = None
+        self._opened: tuple[bytes, Any] | None = None
+        self._model: tuple[Hashable, bytes | None] | None = None
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest of the identity, the least recently used first
+        self._digests: dict[int, bytes] = {}
+        self._free: list[int] = []
+        self._tails: dict[bytes, dict[tuple[int, bytes], int]] = {}  # by block: of pieces, how many chunks
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvblocks_mlx_disk")
+        self._jobs: deque[Future[None]] = deque()
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    # Opening.
+
+    def known_layout(self, model: Hashable) -> CacheLayout | None:
+        """Return the layout of what is stored for a model, opening its store; None if nothing is."""
+        fingerprint = self._fingerprint(model)
+        if fingerprint is None:
+            return None
+        try:
+            name, digest, text = (self._folder / "layout.txt").read_text(encoding="utf-8").split("\n")
+            if name != fingerprint.hex() or digest != hashlib.sha256(text.encode()).hexdigest():
+                return None
+            shape, found = ast.literal_eval(text)
+        except (OSError, ValueError, SyntaxError):
+            return None
+        layers = [
+            Layer(kind, class_name, options, tuple([Stack(*stack) for stack in stacks]))
+            for kind, class_name, options, stacks in found
+        ]
+        layout = CacheLayout(shape, layers, self._block_size)
+        return layout if self.open(model, layout) else None
+
+    def open(self, model: Hashable, layout: CacheLayout) -> bool:
+        """Have the store of this model and layout open. False: there is none."""
+        fingerprint = self._fingerprint(model)
+        if fingerprint is None:
+            return False
+        if self._opened == (fingerprint, layout.key):
+            return self._store is not None
+        self.close()
+        self._opened = fingerprint, layout.key
+        text = repr(_plain(layout.key))
+        whole = hashlib.sha256(fingerprint + text.encode() + _FORMAT.encode()).digest()
+        try:
+            self._store = DiskStore(
+                self._folder / "store",
+                fingerprint=whole,
+                num_block_bytes=layout.block_bytes if layout.num_rows else 1 << 16,
+                block_size=self._block_size,
+                max_bytes=self._options.max_bytes,
+                secret=self._options.secret,
+            )
+            scratch = self._folder / "layout.new"
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            scratch.write_text(f"{fingerprint.hex()}\n{digest}\n{text}", encoding="utf-8")
+            scratch.replace(self._folder / "layout.txt")
+            remembered = self._store.remembered()
+        except (DiskError, OSError, InvalidArgumentError) as error:
+            _LOG.warning("nothing is kept on the disk: %s", error)
+            self.close()
+            self._opened = fingerprint, layout.key
+            return False
+        self._slot_bytes = layout.block_bytes if layout.num_rows else 1 << 16
+        self._free = sorted(set(range(self._store.num_slots)) - {slot for slot, _ in remembered}, reverse=True)
+        for slot, identity in remembered:
+            self._note(slot, identity)
+        return True
+
+    def close(self) -> None:
+        """Write what waits, and close the store. The next `open` opens it again."""
+        while self._jobs:
+            self._jobs.popleft().result()
+        if self._store is not None:
+            try:
+                self._store.close()
+            except DiskError as error:
+                _LOG.warning("%s", error)
+        self._store = self._opened = None
+        for kept in (self._slots, self._digests, self._tails):
+            kept.clear()
+
+    def _fingerprint(self, model: Hashable) -> bytes | None:
+        if self._model is None or self._model[0] != model:
+            self._model = model, _fingerprint_of(model, self._options.fingerprint)
+            if self._model[1] is None:
+                _LOG.warning("nothing is kept on the disk: %r names no files of a model", model)
+        return self._model[1]
+
+    def _note(self, slot: int, identity: BlockIdentity) -> None:
+        digest = identity.digest()
+        self._slots[digest] = slot
+        self._digests[slot] = digest
+        if identity.extra_keys.startswith(_PIECE):
+            _, length, _, total = unpack_from(_HEAD, identity.extra_keys)
+            self._tails.setdefault(identity.parent, {})[length, identity.extra_keys[-32:]] = total
+
+    # Finding and reading.
+
+    def identities(self, packed: Any, num_blocks: int) -> Iterator[BlockIdentity]:
+        """Yield the identities of a prompt's first blocks. packed: u32 tokens."""
+        above, raw, size = b"", packed.tobytes(), 4 * self._block_size
+        for number in range(num_blocks):
+            identity = BlockIdentity(above, b"", raw[number * size : (number + 1) * size])
+            yield identity
+            above = identity.digest()
+
+    def path(self, packed: Any) -> list[BlockIdentity]:
+        """Return the identities of the blocks of a prompt that are stored, without a gap."""
+        found = []
+        for identity in self.identities(packed, len(packed) // self._block_size):
+            if identity.digest() not in self._slots:
+                break
+            found.append(identity)
+        return found
+
+    def ends(self, packed: Any, path: Sequence[BlockIdentity]) -> list[int]:
+        """Return where pieces of this prompt that are stored end: numbers of tokens, ascending."""
+        raw, found = packed.tobytes(), []
+        for number in range(len(path) + 1):
+            start = number * self._block_size
+            for length, tail in self._tails.get(path[number - 1].digest() if number else b"", {}):
+                own = raw[4 * start : 4 * (start + length)]
+                if start + length <= len(packed) and hashlib.sha256(own).digest() == tail:
+                    found.append(start + length)
+        return sorted(found)
+
+    def read_blocks(self, layout: CacheLayout, identities: Sequence[BlockIdentity]) -> list[list[mx.array]]:
+        """Return the rows of stored blocks, up to the first that isn't right."""
+        found = []
+        for identity in identities:
+            raw = self._read(identity, self._slot_bytes)
+            if raw is None:
+                break
+            found.append(layout.block_of_bytes(raw, self._block_size))
+        return found
+
+    def read_piece(self, packed: Any, path: Sequence[BlockIdentity], num_tokens: int) -> StoredPiece | None:
+        """Return the piece that ends here; None if it isn't there, or isn't right."""
+        number = num_tokens // self._block_size
+        above = path[number - 1].digest() if number else b""
+        tail = packed[number * self._block_size : num_tokens].tobytes()
+        total = self._tails.get(above, {}).get((len(tail) // 4, hashlib.sha256(tail).digest()))
+        parts = [] if total is None else [self._chunk(above, tail, index, total) for index in range(total)]
+        chunks = [self._read(part, self._slot_bytes) for part in parts]
+        if not chunks or any(chunk is None for chunk in chunks):
+            return None
+        return _unpack(b"".join([chunk for chunk in chunks if chunk is not None]), tail, num_tokens)
+
+    def _read(self, identity: BlockIdentity, num_bytes: int) -> bytes | None:
+        slot = self._slots.get(identity.digest())
+        if slot is None or self._store is None:
+            return None
+        out = bytearray(num_bytes)
+        while self._jobs:  # what was placed is there when it is written
+            self._jobs.popleft().result()
+        try:
+            if self._store.read([slot], [identity], out) == 1:
+                self._slots.move_to_end(identity.digest())
+                self._store.note_used([slot])
+                return bytes(out)
+        except DiskError as error:
+            _LOG.warning("%s", error)
+        return None
+
+    def _chunk(self, above: bytes, tail: bytes, index: int, total: int) -> BlockIdentity:
+        keys = pack(_HEAD, _PIECE, len(tail) // 4, index, total) + hashlib.sha256(tail).digest()
+        return BlockIdentity(above, keys, b"\0" * (4 * self._block_size))
+
+    # Writing.
+
+    def store(self, packed: Any, blocks: Sequence[tuple[int, list[mx.array]]], pieces: Sequence[StoredPiece]) -> None:
+        """Have the blocks and pieces of a prompt written that aren't stored yet. blocks: by number, all of them."""
+        if self._store is None:
+            return
+        identities = list(self.identities(packed, len(packed) // self._block_size))
+        items: list[tuple[BlockIdentity, bytes]] = []
+        for number, rows in blocks:
+            if identities[number].digest() not in self._slots:
+                raw = b"".join([_bytes_of(array) for array in rows])
+                items.append((identities[number], raw.ljust(self._slot_bytes, b"\0")))
+        for piece in pieces:
+            number = piece.num_tokens // self._block_size
+            above = identities[number - 1].digest() if number else b""
+            tail = packed[number * self._block_size : piece.num_tokens].tobytes()
+            if self._has_piece(above, tail):
+                continue
+            raw = _packed(piece, tail)
+            total = -(-len(raw) // self._slot_bytes)
+            if total <= self._store.num_slots // 2:
+                for index in range(total):
+                    part = raw[index * self._slot_bytes : (index + 1) * self._slot_bytes]
+                    items.append((self._chunk(above, tail, index, total), part.ljust(self._slot_bytes, b"\0")))
+        for identity in reversed(identities):  # the first blocks become the most recently used
+            if identity.digest() in self._slots:
+                self._slots.move_to_end(identity.digest())
+        placed = [(self._place(identity), identity, raw) for identity, raw in items[: self._store.num_slots // 2]]
+        while len(self._jobs) >= _MOST_JOBS or (self._jobs and self._jobs[0].done()):
+            self._jobs.popleft().result()
+        self._jobs.append(self._writer.submit(_write, self._store, placed))
+
+    def _has_piece(self, above: bytes, tail: bytes) -> bool:
+        total = self._tails.get(above, {}).get((len(tail) // 4, hashlib.sha256(tail).digest()), 0)
+        chunks = [self._chunk(above, tail, index, total).digest() for index in range(total)]
+        return bool(chunks) and all(digest in self._slots for digest in chunks)
+
+    def _place(self, identity: BlockIdentity) -> int:
+        """Return the slot for a block: its own, a free one, or that of the least recently used."""
+        digest = identity.digest()
+        slot = self._slots.pop(digest, None)
+        if slot is None:
+            slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+            self._digests.pop(slot, None)
+        self._note(slot, identity)
+        return slot
+
+
+def _write(store: DiskStore, placed: Sequence[tuple[int, BlockIdentity, bytes]]) -> None:
+    try:
+        for slot, identity, raw in placed:
+            store.write([slot], [identity], raw)
+        store.remember({slot: identity for slot, identity, _ in placed})
+        store.sync()
+    except DiskError as error:  # a slot whose bytes are not right is a miss when it is read
+        _LOG.warning("%s", error)
+
+
+def _plain(key: Any) -> Any:
+    """Return nested plain tuples, whose repr `ast.literal_eval` reads."""
+    return tuple([_plain(part) for part in key]) if isinstance(key, tuple) else key
+
+
+def _fingerprint_of(model: Hashable, given: bytes | None) -> bytes | None:
+    """Return 32 bytes that name the weights of a model; None if nothing is known of them."""
+    digest = hashlib.sha256(repr(model).encode())
+    if given is not None:
+        digest.update(given)
+        return digest.digest()
+    folders = [_folder_of(part) for part in (model if isinstance(model, tuple) else (model,)) if part is not None]
+    if not folders or None in folders:
+        return None
+    for folder in folders:
+        files = {file for pattern in _WEIGHTS for file in Path(str(folder)).glob(pattern)}
+        for file in sorted(files):
+            found = file.resolve().stat()
+            digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.digest()
+
+
+def _folder_of(part: object) -> Path | None:
+    """Return the folder of a model: the path itself, or where the hub's files of that name are."""
+    if not isinstance(part, str):
+        return None
+    if Path(part).is_dir():
+        return Path(part)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(part, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def _bytes_of(array: mx.array) -> bytes:
+    return bytes(memoryview(mx.contiguous(array).view(mx.uint8))) if array.size else b""
+
+
+def _array_of(raw: bytes, shape: Sequence[int], dtype: str) -> mx.array:
+    kind: Any = getattr(mx, dtype.rpartition(".")[2])
+    return mx.array(np.frombuffer(raw, np.uint8)).view(kind).reshape(shape) if raw else mx.zeros(shape, kind)
+
+
+def _packed(piece: StoredPiece, tail: bytes) -> bytes:
+    """Return a piece as bytes: the length of a description, the description, the tail's tokens and the arrays."""
+    states = piece.states or []
+    arrays = [*piece.rows, *[rows for _, rows in piece.windows.values()]]
+    arrays += [array for own, _ in states for array in own]
+    head = {
+        "rows": len(piece.rows),
+        "windows": [(stack, first) for stack, (first, _) in piece.windows.items()],
+        "states": None if piece.states is None else [(len(own), list(options)) for own, options in states],
+        "arrays": [(list(array.shape), str(array.dtype)) for array in arrays],
+    }
+    text = json.dumps(head).encode()
+    return pack("<II", len(text), len(tail)) + text + tail + b"".join([_bytes_of(array) for array in arrays])
+
+
+def _unpack(raw: bytes, tail: bytes, num_tokens: int) -> StoredPiece | None:
+    num_text, num_tail = unpack_from("<II", raw)
+    head = json.loads(raw[8 : 8 + num_text])
+    place = 8 + num_text + num_tail
+    if raw[8 + num_text : place] != tail:
+        return None
+    arrays = []
+    for shape, dtype in head["arrays"]:
+        end = place + int(np.prod(shape)) * int(getattr(mx, dtype.rpartition(".")[2]).size)
+        arrays.append(_array_of(raw[place:end], shape, dtype))
+        place = end
+    left = iter(arrays)
+    rows = [next(left) for _ in range(head["rows"])]
+    windows = {stack: (first, next(left)) for stack, first in head["windows"]}
+    states = None
+    if head["states"] is not None:
+        states = [([next(left) for _ in range(number)], tuple(options)) for number, options in head["states"]]
+    return StoredPiece(num_tokens, rows, windows, states)

@@ -1,0 +1,216 @@
+"""`Space`: the prompts of one model and layout. `Resumption`: up to which token one can be gone on from, and with what.
+
+A beginning of a prompt is of use if its rows are there from the first token on, the windows' rows for their reach
+before its end, and all states exactly at its end.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvblocks.integrations.mlx_lm import layers
+from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout, State
+from kvblocks.integrations.mlx_lm.disk import StoredPiece
+from kvblocks.integrations.mlx_lm.layers import Held
+from kvblocks.integrations.mlx_lm.shelf import Block, KeptPiece
+from kvblocks.integrations.mlx_lm.tokens import PromptTokens
+
+_MOST_SIBLINGS = 16  # are looked at, where the first one may lack the rows of windows
+
+
+class Resumption:
+    """A beginning of a prompt that is of use: its first `num_tokens` tokens. 0: nothing is.
+
+    blocks: its blocks, a last one of which may be used in part. part: a piece with the tokens behind them; None: none
+    are needed. states: by layer with states. is_exact: whether a prompt that was inserted ends there, and no token is
+    left.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, block_size: int, blocks: list[Block], part: KeptPiece | None, *, num_tokens: int = 0
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.blocks = blocks
+        self.part = part
+        self.states: list[State] = []
+        self.is_exact = False
+        self._layout = layout
+        self._block_size = block_size
+
+    def windows(self, number: int, stack: int) -> tuple[int, Any] | None:
+        """Return the window rows of a stack in block `number`: the position of the first, and the rows."""
+        piece = self.blocks[number].piece if number < len(self.blocks) else self.part
+        return None if piece is None else piece.windows.get(stack)
+
+    def shorten(self) -> None:
+        """Set `num_tokens` to the most, of those and fewer, at which all windows are there. O(blocks of windows)."""
+        for stack in range(self._layout.num_rows, len(self._layout.stacks)):
+            reach = self._layout.stacks[stack].reach
+            number = (self.num_tokens - 1) // self._block_size
+            while number >= 0:
+                first = max(self.num_tokens - reach, 0)
+                if (number + 1) * self._block_size <= first:
+                    break
+                there = self.windows(number, stack)
+                if there is None or there[0] > max(first - number * self._block_size, 0):
+                    self.num_tokens = number * self._block_size
+                number -= 1
+
+    def has_windows(self) -> bool:
+        """Whether all windows are there at `num_tokens`. Changes nothing."""
+        num_tokens = self.num_tokens
+        self.shorten()
+        shortened, self.num_tokens = self.num_tokens, num_tokens
+        return shortened == num_tokens
+
+    def build(self) -> list[Any]:
+        """Return a new prompt cache of the tokens. O(KV)."""
+        arrays = [self._join(stack, self._layout.stacks[stack].reach) for stack in range(len(self._layout.stacks))]
+        return self._layout.build(arrays, self.states, self.num_tokens)
+
+    def _join(self, stack: int, reach: int) -> mx.array:
+        """Return the rows of a stack, as far back as `reach`; 0: all of them."""
+        size, end = self._block_size, self.num_tokens
+        first = max(end - reach, 0) if reach else 0
+        parts = []
+        for number in range(first // size, -(-end // size)):
+            start, array = number * size, None
+            if reach:
+                there = self.windows(number, stack)
+                assert there is not None, "plan: no window rows"
+                start, array = start + there[0], there[1]
+            elif number < len(self.blocks):
+                array = self.blocks[number].rows[stack]
+            else:
+                assert self.part is not None, "plan: no rows"
+                array = self.part.rows[stack]
+            parts.append(array[..., max(first - start, 0) : end - start, :])
+        return mx.concatenate(parts, axis=-2) if len(parts) > 1 else mx.contiguous(parts[0])
+
+
+class Space:
+    """The prompts of one model and layout. name: theirs in the index. root: stands before their first blocks."""
+
+    def __init__(self, name: str, layout: CacheLayout, block_size: int) -> None:
+        self.name = name
+        self.layout = layout
+        self.root = Block(None, b"", [], 0, "system")
+        self._block_size = block_size
+
+    def plan(self, prompt: PromptTokens, blocks: list[Block], pieces: Sequence[tuple[int, KeptPiece]]) -> Resumption:
+        """Return the longest beginning of a prompt that is of use. blocks, pieces: what the index found."""
+        is_exact = bool(pieces) and pieces[-1][0] == prompt.num_tokens and pieces[-1][1].is_end
+        most = prompt.num_tokens if is_exact else prompt.num_tokens - 1
+        own = [piece for end, piece in pieces if end <= most]
+        plan = Resumption(self.layout, self._block_size, [], None)
+        if not self.layout.has_states:
+            plan = self._plan_rows(prompt, blocks, most)
+        if self.layout.has_states or len(self.layout.stacks) > self.layout.num_rows:
+            plan = max(plan, self._plan_piece(blocks, own), key=lambda found: found.num_tokens)
+        plan.is_exact = is_exact and plan.num_tokens == prompt.num_tokens
+        return plan
+
+    def path(self, prompt: PromptTokens) -> list[Block]:
+        """Return the blocks that are kept of a prompt. O(blocks log(siblings))."""
+        found: list[Block] = []
+        last = self.root
+        for end in range(self._block_size, prompt.num_tokens + 1, self._block_size):
+            block = last.siblings.get(prompt.wide(end - self._block_size, end))
+            if block is None:
+                break
+            found.append(block)
+            last = block
+        return found
+
+    def _plan_rows(self, prompt: PromptTokens, blocks: list[Block], most: int) -> Resumption:
+        """Plan without states: the last block may be one that only begins as the prompt does."""
+        size = self._block_size
+        found = len(blocks) * size
+        number = 0
+        items: list[Any] = []
+        if found < most:
+            last = blocks[-1] if blocks else self.root
+            has_windows = len(self.layout.stacks) > self.layout.num_rows
+            wanted = prompt.wide(found, min(found + size, prompt.num_tokens))
+            number, items = last.siblings.nearest(wanted, _MOST_SIBLINGS if has_windows else 1)
+        plans = [Resumption(self.layout, size, list(blocks), None, num_tokens=min(most, found))]
+        for item in items:
+            own, part = ([*blocks, item], None) if isinstance(item, Block) else (list(blocks), item)
+            plans.append(Resumption(self.layout, size, own, part, num_tokens=min(most, found + number)))
+        for plan in plans:
+            plan.shorten()
+        return max(plans, key=lambda plan: plan.num_tokens)
+
+    def _plan_piece(self, blocks: list[Block], pieces: list[KeptPiece]) -> Resumption:
+        """Plan the end of a piece that has all states and windows."""
+        for piece in reversed(pieces):
+            if piece.states is not None or not self.layout.has_states:
+                own = blocks[: piece.num_tokens // self._block_size]
+                part = piece if piece.tail else None
+                plan = Resumption(self.layout, self._block_size, own, part, num_tokens=piece.num_tokens)
+                if plan.has_windows():
+                    plan.states = piece.states or []
+                    return plan
+        return Resumption(self.layout, self._block_size, [], None)
+
+    def cut_pieces(self, prompt: PromptTokens, path: Sequence[Block], held: Sequence[Held]) -> list[KeptPiece]:
+        """Return the pieces of a prompt that ends here, with copies of what they hold: the last one is its end.
+
+        path: all of its blocks. A piece that is kept already gets what it lacks.
+        """
+        size, layout, num_tokens = self._block_size, self.layout, prompt.num_tokens
+        pieces: dict[int, KeptPiece] = {}
+        new: list[mx.array] = []
+        stretches = layout.stretches(held)
+
+        def piece_at(end: int) -> KeptPiece:
+            if end not in pieces:
+                pieces[end] = self._piece_at(prompt, path, end)
+            return pieces[end]
+
+        def copied(stack: int, first: int, end: int) -> mx.array:
+            new.append(mx.contiguous(layout.cut(held, stack, first, end)))
+            return new[-1]
+
+        for stack in range(layout.num_rows, len(layout.stacks)):
+            there_from = stretches[stack][0]
+            start = max(num_tokens - layout.stacks[stack].reach, 0) // size * size
+            for number in range(start // size, -(-num_tokens // size)):
+                first, end = max(number * size, there_from), min((number + 1) * size, num_tokens)
+                piece = piece_at(end)
+                if first < end and piece.windows.get(stack, (size, None))[0] > first - number * size:
+                    piece.windows[stack] = first - number * size, copied(stack, first, end)
+        last = piece_at(num_tokens)
+        if last.tail and not last.rows:
+            last.rows = [copied(stack, len(path) * size, num_tokens) for stack in range(layout.num_rows)]
+        if layout.has_states and last.states is None:
+            last.states = [
+                ([mx.contiguous(array) for array in one.arrays], one.options)
+                for one in held
+                if one.layer.kind == layers.STATE
+            ]
+            new += [array for arrays, _ in last.states for array in arrays]
+        mx.eval(new)
+        del pieces[num_tokens]
+        return [*pieces.values(), last]
+
+    def _piece_at(self, prompt: PromptTokens, path: Sequence[Block], end: int) -> KeptPiece:
+        """Return the piece that is kept at a token, or a new one."""
+        number = end // self._block_size
+        block = path[number - 1] if number else self.root
+        tail = prompt.wide(number * self._block_size, end)
+        there = block.siblings.get(tail) if tail else block.piece
+        return KeptPiece(block, tail, end) if there is None else there
+
+    def restore_pieces(self, prompt: PromptTokens, stored: Sequence[StoredPiece]) -> list[KeptPiece]:
+        """Return the pieces of a prompt that were read, the last one at its end. What is kept already stays."""
+        path = self.path(prompt)
+        pieces = []
+        for one in stored:
+            piece = self._piece_at(prompt, path, one.num_tokens)
+            piece.rows = piece.rows or one.rows
+            piece.windows = {**one.windows, **piece.windows}
+            piece.states = one.states if piece.states is None else piece.states
+            pieces.append(piece)
+        return pieces

@@ -1,0 +1,44 @@
+"""`PromptTokens`: the tokens of a request as a `PrefixCache` takes them.
+
+mlx-lm's server puts negative ids of images in place of the tokens of their patches. `PrefixCache` takes ids of 32 bits.
+So a stretch of one such id becomes tokens 0 with an extra key.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from kvblocks.integrations.mlx_lm.shelf import TOKEN_BYTES
+
+_MOST_TOKEN = 2**32 - 1
+
+
+class PromptTokens:
+    """packed: u32 tokens. keys: the extra keys of images."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.num_tokens = len(tokens)
+        self._tokens = tokens
+        self._wide = array("q", tokens).tobytes()
+        self.keys: list[tuple[int, int, str]] = []
+        try:
+            self.packed = array("I", tokens)
+        except OverflowError:
+            self.packed = array("I", [token if 0 <= token <= _MOST_TOKEN else 0 for token in tokens])
+            start = 0
+            for end in range(1, len(tokens) + 1):
+                if end == len(tokens) or tokens[end] != tokens[start]:
+                    if not 0 <= tokens[start] <= _MOST_TOKEN:
+                        self.keys.append((start, end, str(tokens[start])))
+                    start = end
+
+    def beginning(self, num_tokens: int) -> "PromptTokens":
+        """Return the first tokens as a prompt of its own."""
+        return PromptTokens(self._tokens[:num_tokens])
+
+    def wide(self, first: int, end: int) -> bytes:
+        """Return tokens as 8 bytes each, with the ids of images. O(tokens)."""
+        return self._wide[TOKEN_BYTES * first : TOKEN_BYTES * end]
+
+    def keys_before(self, num_tokens: int) -> list[tuple[int, int, str]]:
+        """Return the keys of a beginning that is a prompt of its own."""
+        return [(start, min(end, num_tokens), key) for start, end, key in self.keys if start < num_tokens]

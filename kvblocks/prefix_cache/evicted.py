@@ -1,0 +1,15 @@
+"""`EvictedBlocks`: what a `PrefixCache` gave up. Not compiled, since a compiled class can't be a list."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class EvictedBlocks(list[int]):
+    """The ids that the cache gave up, in the order in which they went; the caller's again.
+
+    payloads: the payloads that went, with their blocks or alone, in that order.
+    """
+
+    def __init__(self, kv_block_ids: Iterable[int] = (), payloads: Iterable[Any] = ()) -> None:
+        super().__init__(kv_block_ids)
+        self.payloads: list[Any] = [*payloads]
