@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvblocks.engine import Engine
 from kvblocks.tiers import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,19 @@ def test_an_example_runs_and_prints(path):
     assert result.stdout
 
 
+def settled(generate):
+    """`Engine.generate`, after which all stores have ended."""
+
+    def generate_and_wait(engine, *arguments, **options):
+        found = generate(engine, *arguments, **options)
+        while engine.offload.has_work:
+            engine.offload.wait(0.1)
+            engine.offload.advance()
+        return found
+
+    return generate_and_wait
+
+
 def test_a_tier_of_ones_own_is_short_and_gives_the_same_answer(tiny_folder, monkeypatch, capsys):
     source = OWN_TIER.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 60
@@ -50,6 +64,7 @@ def test_a_tier_of_ones_own_is_short_and_gives_the_same_answer(tiny_folder, monk
     assert [part.strip() in source for part in parts] == [True, True]
     monkeypatch.setattr(sys, "argv", [str(OWN_TIER), str(tiny_folder)])
     monkeypatch.setattr(tiers, "num_worth_loading", lambda loads, _: len(loads))  # however fast this machine computes
+    monkeypatch.setattr(Engine, "generate", settled(Engine.generate))  # however late its threads store
     runpy.run_path(str(OWN_TIER), run_name="__main__")
     printed = capsys.readouterr().out
     found = re.fullmatch(
