@@ -42,6 +42,7 @@ PLAIN = (
     "groups/states/kind.py",
     "observe/explanation.py",
     "prefix_cache/evicted.py",
+    "prefix_cache/protocol.py",
     "retention/gate_records.py",
     "retention/pause_lengths.py",
     "retention/policies/policy.py",

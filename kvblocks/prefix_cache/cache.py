@@ -50,6 +50,9 @@ from kvblocks.stats import HitCounts
 _MAX_ID = 2**63 - 1
 _SHARE = "a share of the cache from 0.0 to 1.0"
 
+_NO_PAYLOADS: Any = ()
+"""The default for payloads. Compared by identity, which runs no code of the caller's."""
+
 
 class PrefixCache:
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
@@ -138,7 +141,7 @@ class PrefixCache:
         *,
         num_cached_tokens: SupportsIndex = 0,
         block_bytes: SupportsIndex = 0,
-        payloads: Iterable[tuple[SupportsIndex, Any, SupportsIndex]] = (),
+        payloads: Iterable[tuple[SupportsIndex, Any, SupportsIndex]] = _NO_PAYLOADS,
         pin: Flag = False,
         salt: Text | None = None,
         lora: Text | None = None,
@@ -175,7 +178,7 @@ class PrefixCache:
         del given[num_given:]
         num_bytes = self._check_bytes("block_bytes", block_bytes, 0)
         new_payloads: list[NewPayload] = []
-        if payloads != ():
+        if payloads is not _NO_PAYLOADS:
             new_payloads = check_payloads(payloads, sequence.num_tokens, self._check_bytes)
         pins = check_flag("pin", pin)
         if not isinstance(sequence.tokens, array):  # a view of the caller's buffer, which the caller may change

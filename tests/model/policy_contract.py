@@ -415,22 +415,25 @@ class AdvisedPrefixes(PrefixModel):
         if records:
             self.main.free(records)
 
-    def evict(self, num_blocks: int) -> list[int]:
+    def evict(self, num_blocks: int) -> tuple[list[int], list[object]]:
         number = min(num_blocks, len(self.queue))
         if number == len(self.queue):  # nobody is asked
             self.tell_gone(self.ids(self.queue))
             return super().evict(number)
         evicted: list[int] = []
+        payloads: list[object] = []
         while len(evicted) < number:
             victim = self.main.ask(number - len(evicted))
             below = [self.queue[0]] if victim is None else self.below(self.content[victim])
             gone = below[: number - len(evicted)]
             self.tell_gone(self.ids(gone))
-            for prefix in gone:
+            for prefix in reversed(gone):  # they become the first ones, which `PrefixModel.evict` takes
                 self.queue.remove(prefix)
-                self.payloads.pop(prefix, None)
-            evicted += [self.holders.pop(prefix) for prefix in gone]
-        return evicted
+                self.queue.insert(0, prefix)
+            ids, lost = super().evict(len(gone))
+            evicted += ids
+            payloads += lost
+        return evicted, payloads
 
     def tell_gone(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
@@ -443,27 +446,42 @@ class AdvisedPrefixes(PrefixModel):
         longer.sort(key=self.queue.index)
         return [below for branch in longer for below in self.below(branch)] + [prefix]
 
-    def insert(self, prompt: ModelSequence, ids: list[int], pin: bool) -> Any:
+    def insert(
+        self,
+        prompt: ModelSequence,
+        ids: list[int],
+        pin: bool,
+        block_bytes: int = 0,
+        new: list[tuple[int, object, int]] | None = None,
+    ) -> tuple[list[Prefix], int, list[int], list[int], list[object], list[object]]:
+        assert not block_bytes, "a policy doesn't know bytes"
         path, found = self.path(prompt), self.find(prompt)
         unused = [i for i, held in zip(ids, self.ids(found), strict=False) if i != held]
         num_missing = len(path) - len(found) - (self.max_blocks - len(self.holders))
         evicted: list[int] = []
+        gone: list[object] = []
         if num_missing > 0:
             self.hold(found)
-            evicted = self.evict(num_missing)
+            evicted, gone = self.evict(num_missing)
             self.let_go(found)
         end = min(len(path), len(found) + self.max_blocks - len(self.holders))
-        new = path[len(found) : end]
-        self.holders.update(zip(new, ids[len(found) : end], strict=True))
+        added = path[len(found) : end]
+        self.holders.update(zip(added, ids[len(found) : end], strict=True))
+        self.sizes.update(dict.fromkeys(added, 0))
         if not pin:
-            self.num_holds.update(new)
-            self.let_go(new)
+            self.num_holds.update(added)
+            self.let_go(added)
         self.hold(found)
         if pin:
-            self.hold(new)
+            self.hold(added)
         else:
             self.let_go(found)
-        return path[:end], end - len(found), unused + ids[end:], evicted
+        self.note_used(path[:end])
+        unused_payloads = []
+        for number, payload, num_bytes in new or ():
+            if number // self.block_size > end or not self.attach(prompt, number, payload, num_bytes):
+                unused_payloads.append(payload)
+        return path[:end], end - len(found), unused + ids[end:], evicted, gone, unused_payloads
 
 
 def check_policy_in_cache(make: Make, max_blocks: int, block_size: int, num_operations: int, seed: int) -> Counter[str]:

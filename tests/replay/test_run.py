@@ -11,7 +11,7 @@ from replay.small_traces import asks, make_trace, run_trace
 
 from kvblocks import InvalidArgumentError
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.replay import models
+from kvblocks.replay import sweep as sweeping
 from kvblocks.replay.accounts import MAX_MOMENTS, MissAccounts, State, Timeline
 from kvblocks.replay.bound import max_hits, next_uses, references_in
 from kvblocks.replay.run import POLICIES, Setup
@@ -134,7 +134,7 @@ def test_a_host_tier_gives_back_what_the_device_lost():
 def test_windows_take_blocks_of_the_pool():
     chain = tuple(range(1, 21))
     requests = [Ask("a", number, 0, 0, chain) for number in range(3)]
-    groups = models.model_groups("gemma3-4b", 512)
+    groups = sweeping.model_groups("gemma3-4b", 512)
     assert len(groups) > 1
     outcome = run_trace(make_trace(requests), Setup("lru", 200, None, groups))
     assert outcome.hits.tolist() == [0, 20, 20]
@@ -144,7 +144,7 @@ def test_windows_take_blocks_of_the_pool():
 
 @pytest.mark.parametrize(("block_size", "window"), [(16, 65), (512, 3), (1023, 2), (1024, 2), (2048, 2)])
 def test_a_window_is_rounded_up_to_whole_blocks(block_size, window):
-    found = {getattr(group, "window", None) for group in models.model_groups("gemma3-4b", block_size)}
+    found = {getattr(group, "window", None) for group in sweeping.model_groups("gemma3-4b", block_size)}
     assert found == {None, window}
 
 
@@ -153,7 +153,7 @@ def test_an_unknown_policy_or_model_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"policy: expected one of lru, .*, got fifo"):
         run_trace(trace, Setup("fifo", 10))
     with pytest.raises(InvalidArgumentError, match="groups: expected one of gemma3-4b, got 'gpt'"):
-        models.model_groups("gpt", 16)
+        sweeping.model_groups("gpt", 16)
 
 
 def test_sessions_pause_and_end_as_the_trace_says(monkeypatch):
