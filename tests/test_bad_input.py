@@ -601,7 +601,7 @@ EXEMPT = {
     "CacheView": "What a policy may ask",
     "EvictionPolicy": "Says which of the free cached blocks is evicted next",
     "FreeBlockQueue": "checks no types",
-    "PrefixCacheProtocol": "The calls of `PrefixCache` that an engine needs, for who writes one of their own or a stand-in for tests",
+    "PrefixCacheProtocol": "one of their own or a stand-in",
     "CacheHit.__init__": "Made by `get_computed_blocks`",
     "BlockHold.__init__": "Made by `BlockHolds`",
     "BlockHolds.__init__": "Made by a manager",

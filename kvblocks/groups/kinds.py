@@ -291,7 +291,7 @@ class Scratch(Group):
         return min(1, check_count("num_tokens", num_tokens, 0))
 
     def layer_bytes(self, bytes_per_token: int) -> int:
-        """As in `Group`. Such layers keep nothing for each token, so a plan can't have them."""
+        """As in `Group`. Only for `plan`, which refuses them: such layers keep nothing for each token."""
         raise InvalidArgumentError(
             f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
         )

@@ -56,7 +56,7 @@ class StateInPlace(Group):
         return min(2, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
 
     def layer_bytes(self, bytes_per_token: int) -> int:
-        """As in `Group`. Such layers keep nothing for each token, so a plan can't have them."""
+        """As in `Group`. Only for `plan`, which refuses them: such layers keep nothing for each token."""
         raise InvalidArgumentError(
             f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
         )
