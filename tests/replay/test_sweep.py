@@ -15,7 +15,7 @@ from replay.independent import Ask
 from replay.small_traces import make_trace
 
 from kvblocks.cli import app as cli
-from kvblocks.cli import replay as replay_command
+from kvblocks.cli.replay import commands as replay_command
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.replay.options import parse_arrivals, parse_range, parse_size, parse_sizes
 from kvblocks.replay.prefixes import prefix_tree

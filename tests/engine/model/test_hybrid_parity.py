@@ -1,7 +1,8 @@
 """Logits of models with recurrent states equal those of `transformers`, on small random models of every kind.
 
 The oracle is a forward pass of `transformers` without a cache. Ours computes the same tokens in chunks and one by one,
-with its own states. Tolerance: 1e-5 of the largest logit. `transformers`' own two forms differ as much in float32.
+with its own states. Tolerance: 2e-5 of the largest logit. In float32
+`transformers` is up to 1.1e-5 of it from its own float64 (qwen3_next), and we are closer.
 """
 
 from itertools import pairwise
@@ -86,7 +87,7 @@ def reference_logits(reference, token_ids):
 
 
 def assert_same(logits, expected):
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("pair", KINDS, indirect=True)
