@@ -31,6 +31,7 @@ def test_without_a_gpu_it_says_what_it_needs():
     assert "expected a GPU that torch can use, got none" in done.stderr and "--rehearse" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
     kept = tmp_path / "kept.json"
     done = run_bench("--rehearse", "--json", str(kept))

@@ -24,6 +24,7 @@ def bench(monkeypatch):
     return importlib.import_module("bench.serving.serving")
 
 
+@pytest.mark.exhaustive
 def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys, monkeypatch):
     """One pair of servers runs all workloads. Its pool is too small for the requests of one of them."""
     pressed = {"num_pressed_own_tokens": 224, "pressed_max_tokens": 96}  # four of them grow to 84 blocks

@@ -120,7 +120,7 @@ main(parser.parse_args(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
 def test_vllm_bench_serve(server, asked, roomy_folder, backend, path):
     """vLLM's own code without its command line, which needs the metadata of a package that isn't for CPUs."""

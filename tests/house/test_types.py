@@ -64,7 +64,7 @@ Sequence(1, torch.arange(3))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_type_checker_refuses_what_the_run_time_refuses(tmp_path: Path) -> None:
     if find_spec("mypy") is None:
         pytest.skip("needs the extra kvblocks[dev]")

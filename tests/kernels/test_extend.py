@@ -301,6 +301,7 @@ def dot_by_rows(monkeypatch):
         monkeypatch.setattr(np, "matmul", matmul)
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("dot_by_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (21, None), (None, 5.0)])

@@ -57,6 +57,7 @@ def test_the_mirror_equals_the_cache_at_every_quiet_moment(badness, limits):
             assert any(getattr(one, what) for one in stats), what
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_thousand_events():
     num_events = 0
     for seed in range(100, 128):

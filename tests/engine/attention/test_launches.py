@@ -29,6 +29,7 @@ def test_launches_a_layer_whatever_the_model():
     assert counted == {name: MOST[name.split(", ")[1]] for name in counted}
 
 
+@pytest.mark.exhaustive
 def test_the_count_sees_what_plain_torch_launches():
     counted = count("--torch")
     assert [counted[f"{model}, decode"] for model in ("Llama", "Qwen3", "Gemma 3")] == [27, 33, 45]

@@ -28,7 +28,7 @@ def test_the_bench_measures_all_and_meets_its_targets(tmp_path, capsys):
     assert "MISSED" not in printed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_example_runs_for_any_model(tmp_path):
     make_model().save_pretrained(tmp_path)
     command = [sys.executable, ROOT / "examples" / "transformers" / "compare.py", tmp_path, "--num-requests", "6"]

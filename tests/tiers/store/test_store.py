@@ -572,7 +572,7 @@ def test_a_cluster_loses_what_a_killed_node_had_and_nothing_else(tmp_path, conne
         assert number
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_replica_that_takes_over_serves_what_its_primary_had(tmp_path, connect):
     """A primary is killed. Its replica is elected, and clients learn of it."""
     identities, payloads = chain(60)
