@@ -858,10 +858,13 @@ class KVCacheManager:
         if blocks is None:
             self._unclaim(sequence)
             return None
+        counts = self._counts
+        counts.num_queries += 1
+        counts.num_queried_tokens += len(sequence.tokens)
         if hit is None or not hit.blocks:
-            self._counts.note(len(sequence.tokens), 0, 0)
             return blocks
-        self._counts.note(len(sequence.tokens), len(hit.blocks), hit.num_tokens)
+        counts.num_hits += 1
+        counts.num_hit_tokens += hit.num_tokens
         if self._recording is not None and self._recording.log.options.hits:
             self._recording.log.note_hit(hit)
         if self._eviction is not None:

@@ -28,20 +28,12 @@ class HitSource:
 
 
 class HitCounter:
-    """Counts what sequences found, since it was made: sequences, those of them with a hit, and the tokens of both."""
+    """What was found so far: how many sequences were looked up, how many had a hit, and the tokens of both."""
 
     __slots__ = ("num_hit_tokens", "num_hits", "num_queried_tokens", "num_queries")
 
     def __init__(self) -> None:
         self.num_queries = self.num_hits = self.num_queried_tokens = self.num_hit_tokens = 0
-
-    def note(self, num_tokens: int, num_hit_blocks: int, num_hit_tokens: int) -> None:
-        """Count a sequence of `num_tokens` tokens that hit blocks, which spare it computing `num_hit_tokens`. O(1)."""
-        self.num_queries += 1
-        self.num_queried_tokens += num_tokens
-        if num_hit_blocks:
-            self.num_hits += 1
-            self.num_hit_tokens += num_hit_tokens
 
 
 class CacheHit:

@@ -472,7 +472,11 @@ class PrefixCache:
         store.renew(blocks)
         if payloads:
             store.renew_payload(payloads[-1])
-        self._counts.note(sequence.num_tokens, len(blocks), len(blocks) * self.block_size)
+        counts = self._counts
+        counts.num_queries += 1
+        counts.num_hits += bool(blocks)
+        counts.num_queried_tokens += sequence.num_tokens
+        counts.num_hit_tokens += len(blocks) * self.block_size
         self._change.state = IDLE
         return match
 
