@@ -47,8 +47,7 @@ class SlotAllocator:
     alignment: the largest block size of a group; every hit is a multiple of it. primary_group: the number of the group
     whose table is `Sequence.blocks`; None: there is none. last_refusal: why the last call that returned None did so.
     num_limited_tokens: tokens that the primary group had cached for starting sequences, and another group had not.
-    num_started: how many calls have begun a sequence. num_queries and the three behind it: as in `CacheStats`; the
-    manager counts them.
+    num_started: how many calls have begun a sequence. num_queries and so on: as in `CacheStats`; the manager counts.
     """
 
     def __init__(self, pool: BlockPool, change: Change) -> None:
