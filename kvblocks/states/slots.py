@@ -359,8 +359,9 @@ class StateSlots(GroupSlots):
     def _places(self, sequence: Sequence, hit: GroupHit | None) -> set[int]:
         """Return where to save a starting sequence's state: where later prompts will probably part from it.
 
-        The end of what is known, since a later turn goes on there; where the primary group's cached prefix ends behind
-        the hit, since two prompts have parted there; where a pin ends that lacks blocks; and where the engine says.
+        The end of what is known, since a later turn goes on there; where the primary group's prefix ends, on the device
+        or in a tier, since two prompts have parted there; where a pin ends that lacks blocks; and where the engine
+        says.
         """
         step, num_tokens = self.alignment, sequence.num_tokens
         while 2 * step <= min(num_tokens // MAX_SHARE, MAX_ROUNDING):
@@ -370,7 +371,7 @@ class StateSlots(GroupSlots):
         if isinstance(self.soft_holds, GroupPins):
             places.update(self.soft_holds.ends_in(sequence))
         if hit is not None:
-            places.add(min(last, hit.num_matched_tokens // step * step))
+            places.add(min(last, max(hit.num_matched_tokens, hit.num_tier_tokens) // step * step))
         return places - {0}
 
     def _pass(self, sequence: Sequence, state: LiveState) -> None:

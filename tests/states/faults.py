@@ -29,8 +29,8 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints outlive their prefix": [
         (
             INDEX,
-            "                if first <= position < end:\n                    self._let",
-            "                if False:\n                    self._let",
+            "if first <= position < end], reverse=True):",
+            "if False], reverse=True):",
         )
     ],
     "a page of a checkpoint is evicted, and the others stay": [
@@ -212,7 +212,7 @@ FAULTS: dict[str, list[Change]] = {
         )
     ],
     "where two prompts part nothing is saved": [
-        (SLOTS, "places.add(min(last, hit.num_matched_tokens // step * step))", "pass")
+        (SLOTS, "places.add(min(last, max(hit.num_matched_tokens, hit.num_tier_tokens) // step * step))", "pass")
     ],
     "a chunk may end behind what the scheduler asked for": [
         (SLOTS, "        return min(place, max_end)\n", "        return place if place < 1 << 60 else max_end\n")
