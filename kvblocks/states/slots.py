@@ -202,6 +202,7 @@ class StateSlots(GroupSlots):
         state = self._state_of(sequence)
         state.start = max(state.start, sequence.num_computed_tokens - self.states.num_kept)
         super().rewind(sequence, num_tokens)
+        state.num_taken = min(state.num_taken, sequence.num_computed_tokens)
         self._drop_waiting(state, sequence.num_computed_tokens)
         state.go_to(sequence.num_computed_tokens)
 

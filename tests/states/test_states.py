@@ -298,6 +298,20 @@ def test_a_truncation_goes_back_no_further_than_kept_states() -> None:
         manager.allocate_slots(sequence, num_total_tokens=27)
 
 
+def test_a_sequence_that_went_back_to_a_kept_state_can_be_forked() -> None:
+    """Also when debugging, which refuses forks of tokens that no step has computed."""
+    manager = make(num_kept=2)
+    sequence = prefill(manager, "a", range(22))
+    manager.append_slots(sequence, [1, 2])
+    manager.states.take_copies()
+    manager.truncate(sequence, 23)
+    twin = manager.fork(sequence, "b")
+    assert manager.states.take_copies()[0] == [StateCopy("fork", 23, twin.state_slot or 0, sequence.state_slot or 0)]
+    manager.append_slots(sequence, [3])
+    with pytest.raises(SequenceStateError, match="all computed"):
+        manager.fork(sequence, "c")
+
+
 def test_kept_states_begin_where_the_slot_does() -> None:
     manager = make(num_kept=4)
     manager.free(prefill(manager, "a", range(10)))
@@ -361,6 +375,11 @@ def test_a_hit_whose_checkpoint_is_gone_is_stale() -> None:
     with pytest.raises(StaleHitError):
         manager.allocate_slots(sequence, None, hit)
     assert hit_tokens(manager, range(22)) == 0
+    manager.free(prefill(manager, "c", range(22)))
+    assert hit_tokens(manager, range(22)) == 20
+    with pytest.raises(StaleHitError):
+        manager.allocate_slots(sequence, None, hit)
+    assert sequence.state_slot is None
 
 
 def test_explain_names_the_state_as_the_limit() -> None:
