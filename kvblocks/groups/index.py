@@ -216,7 +216,11 @@ class GroupIndex(PrefixIndex):
 
     def evict_bare(self, blocks: list[KVCacheBlock]) -> int:
         """`evict` of blocks that `num_bare` counted, all at once. O(blocks)."""
-        return super().evict(blocks)
+        run = blocks[0].run
+        assert run is not None, f"{blocks[0]}: isn't cached"
+        self.version += 1
+        super()._cut_end(run, len(run.blocks) - len(blocks))
+        return len(blocks)
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
         """Stop caching `block`. Attached blocks stop, too, since perhaps they weren't written either."""
@@ -317,7 +321,8 @@ class GroupIndex(PrefixIndex):
         if checkpoint is None:
             return False
         self._let_checkpoint_go(checkpoint)
-        self.detached += [other for other in checkpoint.blocks if other is not block]
+        others = checkpoint.blocks
+        self.detached += others[:-1] if others[-1] is block else [other for other in others if other is not block]
         return True
 
     def _let_checkpoint_go(self, checkpoint: Checkpoint) -> None:

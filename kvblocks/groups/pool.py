@@ -58,7 +58,7 @@ class GroupPool(BlockPool):
         At most `most`. Nobody watches.
         """
         number = self.group_index.num_bare(self.queue.first, most)
-        if number > 1:
+        if number:
             blocks = [self.queue.popleft() for _ in range(number)]
             self.num_evicted_blocks += self.group_index.evict_bare(blocks)
             return blocks

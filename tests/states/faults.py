@@ -37,7 +37,7 @@ FAULTS: dict[str, list[Change]] = {
         (INDEX, "checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)", "checkpoint = None")
     ],
     "the other pages of an evicted checkpoint aren't reused next": [
-        (INDEX, "self.detached += [other for other in checkpoint.blocks if other is not block]", "pass")
+        (INDEX, "self.detached += others[:-1] if", "self.detached += [] if True or")
     ],
     "a hit may end at the last token": [(HIT, "end = min(end, (num_tokens - 1) // alignment * alignment)", "pass")],
     "a hit needs no checkpoint": [
