@@ -128,7 +128,7 @@ FAULTS: dict[str, list[Change]] = {
         (SLOTS, "        for checkpoint in state.made:\n", "        for checkpoint in state.made[:0]:\n")
     ],
     "a pin doesn't hold the checkpoint at its end": [
-        (SLOTS, "                self.soft_holds.extend(sequence)", "                pass")
+        (SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")
     ],
     # Going back.
     "a rewind goes back to where no checkpoint is": [
