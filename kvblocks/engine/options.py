@@ -1,6 +1,6 @@
 """The options of `generate`, `stream` and `submit`."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -40,6 +40,7 @@ class OptionValues(TypedDict, total=False):
     priority: int
     salt: str | None
     session: Hashable
+    name_stop: Callable[[list[int]], str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class GenerationOptions:
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
+    name_stop: for a session's answer that ends by "stop": given its tokens without the stop token, it returns the reason
+    to report instead, such as "tool_calls". It must not raise. None: "stop".
 
     Raises InvalidArgumentError. `SamplingParams` checks the parameters of sampling, `kvblocks.Sequence` checks salt and
     session.
@@ -105,6 +108,7 @@ class GenerationOptions:
     priority: int = 0
     salt: str | None = None
     session: Hashable = None
+    name_stop: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)
@@ -122,6 +126,9 @@ class GenerationOptions:
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
             raise InvalidArgumentError(f"stop: expected a non-empty str, or a list of them, got {stops!r}")
+        namer: Any = self.name_stop
+        if namer is not None and not callable(namer):
+            raise wrong("name_stop", "None or a function", namer)
         ids: Any = self.stop_token_ids
         numbers = [as_int(index) for index in ids] if isinstance(ids, tuple | list) else [None]
         if not all(number is not None and number >= 0 for number in numbers):

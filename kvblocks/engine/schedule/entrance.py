@@ -146,7 +146,7 @@ class Entrance:
             return
         self._has_changed = True
         if not prompt.waits:
-            self.gate.ended(prompt, prompt.num_tokens, request.finish_reason or "stop", float(self._manager.now))
+            self.gate.ended(prompt, prompt.num_tokens, request.pause_reason or "stop", float(self._manager.now))
             return
         del self.held[prompt.first]
         if prompt.was_asked:

@@ -80,6 +80,17 @@ class CallReader:
                 texts.append(text)
 
 
+def name_stop(tool_format: ToolFormat, text: str, stops: tuple[str, ...]) -> str:
+    """Return why an answer that may call tools stopped: "tool_calls" if it has called one, else "stop".
+
+    text: of all its tokens but the stop token. stops: strings of which the first ends the text. O(text).
+    """
+    ends = [at for at in map(text.find, stops) if at >= 0]
+    reader = CallReader(tool_format)
+    reader.feed(text[: min(ends, default=len(text))], is_last=True)
+    return "tool_calls" if reader.num_calls else "stop"
+
+
 def _num_shared(text: str, mark: str) -> int:
     """How many characters at a text's end may be the beginning of a mark."""
     most = min(len(text), len(mark) - 1)
