@@ -79,8 +79,8 @@ class GenerationOptions:
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
-    name_stop: for a session's answer that ends by "stop": given its tokens without the stop token, it returns the reason
-    to report instead, such as "tool_calls". It must not raise. None: "stop".
+    name_stop: for a session's answer that ends by "stop": given its tokens without the stop token, it returns the
+    reason to report instead, such as "tool_calls". It must not raise. None: "stop".
 
     Raises InvalidArgumentError. `SamplingParams` checks the parameters of sampling, `kvblocks.Sequence` checks salt and
     session.

@@ -21,6 +21,7 @@ from typing import TypeVar
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.options import OptionValues
 from kvblocks.errors import KVBlocksError
 from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.server.answer import Answer
@@ -250,8 +251,8 @@ class EngineThread:
         try:
             for index, prompt in enumerate(prompts):
                 options = answer.asked.options_of(index, partial(self._room_after, prompt))
-                namer = self._stop_namer(answer.asked)
-                for generation in self.engine.submit(prompt, prompt_index=index, name_stop=namer, **options):
+                options = OptionValues(**{**options, "name_stop": self._stop_namer(answer.asked)})
+                for generation in self.engine.submit(prompt, prompt_index=index, **options):
                     unfinished[generation] = None
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]

@@ -104,11 +104,15 @@ def test_gate_sessions_and_record_are_told_that_an_answer_called_a_tool(tiny_fol
         bodies = {
             "/v1/chat/completions": {**CHAT, "tools": openais, **ONE_CALL},
             "/v1/responses": {
-                **{"model": MODEL, "input": "hi", "max_output_tokens": 300, "tools": [{"type": "function", **FIND}]},
+                "model": MODEL,
+                "input": "hi",
+                "max_output_tokens": 300,
+                "tools": [{"type": "function", **FIND}],
                 **ONE_CALL,
             },
             "/v1/messages": {
-                **{**CHAT, "tools": [{"name": "find", "input_schema": FIND["parameters"]}]},
+                **CHAT,
+                "tools": [{"name": "find", "input_schema": FIND["parameters"]}],
                 "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
             },
         }
