@@ -166,8 +166,11 @@ def explain(
 
 
 def _behind(index: PrefixIndex, history: RemovalHistory, sequence: Sequence, block: int) -> LostBlock | None:
-    """Return what is known of the first block that neither device nor tiers have. O(tokens that tiers have)."""
-    if block >= sequence.num_tokens // index.block_size:
+    """Return what is known of the first block that neither device nor tiers have. O(tokens that tiers have).
+
+    None if tiers have all: they aren't asked for the block of the last token, which is computed again.
+    """
+    if block >= (sequence.num_tokens - 1) // index.block_size:
         return None
     blocks = find_blocks(index, sequence)
     node, keys = blocks[-1].node if blocks else ROOT, sequence.encoded_keys(index.block_size) or {}

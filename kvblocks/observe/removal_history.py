@@ -79,7 +79,7 @@ class RemovalHistory(Watcher):
 class TierRemovals(Watcher):
     """Watches a tier for a history: prefixes that it evicts, that are dropped there on request, or by a reset.
 
-    The tier has the device's names. Slots whose bytes turned out to be bad are no news: the device had evicted them.
+    The tier has the device's names. Bytes that turned out to be bad or not written are no news: the device says more.
     """
 
     needs_digests: bool = True

@@ -3,10 +3,11 @@
 A tier is a pool of ids below the device's, with the same index, free queue and policy (`core`). So a hit in a tier
 compares tokens and keys as on the device, the least recently used blocks make room first, and a prefix's end goes
 before its beginning. A transfer's job owns a slot while it is written or read. Digests are sha256, computed only when
-somebody asks for a block's identity.
+somebody asks for a block's identity; with events or a removal history the index has the device's names instead.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
+from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.core.sequence import Sequence
@@ -108,9 +109,9 @@ class TierPool:
             self.changes.note_used(blocks)
         self.pool.release_table(blocks)
 
-    def drop(self, blocks: list[KVCacheBlock]) -> None:
+    def drop(self, blocks: list[KVCacheBlock], cause: RemovalCause = "dropped") -> None:
         """Forget what slots hold, and all that is chained to them. O(slots forgotten)."""
-        self.pool.uncache(blocks)
+        self.pool.uncache(blocks, cause)
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
         """Forget block `num_blocks` of a prefix and all that is behind it. One lookup for it and each duplicate."""
@@ -126,7 +127,7 @@ class TierPool:
         slots = self.slots_of(sequence)
         for index, (block, slot) in enumerate(zip(sequence.blocks, slots)):  # noqa: B905  # the shorter one counts
             if block in lost and self.copies.get(block) is slot:
-                self.drop([slot])
+                self.drop([slot], "aborted")
                 return [prefix_in(sequence, index + 1, self.index.block_size)]
         return []
 
