@@ -2,7 +2,7 @@
 
 Invariants. What is read doesn't depend on how the text comes in pieces. A call is given when it is whole. Text that
 begins like calls but isn't any is text, with its marks. As in vLLM, text before calls is given as it is, and text
-behind them isn't given.
+behind them isn't given. tests/clients/test_vllm_parsers.py compares both, and has what differs.
 """
 
 from kvblocks.server.tools.calls import ToolCall, new_call_id
