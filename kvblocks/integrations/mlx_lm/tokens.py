@@ -35,6 +35,13 @@ class PromptTokens:
         """Return the first tokens as a prompt of its own."""
         return PromptTokens(self._tokens[:num_tokens])
 
+    @classmethod
+    def of_wide(cls, wide: bytes) -> "PromptTokens":
+        """Return the prompt of tokens of 8 bytes each."""
+        tokens = array("q")
+        tokens.frombytes(wide)
+        return cls(tokens)
+
     def wide(self, first: int, end: int) -> bytes:
         """Return tokens as 8 bytes each, with the ids of images. O(tokens)."""
         return self._wide[TOKEN_BYTES * first : TOKEN_BYTES * end]
