@@ -168,6 +168,19 @@ def test_what_was_used_least_recently_goes_first():
     cache.check()
 
 
+def test_a_hit_renews_all_that_it_needs():
+    """With windows it needs more pieces than the last one."""
+    prompt = [filled(KVCache(), 60), filled(RotatingKVCache(30), 60)]
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS, prompt)
+    cache = BlockPromptCache(block_size=SIZE, max_bytes=5 * cache.nbytes // 2)
+    cache.insert_cache("m", TOKENS, prompt)
+    for user in range(200, 208):
+        assert cache.fetch_nearest_cache("m", [*TOKENS, user])[1] == [user]
+        cache.insert_cache("m", [user, *TOKENS[:59]], prompt)
+        cache.check()
+
+
 def test_the_number_of_ends_may_be_bounded():
     cache = BlockPromptCache(block_size=SIZE, max_size=2)
     for user in range(5):
