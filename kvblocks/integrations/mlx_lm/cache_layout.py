@@ -73,7 +73,7 @@ class CacheLayout:
     def build(
         self, rows: Sequence[mx.array], states: Sequence[State], end: int, num_excess: int = 0
     ) -> list[Any] | None:
-        """Return a new prompt cache of `end` tokens. rows: of each stack, those that its layers need.
+        """Return a new prompt cache of `end` tokens. rows: of each stack, those that its layers need, and perhaps room.
 
         num_excess: by how many tokens layers that are kept whole are to be trimmed. None: one of them wasn't.
         """

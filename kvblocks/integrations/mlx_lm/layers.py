@@ -140,14 +140,17 @@ def _in_order(array: mx.array, end: int, index: int) -> mx.array:
 
 
 def make(layer: Layer, arrays: Arrays, end: int, options: tuple[int, ...] = ()) -> Any:
-    """Return a new cache object. arrays: its own from now on. end: how many tokens. options: as `Held` has them."""
+    """Return a new cache object. arrays: its own from now on; rows may have room behind them. end: how many tokens.
+
+    options: as `Held` has them.
+    """
     kind: Any = getattr(theirs, layer.class_name)
     if layer.kind == UNUSED:
         return kind(len(layer.options)) if kind is theirs.ArraysCache else kind(*layer.options)
     if kind is theirs.KVCache:
         return kind.from_state((*arrays, end))
     if kind is theirs.ConcatenateKVCache:
-        return kind.from_state(tuple(arrays))
+        return kind.from_state(tuple([array[..., :end, :] for array in arrays]))
     if kind is theirs.QuantizedKVCache:
         half = len(arrays) // 2
         return kind.from_state((arrays[:half], arrays[half:], end, *layer.options))

@@ -81,17 +81,17 @@ class BlockPromptCache:
 
         model: the caller's name of the model, as given to `insert_cache`. The cache is the caller's own: nothing of it
         is shared. If exactly these tokens were inserted, no token is left; else at least one is, for its logits. What
-        was found becomes the most recently used. O(tokens), and a copy of the KV.
+        was found becomes the most recently used. O(tokens found), with a disk O(tokens), and a copy of the KV.
         """
         with self._lock:
-            prompt = PromptTokens(tokens)
+            prompt = self._beginning(model, tokens)
             if self._disk is not None and prompt.num_tokens and not prompt.keys:
                 self._load(self._disk, model, prompt)
             plans = [(self._plan(space, prompt), space) for space in self._spaces.get(model, {}).values()]
             best, space = max(plans, key=lambda plan: plan[0].num_tokens, default=(None, None))
-            made = None if best is None or not best.is_of_use else best.build()
+            made = None if best is None or not best.is_of_use else best.build(len(tokens) - best.num_tokens)
             if made is None or best is None or space is None:
-                return None, list(tokens)
+                return None, tokens if type(tokens) is list else list(tokens)
             self._renew(space, prompt, best)
             return made, list(tokens[best.num_tokens :])
 
@@ -161,6 +161,17 @@ class BlockPromptCache:
                 yield block.piece
 
     # Looking up.
+
+    def _beginning(self, model: Hashable, tokens: Sequence[int]) -> PromptTokens:
+        """Return a prompt's beginning that is as long as anything of it can be known; with images or a disk, all of it."""
+        if self._disk is None:
+            depths = [space.depth(tokens) for space in self._spaces.get(model, {}).values()]
+            num_tokens = (max(depths, default=0) + 2) * self.block_size
+            if num_tokens < len(tokens):
+                beginning = PromptTokens(tokens[:num_tokens])
+                if not beginning.keys:
+                    return beginning
+        return PromptTokens(tokens)
 
     def _plan(self, space: Space, prompt: PromptTokens) -> Resumption:
         match = self.index.match_prefix(prompt.packed, lora=space.name, extra_keys=prompt.keys)

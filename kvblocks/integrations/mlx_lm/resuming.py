@@ -13,10 +13,13 @@ from kvblocks.integrations.mlx_lm import layers
 from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout, State
 from kvblocks.integrations.mlx_lm.disk import StoredPiece
 from kvblocks.integrations.mlx_lm.layers import Held
-from kvblocks.integrations.mlx_lm.shelf import Block, KeptPiece
+from kvblocks.integrations.mlx_lm.shelf import TOKEN_BYTES, Block, KeptPiece
 from kvblocks.integrations.mlx_lm.tokens import PromptTokens
 
 _MOST_SIBLINGS = 16  # are looked at, where the first one may lack the rows of windows
+_BLOCKS_OF_A_STRETCH = 64  # are compared at once, when a prompt's beginning is looked for
+_ROOM = 256  # rows, as mlx-lm's own caches grow by
+_MOST_ROOM = 4096  # more rows: two of the chunks in which mlx-lm computes prompts
 
 
 class Resumption:
@@ -82,13 +85,18 @@ class Resumption:
         shortened, self.num_tokens = self.num_tokens, num_tokens
         return shortened == num_tokens
 
-    def build(self) -> list[Any] | None:
-        """Return a new prompt cache of the tokens; None if a layer that is kept whole can't be trimmed. O(KV)."""
-        arrays = [self._join(stack, self._layout.stacks[stack].reach) for stack in range(len(self._layout.stacks))]
+    def build(self, num_more: int) -> list[Any] | None:
+        """Return a new prompt cache of the tokens; None if a layer that is kept whole can't be trimmed. O(KV).
+
+        num_more: how many tokens come next. Rows have room for them, up to a limit, and for the beginning of an answer.
+        """
+        room = min(num_more, _MOST_ROOM) + _ROOM
+        stacks = range(len(self._layout.stacks))
+        arrays = [self._join(stack, self._layout.stacks[stack].reach, room) for stack in stacks]
         return self._layout.build(arrays, self.states, self.num_tokens, self.num_excess)
 
-    def _join(self, stack: int, reach: int) -> mx.array:
-        """Return the rows of a stack, as far back as `reach`; 0: all of them."""
+    def _join(self, stack: int, reach: int, room: int) -> mx.array:
+        """Return the rows of a stack, as far back as `reach`; 0: all of them, and room for `room` more."""
         size, end = self._block_size, self.num_tokens
         first = max(end - reach, 0) if reach else 0
         parts = []
@@ -104,6 +112,9 @@ class Resumption:
                 assert self.part is not None, "plan: no rows"
                 array = self.part.rows[stack]
             parts.append(array[..., max(first - start, 0) : end - start, :])
+        if not reach:
+            shape = parts[0].shape
+            parts.append(mx.zeros((*shape[:-2], room, shape[-1]), parts[0].dtype))
         return mx.concatenate(parts, axis=-2) if len(parts) > 1 else mx.contiguous(parts[0])
 
 
@@ -143,6 +154,22 @@ class Space:
             last = block
         return found
 
+    def depth(self, tokens: Sequence[int]) -> int:
+        """Return how many blocks are kept of a prompt. O(their tokens)."""
+        size, last, depth = self._block_size, self.root, 0
+        stretch = size
+        start = 0
+        while start < len(tokens):
+            wide = PromptTokens.widened(tokens[start : start + stretch])
+            for first in range(0, len(wide) - TOKEN_BYTES * size + 1, TOKEN_BYTES * size):
+                last = last.siblings.get(wide[first : first + TOKEN_BYTES * size])
+                if last is None:
+                    return depth
+                depth += 1
+            start += stretch
+            stretch = min(2 * stretch, _BLOCKS_OF_A_STRETCH * size)
+        return depth
+
     def _plan_rows(self, prompt: PromptTokens, blocks: list[Block], most: int) -> Resumption:
         """Plan without states: the last block may be one that only begins as the prompt does."""
         size = self._block_size
@@ -170,8 +197,9 @@ class Space:
         plan = Resumption(self.layout, self._block_size, [], None)
         if ends:
             end = min(ends, key=lambda piece: piece.num_tokens)
-            if self.can_trim(end):
-                plan = self._plan_rows(prompt, blocks, most)
+            rows = self._plan_rows(prompt, blocks, most)
+            if self.can_trim(end) and (rows.num_tokens or not self.layout.stacks):
+                plan = rows
                 plan.states, plan.end = end.states or [], end
                 plan.num_excess = end.num_tokens - plan.num_tokens
         return plan

@@ -100,6 +100,30 @@ def test_any_beginning_of_rows_is_of_use(name):
         assert contents(found[0]) == contents(expected)
 
 
+@pytest.mark.parametrize("number", [8, 60])
+def test_rows_have_room_for_what_comes_next(number):
+    """So that going on copies them once."""
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS[:number], [filled(KVCache(), number), quantized(number)])
+    found, rest = cache.fetch_nearest_cache("m", [*TOKENS[:number], *[7] * 30])
+    assert len(rest) == 30 and all(one.offset == number for one in found)
+    assert found[0].keys.shape[-2] == found[1].keys[0].shape[-2] == number + 30 + 256
+    found, _ = cache.fetch_nearest_cache("m", [*TOKENS[:number], *[7] * 99_000])
+    assert found[0].keys.shape[-2] == number + 4096 + 256
+    cache.insert_cache("m", [*TOKENS[:number], 7], found)  # room is no token
+    assert len(cache.fetch_nearest_cache("m", [*TOKENS[:number], 7])[1]) == 1
+    cache.check()
+
+
+def test_the_tokens_behind_what_is_known_are_not_looked_at():
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS, [filled(KVCache(), 60)])
+    for known in (0, 1, 8, 30, 60):
+        tokens = [*TOKENS[:known], *[7] * 2 * SIZE, "no token"]
+        found, rest = cache.fetch_nearest_cache("m", tokens)
+        assert (found is None) == (known == 0) and rest == tokens[known:]
+
+
 def test_states_are_of_use_where_they_were_kept_and_nowhere_else():
     def states(number):
         made = ArraysCache(3)
@@ -311,6 +335,8 @@ def test_an_unknown_class_that_can_be_trimmed_is_of_use_before_its_end(has_rows)
         assert rest == [7] and found[0].array.tolist() == list(range(number))
         assert not has_rows or contents(found[1]) == contents(filled(KVCache(), number))
     assert cache.fetch_nearest_cache("m", TOKENS[:24])[1] == TOKENS[23:24]  # for its logits
+    found, rest = cache.fetch_nearest_cache("m", TOKENS[:1])
+    assert rest == TOKENS[:1] and (found is None if has_rows else found[0].array.size == 0)
     assert cache.fetch_nearest_cache("m", TOKENS[:45])[1] == []
     assert cache.fetch_nearest_cache("m", [1, *TOKENS]) == (None, [1, *TOKENS])
 
