@@ -119,7 +119,7 @@ def test_the_tokens_behind_what_is_known_are_not_looked_at():
     cache = BlockPromptCache(block_size=SIZE)
     cache.insert_cache("m", TOKENS, [filled(KVCache(), 60)])
     for known in (0, 1, 8, 30, 60):
-        tokens = [*TOKENS[:known], *[7] * 2 * SIZE, "no token"]
+        tokens = [*TOKENS[:known], *[7] * 100, "no token"]
         found, rest = cache.fetch_nearest_cache("m", tokens)
         assert (found is None) == (known == 0) and rest == tokens[known:]
 
