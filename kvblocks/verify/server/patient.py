@@ -12,26 +12,39 @@ from kvblocks.verify.server.prompts import Words, text
 from kvblocks.verify.server.target import Reply, Target, TargetError
 
 _NOISE_PROMPTS = 3
+_NUMS_OF_WORDS = (90, 360, 1440)
 _WORDS_OF_A_FLUSH = 60
 
 
 @dataclass(frozen=True)
 class Coldness:
-    """How a cold answer is had: by a new "salt", a "reset", by "traffic" that displaces everything, or "never"."""
+    """How a cold answer is had.
+
+    by: asking another "server" without a cache, a new "salt", a "reset", "traffic" that displaces everything.
+    "never": there is no way.
+    """
 
     by: str
+    server: Target | None = None
     num_flush_prompts: int = 0
 
 
 class Patient:
     """A target, how its cache is made cold, and what its tolerance is.
 
-    expects_salts: whether `cache_salt` is to separate requests; None: if the server seems to know the field. Raises
-    TargetError.
+    expects_salts: whether `cache_salt` is to separate requests; None: if the server knows the field. cold_target: a
+    server of the same model that caches nothing. num_words: about how long prompts are, so that one which is asked
+    again hits. Raises TargetError.
     """
 
     def __init__(
-        self, target: Target, *, expects_salts: bool | None = None, num_flush_prompts: int = 0, concurrency: int = 4
+        self,
+        target: Target,
+        *,
+        expects_salts: bool | None = None,
+        cold_target: Target | None = None,
+        num_flush_prompts: int = 0,
+        concurrency: int = 4,
     ) -> None:
         self.target = target
         self.concurrency = concurrency
@@ -47,10 +60,11 @@ class Patient:
         self.tells_cached = long.num_cached_tokens is not None
         if not self.knows_lengths:
             self.notes.append(f"40 words are {told} tokens, so it isn't known where blocks end")
+        self.num_words = self._long_enough()
         self.takes_salts = expects_salts is not False and self._takes_salts()
         self.separates_salts = self.takes_salts and self._separates_salts()
-        self.expects_salts = self.takes_salts if expects_salts is None else expects_salts
-        self.coldness = self._coldness(num_flush_prompts)
+        self.expects_salts = self.takes_salts and target.knows_salts() if expects_salts is None else expects_salts
+        self.coldness = self._coldness(cold_target, num_flush_prompts)
         self.tolerance = Tolerance(self._measure_noise())
         if not self.tolerance.is_known:
             self.notes.append(
@@ -74,12 +88,8 @@ class Patient:
         """Return the answer of a cold cache, or None if there is no way to it. Nothing else may run."""
         if self.coldness.by == "never":
             return None
-        if self.coldness.by == "reset":
-            self.target.reset()
-        elif self.coldness.by == "traffic":
-            for _ in range(self.coldness.num_flush_prompts):
-                self.target.ask(text(self._flush.draw(_WORDS_OF_A_FLUSH)), 1)
-        return self.target.ask(text(prompt), max_tokens, salt=self.salt(), model=model)
+        self._cool()
+        return (self.coldness.server or self.target).ask(text(prompt), max_tokens, salt=self.salt(), model=model)
 
     def ask(self, prompt: list[str], salt: str | None, *, max_tokens: int = 8, model: str | None = None) -> Reply:
         """Return an answer, whatever is cached for this salt."""
@@ -99,6 +109,25 @@ class Patient:
             return []
         return [Finding(case, what, show(cold), show(warm), times, prompts=(text(prompt),))]
 
+    def _cool(self) -> None:
+        """Make the cache cold, if a new salt doesn't."""
+        if self.coldness.by == "reset":
+            self.target.reset()
+        for _ in range(self.coldness.num_flush_prompts):
+            self.target.ask(text(self._flush.draw(_WORDS_OF_A_FLUSH)), 1)
+
+    def _long_enough(self) -> int:
+        """How many words a prompt must have, so that one which is asked again hits, as far as the server tells."""
+        if not self.tells_cached:
+            return _NUMS_OF_WORDS[0]
+        for number in _NUMS_OF_WORDS:
+            prompt = text(Words(f"{self._run}/{number}").draw(number))
+            self.target.ask(prompt, 1)
+            if self.target.ask(prompt, 1).num_cached_tokens:
+                return number
+        self.notes.append(f"a repeated prompt of {_NUMS_OF_WORDS[-1]} words hits nothing: is prefix caching on?")
+        return _NUMS_OF_WORDS[0]
+
     def _takes_salts(self) -> bool:
         try:
             self.target.ask("one two three", 1, salt=f"verify-{self._run}-probe")
@@ -112,22 +141,26 @@ class Patient:
         if not self.tells_cached:
             self.notes.append("the server doesn't tell cached tokens, so nobody knows whether it keeps salts apart")
             return False
-        prompt = text(Words(f"{self._run}/salts").draw(80))
+        prompt = text(Words(f"{self._run}/salts").draw(self.num_words))
         first, again, other = (self.target.ask(prompt, 1, salt=f"verify-{self._run}-{s}") for s in ("a", "a", "b"))
-        if not again.num_cached_tokens:
-            self.notes.append("a repeated prompt of 80 words hits nothing: is prefix caching on?")
-        return not first.num_cached_tokens and not other.num_cached_tokens
+        return bool(again.num_cached_tokens) and not first.num_cached_tokens and not other.num_cached_tokens
 
-    def _coldness(self, num_flush_prompts: int) -> Coldness:
+    def _coldness(self, cold_target: Target | None, num_flush_prompts: int) -> Coldness:
+        if cold_target is not None:
+            cold_target.has_completions, cold_target.has_logprobs = (
+                self.target.has_completions,
+                self.target.has_logprobs,
+            )
+            return Coldness("server", cold_target)
         if self.separates_salts:
             return Coldness("salt")
         if self.target.can_reset:
             return Coldness("reset")
         if num_flush_prompts:
-            return Coldness("traffic", num_flush_prompts)
+            return Coldness("traffic", num_flush_prompts=num_flush_prompts)
         self.notes.append(
-            "no way to a cold answer: the server keeps no salts apart, and neither --reset-path nor --flush-prompts is"
-            " given. Warm answers are compared with the first ones"
+            "no way to a cold answer: the server keeps no salts apart, and neither --cold-url nor --reset-path nor"
+            " --flush-prompts is given. Warm answers are compared with the first ones"
         )
         return Coldness("never")
 
@@ -139,13 +172,11 @@ class Patient:
             first = self.cold(words) or self.ask(words, None)
             second = self.cold(words) or self.ask(words, None)
             found = max(found, distance(first, second))
-        if self.coldness.by == "salt":
-            words = Words(f"{self._run}/noise").draw(60)
-            first = self.ask(words, self.salt())
-            with ThreadPoolExecutor(self.concurrency) as threads:
-                others = [threads.submit(self.ask, words, self.salt()) for _ in range(self.concurrency)]
-                found = max([found, *(distance(first, other.result()) for other in others)])
-        return found
+        prompts = [Words(f"{self._run}/noise among others/{n}").draw(60) for n in range(self.concurrency)]
+        alone = [self.cold(prompt) or self.ask(prompt, None) for prompt in prompts]
+        self._cool()
+        together = self.ask_all(prompts, self.salt())
+        return max([found, *map(distance, alone, together)])
 
 
 def repeated(finding: Finding, num_seen: int, num_tries: int, repeat: str) -> Finding:
