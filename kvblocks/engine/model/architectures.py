@@ -32,7 +32,7 @@ class Architecture:
     has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
     models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are
     called in a folder, and here. has_output_bias: where attention has biases, its output's projection has one, too.
-    experts_name: of the tensors of a layer's experts; empty: `mlp_name`. shared_expert_name: of the expert that all rows
+    experts_name: of the tensors of a layer's experts; empty: `mlp_name`. shared_expert_name: of the one that all rows
     share. expert_matrices: the gate, up and down projections of the others.
     """
 

@@ -27,6 +27,7 @@ from kvblocks.engine.model.llama4 import Experts
 _KIMI_FIXED = {
     "q_lora_rank": None,
     "attention_bias": False,
+    "tie_word_embeddings": False,
     "mla_use_nope": True,
     "moe_router_activation_func": "sigmoid",
     "moe_layer_freq": 1,
@@ -223,7 +224,11 @@ def _kimi_experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise ModelError(f"expected first_k_dense_replace to be a number of layers, got {first!r}")
         types = ["dense" if layer < first else "sparse" for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in ("dense", "sparse") for kind in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(kind not in ("dense", "sparse") for kind in types)
+    ):
         raise ModelError(f"expected mlp_layer_types to be a list of {num_layers}, each dense or sparse, got {types!r}")
     if "sparse" not in types:
         return None
@@ -231,8 +236,8 @@ def _kimi_experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
     num_groups, num_chosen_groups = read_size(fields, "n_group"), read_size(fields, "topk_group")
     if num_experts % num_groups or num_chosen_groups > num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
         raise ModelError(
-            f"expected num_expert_group to divide num_experts ({num_experts}) into groups of two or more, and topk_group"
-            f" of at most as many; got {num_groups} and {num_chosen_groups}"
+            f"expected num_expert_group to divide num_experts ({num_experts}) into groups of two or more, and"
+            f" topk_group of at most as many; got {num_groups} and {num_chosen_groups}"
         )
     if num_chosen > num_experts // num_groups * num_chosen_groups:
         raise ModelError(

@@ -217,7 +217,7 @@ def _ranks(kind: Experts, ranks: Tensor) -> Tensor:
     """What rows choose by, [num_rows, num_experts], with -inf for the experts of all but a row's best groups."""
     if kind.num_groups == kind.num_chosen_groups:
         return ranks
-    groups = ranks.unflatten(1, (kind.num_groups, -1))
+    groups: Tensor = ranks.unflatten(1, (kind.num_groups, -1))
     best = groups.topk(2).values.sum(-1).topk(kind.num_chosen_groups).indices
     is_left = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, value=False)
     return groups.masked_fill(is_left[..., None], -torch.inf).flatten(1)

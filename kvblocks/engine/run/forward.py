@@ -130,9 +130,10 @@ class DecoderModel:
         # tensor waits for a GPU.
         scale = config.hidden_size**0.5 if config.architecture.scales_embedding else config.embedding_scale
         self._embedding_scale = None if scale == 1.0 else weights.embedding.new_tensor(scale)
-        self._ropes = {} if config.latent is not None else {
+        ropes = () if config.latent is not None else config.ropes  # latents aren't rotated
+        self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
-            for rope in dict.fromkeys(config.ropes)
+            for rope in dict.fromkeys(ropes)
         }
         self._temperature: Tensor | None = None
         if config.temperature is not None:

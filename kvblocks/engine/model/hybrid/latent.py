@@ -104,7 +104,7 @@ class LatentHeads:
         return torch.cat([over_latents.transpose(0, 1), shared], -1)
 
     def values(self, attended: Tensor) -> Tensor:
-        """The heads' outputs, [num_rows, num_heads, value_dim], of sums of entries, [num_rows, num_heads, entry_dim]."""
+        """Outputs, [num_rows, num_heads, value_dim], of weighted sums of entries, [num_rows, num_heads, entry_dim]."""
         latents = attended[..., : self.sizes.rank].transpose(0, 1)
         return (latents @ self.expansion[:, self.sizes.own_dim :].mT).transpose(0, 1)
 
