@@ -99,7 +99,7 @@ KERNELS_DOORS = frozenset(
     f"kvblocks.engine.{name}"
     for name in (
         *("attention.attention", "attention.triton_attention", "attention.flash_attention", "attention.cascade"),
-        "run.backends",  # chooses what draws tokens, which takes tensors as it is
+        *("attention.latents", "run.backends"),  # the latter chooses what draws tokens, which takes tensors as it is
     )
 )
 
