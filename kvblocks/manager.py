@@ -45,7 +45,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Change
 from kvblocks.core.hashing import HashFunction, Names
-from kvblocks.core.hit import CacheHit, HitCounter, check_hit, check_start, ends_in_block
+from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
@@ -163,7 +163,6 @@ class KVCacheManager:
         self._batch_memo: Batch = ([], {})  # the last step's batch, until one of it is freed
         # When debugging, with side groups or digests, a token that begins or fills a block takes the slow path.
         self._fills_quickly = not debugs and not self._index.needs_digests and self._has_one_table()
-        self._counts = HitCounter()
         if tiers is not _NO_TIERS:
             self._traffic = self._make_traffic(tiers)
 
@@ -224,10 +223,10 @@ class KVCacheManager:
     def stats(self) -> CacheStats:
         """Counters since the manager was made. O(1)."""
         return CacheStats(
-            num_queries=self._counts.num_queries,
-            num_hits=self._counts.num_hits,
-            num_queried_tokens=self._counts.num_queried_tokens,
-            num_hit_tokens=self._counts.num_hit_tokens,
+            num_queries=self._slots.num_queries,
+            num_hits=self._slots.num_hits,
+            num_queried_tokens=self._slots.num_queried_tokens,
+            num_hit_tokens=self._slots.num_hit_tokens,
             num_taken_blocks=self._slots.num_taken_blocks,
             num_evicted_blocks=self._pool.num_evicted_blocks,
             num_blocks=len(self._pool.blocks),
@@ -858,13 +857,12 @@ class KVCacheManager:
         if blocks is None:
             self._unclaim(sequence)
             return None
-        counts = self._counts
-        counts.num_queries += 1
-        counts.num_queried_tokens += len(sequence.tokens)
+        self._slots.num_queries += 1
+        self._slots.num_queried_tokens += len(sequence.tokens)
         if hit is None or not hit.blocks:
             return blocks
-        counts.num_hits += 1
-        counts.num_hit_tokens += hit.num_tokens
+        self._slots.num_hits += 1
+        self._slots.num_hit_tokens += hit.num_tokens
         if self._recording is not None and self._recording.log.options.hits:
             self._recording.log.note_hit(hit)
         if self._eviction is not None:

@@ -137,7 +137,7 @@ INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl",
 MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset(
-    {"kvblocks", "kvblocks.hashing", "kvblocks.tiers.disk"}
+    {"kvblocks", "kvblocks.tiers.disk"}
     | {"kvblocks.retention.session_gate", "kvblocks.retention.gate_rounds"}
     | {"kvblocks.wire.extra_keys"}
 )
