@@ -39,6 +39,9 @@ FAULTS: dict[str, list[Change]] = {
     "the other pages of an evicted checkpoint aren't reused next": [
         (INDEX, "self.detached += others[:-1] if", "self.detached += [] if True or")
     ],
+    "an abort leaves a checkpoint that was not written, where a copy keeps the K and V": [
+        (INDEX, "            self._detach(block.run, block.index, block.index + 1)\n", "")
+    ],
     "a hit may end at the last token": [(HIT, "end = min(end, (num_tokens - 1) // alignment * alignment)", "pass")],
     "a hit needs no checkpoint": [
         (HIT, "with_state = checkpoints.num_up_to_last(matched, end // size) * size", "with_state = end")

@@ -382,6 +382,22 @@ def test_a_hit_whose_checkpoint_is_gone_is_stale() -> None:
     assert sequence.state_slot is None
 
 
+def test_a_hit_that_lost_its_end_can_be_cut_to_what_is_left() -> None:
+    """Also if a block that it lost holds another prefix meanwhile, with a state."""
+    manager = make(16)
+    sequence = Sequence("a", range(40))
+    manager.states.mark(sequence, 12)
+    manager.free(prefill(manager, "a", sequence))
+    probe = Sequence("b", range(50))
+    hit = manager.get_computed_blocks(probe)
+    assert hit.num_tokens == 36
+    manager.free(prefill(manager, "c", range(100, 112)))
+    assert [hit.cut(number).num_tokens for number in (35, 12, 11, 0)] == [12, 12, 0, 0]
+    manager.evict_blocks([block.block_id for block in hit.blocks])
+    assert hit.cut(35).num_tokens == 0
+    assert manager.allocate_slots(probe, 1, hit.cut(35)) is not None
+
+
 def test_explain_names_the_state_as_the_limit() -> None:
     manager = make(num_history_blocks=64)
     manager.free(prefill(manager, "a", range(22)))
