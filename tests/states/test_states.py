@@ -131,6 +131,20 @@ def test_marks_stay_with_a_sequence_and_its_forks() -> None:
             manager.states.mark(sequence, position)
 
 
+def test_a_mark_behind_what_is_known_at_a_start_counts_nevertheless() -> None:
+    """A sequence that lost tokens was freed, and gets there again."""
+    manager = make(num_kept=4)
+    sequence = Sequence("a", range(6))
+    sequence.append_tokens([6, 7])
+    assert manager.states.mark(sequence, 8) == 8
+    prefill(manager, "a", sequence)
+    manager.truncate(sequence, 6)
+    manager.free(sequence)
+    prefill(manager, "a", sequence)
+    manager.append_slots(sequence, [20, 21])
+    assert [copy.position for copy in manager.states.take_copies()[1]] == [8]
+
+
 def test_a_chunk_that_runs_over_a_place_is_counted() -> None:
     manager = make()
     sequence = Sequence("a", range(22))
