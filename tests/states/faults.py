@@ -130,9 +130,7 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints aren't queued behind their sequence's blocks": [
         (SLOTS, "        for checkpoint in state.made:\n", "        for checkpoint in state.made[:0]:\n")
     ],
-    "a pin doesn't hold the checkpoint at its end": [
-        (SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")
-    ],
+    "a pin doesn't hold the checkpoint at its end": [(SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")],
     # Going back.
     "a rewind goes back to where no checkpoint is": [
         (MANAGER, "            end = self._state_slots.floor_of(own, end)\n", "            pass\n"),
