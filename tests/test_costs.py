@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 from model.bytecodes import count_bytecodes, uncompiled
 
-from kvblocks import FullAttention, KVCacheBlock, KVCacheManager, RecurrentState, Sequence, SlidingWindow
+from kvblocks import FullAttention, KVCacheBlock, KVCacheManager, PrefixCache, RecurrentState, Sequence, SlidingWindow
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def tokens(first_block: int, num_blocks: int) -> "array[int]":
     return array("I", range(4 * first_block, 4 * (first_block + num_blocks)))
+
+
+@uncompiled
+def test_objects_of_the_hot_path_are_read_fast() -> None:
+    """CPython keeps up to 29 attributes in an array, at known places. With one more, each read searches a dict."""
+    managers = [KVCacheManager(8), KVCacheManager(8, groups=[FullAttention(16), SlidingWindow(16, 32)])]
+    parts = [vars(manager)[name] for manager in managers for name in ("_slots", "_pool", "_index")]
+    for part in (*managers, *parts, PrefixCache(8, 16)):
+        assert len(vars(part)) < 30, f"{type(part).__name__}: {sorted(vars(part))}"
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class Intake:
         most = options.max_tokens
         if most is None:
             most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
-        request = Request(sequence, most, stop_token_ids, priority=options.priority)
+        request = Request(sequence, most, stop_token_ids, priority=options.priority, name_stop=options.name_stop)
         if options.prompt_logprobs is not None and sequence.num_tokens > 1:
             request.max_hit_tokens = 0
         if self._scheduler.remembered is not None and options.is_plainly_greedy:

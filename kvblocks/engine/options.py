@@ -1,6 +1,6 @@
 """The options of `generate`, `stream` and `submit`."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -41,6 +41,7 @@ class OptionValues(TypedDict, total=False):
     marks: tuple[int, ...] | list[int]
     salt: str | None
     session: Hashable
+    name_stop: Callable[[list[int]], str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class GenerationOptions:
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
+    name_stop: for a session's answer that ends by "stop": given its tokens without the stop token, it returns the
+    reason to report instead, such as "tool_calls". It must not raise. None: "stop".
 
     Raises InvalidArgumentError. `SamplingParams` checks the parameters of sampling, `kvblocks.Sequence` checks salt and
     session.
@@ -109,6 +112,7 @@ class GenerationOptions:
     marks: tuple[int, ...] | list[int] = ()
     salt: str | None = None
     session: Hashable = None
+    name_stop: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)
@@ -126,6 +130,9 @@ class GenerationOptions:
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
             raise InvalidArgumentError(f"stop: expected a non-empty str, or a list of them, got {stops!r}")
+        namer: Any = self.name_stop
+        if namer is not None and not callable(namer):
+            raise wrong("name_stop", "None or a function", namer)
         _check_numbers("stop_token_ids", "a list of token ids", self.stop_token_ids, 0)
         _check_numbers("marks", "a list of numbers of tokens, at least 1", self.marks, 1)
         if not is_a(self.skip_special_tokens, bool):

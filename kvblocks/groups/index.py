@@ -131,7 +131,7 @@ class GroupIndex(PrefixIndex):
         log.append(
             BlockStored(
                 *((name,), parent, tokens, size, keys, group, ids, salt, lora),
-                *(kind.event_kind, kind.event_window, log.medium, sequence_id),
+                *(kind.event_kind, kind.window_tokens, log.medium, sequence_id),
             )
         )
 
@@ -163,7 +163,7 @@ class GroupIndex(PrefixIndex):
                 (),
                 group,
                 tuple([block.block_id for block in checkpoint.blocks]),
-                *(salt, lora, kind.event_kind, kind.event_window, log.medium, sequence_id),
+                *(salt, lora, kind.event_kind, kind.window_tokens, log.medium, sequence_id),
             )
         )
 

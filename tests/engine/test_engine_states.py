@@ -20,7 +20,7 @@ from kvblocks.errors import InvalidArgumentError
 MAX_TOKENS = 6
 
 
-QUICK, ALSO = "lfm2", ("bamba", "qwen3_5_text")  # those take several times as long
+QUICK, ALSO = "lfm2", ("bamba", "qwen3_5_text", "kimi_linear")  # those take several times as long
 ALL = [name if name == QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FIELDS]
 for_every_model = pytest.mark.parametrize("model", ALL, indirect=True)
 
@@ -274,9 +274,10 @@ def test_a_copy_that_fails_loses_the_step_and_nothing_else(lfm2):
         assert engine.generate([prompt], max_tokens=4)[0].token_ids == expected.token_ids
 
 
-def test_explain_names_the_state(lfm2):
-    engine = Engine(lfm2, num_blocks=100)
-    prompt = random_tokens(lfm2.config, 90)
+@for_every_model
+def test_explain_names_the_state(model):
+    engine = Engine(model, num_blocks=100)
+    prompt = random_tokens(model.config, 90)
     engine.generate([prompt], max_tokens=1)
     engine.generate([prompt[:40] + [1] * 40], max_tokens=1)
     explanation = str(engine.manager.inspect.explain(Sequence("asked", prompt[:60] + [2] * 20)))
