@@ -72,7 +72,9 @@ class GroupPins(Pins):
             first, end = side_group.kind.needed_blocks(self._end(pin), self._end(pin))
             num_wanted += end - first
         kind = self._group_index.layout.state_kind
-        pin.num_wanted_attached_blocks = num_wanted + (0 if kind is None or not self._end(pin) else kind.checkpoint_blocks)
+        pin.num_wanted_attached_blocks = num_wanted + (
+            0 if kind is None or not self._end(pin) else kind.checkpoint_blocks
+        )
         pin.num_wanted_blocks = pin.num_wanted_attached_blocks
         if self._group_pool.anchors is None:
             pin.num_wanted_blocks += pin.num_blocks

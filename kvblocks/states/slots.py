@@ -368,7 +368,7 @@ class StateSlots(GroupSlots):
         while 2 * step <= min(num_tokens // MAX_SHARE, MAX_ROUNDING):
             step *= 2  # a prompt's end often changes a little until the next turn
         last = (num_tokens - 1) // step * step
-        places = {last, *[mark for mark in sequence.state_marks if mark <= num_tokens]}
+        places = {last, *sequence.state_marks}
         if isinstance(self.soft_holds, GroupPins):
             places.update(self.soft_holds.ends_in(sequence))
         if hit is not None:

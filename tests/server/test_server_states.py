@@ -4,10 +4,10 @@ import json
 import shutil
 
 import pytest
-
 from engine.hybrid_models import save_tiny
-from kvblocks.engine import LoadedModel
 from server.server_harness import running_server
+
+from kvblocks.engine import LoadedModel
 
 SYSTEM = "You are the assistant of a small company that makes one product. " * 4
 TOOL = {"type": "function", "function": {"name": "look_up", "description": SYSTEM, "parameters": {"type": "object"}}}

@@ -39,6 +39,9 @@ FAULTS: dict[str, list[Change]] = {
     "the other pages of an evicted checkpoint aren't reused next": [
         (INDEX, "self.detached += others[:-1] if", "self.detached += [] if True or")
     ],
+    "an abort leaves a checkpoint that was not written, where a copy keeps the K and V": [
+        (INDEX, "            self._detach(block.run, block.index, block.index + 1)\n", "")
+    ],
     "a hit may end at the last token": [(HIT, "end = min(end, (num_tokens - 1) // alignment * alignment)", "pass")],
     "a hit needs no checkpoint": [
         (HIT, "with_state = checkpoints.num_up_to_last(matched, end // size) * size", "with_state = end")
@@ -127,9 +130,7 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints aren't queued behind their sequence's blocks": [
         (SLOTS, "        for checkpoint in state.made:\n", "        for checkpoint in state.made[:0]:\n")
     ],
-    "a pin doesn't hold the checkpoint at its end": [
-        (SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")
-    ],
+    "a pin doesn't hold the checkpoint at its end": [(SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")],
     # Going back.
     "a rewind goes back to where no checkpoint is": [
         (MANAGER, "            end = self._state_slots.floor_of(own, end)\n", "            pass\n"),

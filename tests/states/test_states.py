@@ -131,6 +131,20 @@ def test_marks_stay_with_a_sequence_and_its_forks() -> None:
             manager.states.mark(sequence, position)
 
 
+def test_a_mark_behind_what_is_known_at_a_start_counts_nevertheless() -> None:
+    """A sequence that lost tokens was freed, and gets there again."""
+    manager = make(num_kept=4)
+    sequence = Sequence("a", range(6))
+    sequence.append_tokens([6, 7])
+    assert manager.states.mark(sequence, 8) == 8
+    prefill(manager, "a", sequence)
+    manager.truncate(sequence, 6)
+    manager.free(sequence)
+    prefill(manager, "a", sequence)
+    manager.append_slots(sequence, [20, 21])
+    assert [copy.position for copy in manager.states.take_copies()[1]] == [8]
+
+
 def test_a_chunk_that_runs_over_a_place_is_counted() -> None:
     manager = make()
     sequence = Sequence("a", range(22))
@@ -380,6 +394,22 @@ def test_a_hit_whose_checkpoint_is_gone_is_stale() -> None:
     with pytest.raises(StaleHitError):
         manager.allocate_slots(sequence, None, hit)
     assert sequence.state_slot is None
+
+
+def test_a_hit_that_lost_its_end_can_be_cut_to_what_is_left() -> None:
+    """Also if a block that it lost holds another prefix meanwhile, with a state."""
+    manager = make(16)
+    sequence = Sequence("a", range(40))
+    manager.states.mark(sequence, 12)
+    manager.free(prefill(manager, "a", sequence))
+    probe = Sequence("b", range(50))
+    hit = manager.get_computed_blocks(probe)
+    assert hit.num_tokens == 36
+    manager.free(prefill(manager, "c", range(100, 112)))
+    assert [hit.cut(number).num_tokens for number in (35, 12, 11, 0)] == [12, 12, 0, 0]
+    manager.evict_blocks([block.block_id for block in hit.blocks])
+    assert hit.cut(35).num_tokens == 0
+    assert manager.allocate_slots(probe, 1, hit.cut(35)) is not None
 
 
 def test_explain_names_the_state_as_the_limit() -> None:
