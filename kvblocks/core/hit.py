@@ -27,6 +27,15 @@ class HitSource:
         """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody."""
 
 
+class HitCounter:
+    """What was found so far: how many sequences were looked up, how many had a hit, and the tokens of both."""
+
+    __slots__ = ("num_hit_tokens", "num_hits", "num_queried_tokens", "num_queries")
+
+    def __init__(self) -> None:
+        self.num_queries = self.num_hits = self.num_queried_tokens = self.num_hit_tokens = 0
+
+
 class CacheHit:
     """The longest cached prefix of a sequence, as of one moment.
 

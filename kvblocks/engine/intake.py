@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from kvblocks.arguments import wrong
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
@@ -91,7 +92,11 @@ class Intake:
         largest = max(sequence.token_ids())
         if largest >= vocab_size:
             raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")
+        if max(options.marks, default=0) > sequence.num_tokens:
+            raise wrong("marks", f"numbers of tokens up to the prompt's {sequence.num_tokens}", options.marks)
         self._scheduler.check_fits(request)
+        for mark in options.marks if self._model.config.has_states else ():
+            self._scheduler.manager.states.mark(sequence, mark)
         return request
 
     def _encode(self, prompt: Any) -> Any:

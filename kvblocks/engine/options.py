@@ -38,6 +38,7 @@ class OptionValues(TypedDict, total=False):
     grammar: Grammar | None
     logit_bias: Mapping[int, float] | None
     priority: int
+    marks: tuple[int, ...] | list[int]
     salt: str | None
     session: Hashable
     name_stop: Callable[[list[int]], str] | None
@@ -76,6 +77,8 @@ class GenerationOptions:
     logit_bias: numbers that are added to the logits of tokens before each draw, after penalties. At most MAX_BIASED of
     them, from -100 to 100.
     priority: of waiting prompts with the same salt, those with a smaller number are admitted first.
+    marks: where later prompts will probably part from the prompt, in tokens from its first, such as the end of a system
+    prompt. A model with recurrent states saves its state there, too; of no effect on other models.
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
@@ -106,6 +109,7 @@ class GenerationOptions:
     grammar: Grammar | None = None
     logit_bias: Mapping[int, float] | None = None
     priority: int = 0
+    marks: tuple[int, ...] | list[int] = ()
     salt: str | None = None
     session: Hashable = None
     name_stop: Callable[[list[int]], str] | None = None
@@ -129,10 +133,8 @@ class GenerationOptions:
         namer: Any = self.name_stop
         if namer is not None and not callable(namer):
             raise wrong("name_stop", "None or a function", namer)
-        ids: Any = self.stop_token_ids
-        numbers = [as_int(index) for index in ids] if isinstance(ids, tuple | list) else [None]
-        if not all(number is not None and number >= 0 for number in numbers):
-            raise wrong("stop_token_ids", "a list of token ids", ids)
+        _check_numbers("stop_token_ids", "a list of token ids", self.stop_token_ids, 0)
+        _check_numbers("marks", "a list of numbers of tokens, at least 1", self.marks, 1)
         if not is_a(self.skip_special_tokens, bool):
             raise wrong("skip_special_tokens", "True or False", self.skip_special_tokens)
         most = check_count("min_tokens", self.min_tokens, 0) if self.max_tokens is None else self.max_tokens
@@ -177,3 +179,9 @@ class GenerationOptions:
     def stops(self) -> tuple[str, ...]:
         """The stop strings. O(1)."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_numbers(name: str, expected: str, given: Any, least: int) -> None:
+    numbers = [as_int(item) for item in given] if isinstance(given, tuple | list) else [None]
+    if not all(number is not None and number >= least for number in numbers):
+        raise wrong(name, expected, given)

@@ -48,10 +48,11 @@ class GroupHit(CacheHit):
     """A `CacheHit` of several groups.
 
     tables: its blocks of the side groups. checkpoint: at its end, None if it needs none. A sequence that starts with a
-    checkpoint owns its blocks until the engine has taken the copy to the sequence's slot.
+    checkpoint owns its blocks until the engine has taken the copy to the sequence's slot. num_tier_tokens: tokens that
+    the primary group has in a tier, from the sequence's first on, as far as tiers were looked up for this hit.
     """
 
-    __slots__ = ("checkpoint", "group_index", "num_matched", "tables")
+    __slots__ = ("checkpoint", "group_index", "num_matched", "num_tier_tokens", "tables")
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class GroupHit(CacheHit):
         self.group_index = index
         self.num_matched = num_matched
         self.tables = tables
+        self.num_tier_tokens = 0
         self.checkpoint: Checkpoint | None = None
         if blocks and index.checkpoints is not None:
             self.checkpoint = index.checkpoints.at(blocks[-1])

@@ -26,6 +26,7 @@ from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, 
 from kvblocks.core.caching import digests_ahead
 from kvblocks.core.change import CHANGING, IDLE, Change
 from kvblocks.core.hashing import HashFunction, Names, PositionKeys
+from kvblocks.core.hit import HitCounter
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
@@ -107,7 +108,7 @@ class PrefixCache:
         self._inspector: CacheInspector | None = None
         self._holds: dict[Hold, None] = {}
         self._left: deque[Hold] = deque()  # of matches that were left; the next call releases them
-        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
+        self._counts = HitCounter()
 
     def match_prefix(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
@@ -362,7 +363,8 @@ class PrefixCache:
         """
         with self._lock:
             self._change.check_whole()
-            return HitCounts(self._num_queries, self._num_hits, self._num_queried_tokens, self._num_hit_tokens)
+            counts = self._counts
+            return HitCounts(counts.num_queries, counts.num_hits, counts.num_queried_tokens, counts.num_hit_tokens)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call. As `KVCacheManager.take_events`."""
@@ -470,11 +472,11 @@ class PrefixCache:
         store.renew(blocks)
         if payloads:
             store.renew_payload(payloads[-1])
-        self._num_queries += 1
-        if blocks:
-            self._num_hits += 1
-        self._num_queried_tokens += sequence.num_tokens
-        self._num_hit_tokens += len(blocks) * self.block_size
+        counts = self._counts
+        counts.num_queries += 1
+        counts.num_hits += bool(blocks)
+        counts.num_queried_tokens += sequence.num_tokens
+        counts.num_hit_tokens += len(blocks) * self.block_size
         self._change.state = IDLE
         return match
 

@@ -45,11 +45,12 @@ def test_a_request_that_waits_is_shown_with_the_reason(server):
 
     def make_patient():
         entrance.gate.end_session("two")
-        entrance._seconds_per_token = 1e6  # noqa: SLF001  # prompts seem to take days, so places are kept
+        entrance.rounds.seconds_per_token = 1e6  # prompts seem to take days, so places are kept
 
     def give_up():
         entrance.gate.end_session("three")
-        entrance._seconds_per_token, entrance._has_changed = 0.0, True  # noqa: SLF001
+        entrance.rounds.seconds_per_token = 0.0
+        entrance.rounds.note_change()
 
     with server.http() as http:
         server.on_thread(make_patient)

@@ -24,10 +24,10 @@ class PersistentGroupSlots(GroupPool):
         super().__init__(num_blocks, index)
         self._changes = changes
 
-    def requeue_detached(self) -> None:
-        """`GroupPool.requeue_detached`. Lookups no longer find what these slots held; the bytes are still there."""
+    def pop_detached(self) -> list[KVCacheBlock]:
+        """`GroupPool.pop_detached`. Lookups no longer find what these slots held; the bytes are still there."""
         self._changes.note_unstored(self.index.detached)
-        super().requeue_detached()
+        return super().pop_detached()
 
 
 class GroupTierPool(TierPool):
