@@ -1119,9 +1119,9 @@ class KVCacheManager:
             made = GroupTraffic
         traffic = made(given, self._change, self._slots, self._sequences, self._calls())
         if self._history is not None:
-            from kvblocks.tiers.telling import remember_removals
+            from kvblocks.observe.removal_history import watch_tiers
 
-            remember_removals(traffic.pools, self._history, self._index.epoch.names)
+            watch_tiers(self._history, traffic.pools, self._index.epoch.names)
         return traffic
 
     def _calls(self) -> ManagerCalls:

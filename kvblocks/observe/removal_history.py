@@ -7,10 +7,14 @@ counted in blocks taken from the pool. Where tiers are watched, too, a prefix's 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvblocks.core.block import Run
+from kvblocks.core.block import Epoch, Run
+from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import RemovalCause, Watcher
+
+if TYPE_CHECKING:
+    from kvblocks.tiers.pool import TierPool
 
 
 class Removal(NamedTuple):
@@ -89,9 +93,10 @@ class TierRemovals(Watcher):
         self._tier = tier
         self._salt: str | None = None  # of the prefix for which slots were taken last
 
-    def note_taking_for(self, salt: str | None) -> None:
-        """Remember for whose prefix evictions happen from now on. O(1)."""
-        self._salt = salt
+    def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:  # noqa: ARG002  # as `Watcher`
+        """Remember for whose prefix evictions happen from now on. sequence_id: here, the prefix's salt. O(1)."""
+        assert sequence_id is None or isinstance(sequence_id, str), f"{sequence_id!r}: not a salt"
+        self._salt = sequence_id
 
     def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
         """As `RemovalHistory.note_removed`."""
@@ -104,3 +109,15 @@ class TierRemovals(Watcher):
         """As `RemovalHistory.note_clearing`."""
         for run in runs:
             self.note_removed([run.digest(index) for index in range(len(run.blocks))], "reset")
+
+
+def watch_tiers(history: RemovalHistory, pools: "list[TierPool]", names: Names) -> None:
+    """Have a history told of what tiers evict and drop. Of a shared store nobody here knows that.
+
+    names: the device's. The tiers must be empty.
+    """
+    for pool in pools:
+        if not pool.is_shared:
+            pool.index.epoch = Epoch(names, 4 * pool.index.block_size)
+            pool.removals = TierRemovals(history, pool.name)
+            pool.index.watch(pool.removals)

@@ -7,11 +7,10 @@ somebody asks for a block's identity; with events or a removal history the index
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
-from kvblocks.core.hooks import RemovalCause
+from kvblocks.core.hooks import RemovalCause, Watcher
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.observe.removal_history import TierRemovals
 from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge, forget_salt
 from kvblocks.retention.tenant import Tenant
 from kvblocks.tiers.changes import PersistentSlots, SlotChanges
@@ -28,9 +27,8 @@ class TierPool:
     most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began. At its
     end would be too late to ask: they may be written by then, and cached again. copies: by block of the device, the
     slot that was last stored from it, whatever either holds by now. quotas: of tenants; None without quotas. changes:
-    what is to be remembered if the tier is persistent; else None. removals: told of what is evicted; None: nobody is.
-    num_loading_bytes: of loads that haven't ended, begun
-    or not.
+    what is to be remembered if the tier is persistent; else None. removals: told for which salt slots are taken; None:
+    nobody is. num_loading_bytes: of loads that haven't ended, begun or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -53,7 +51,7 @@ class TierPool:
         self.index = pool.index
         self.changes = changes
         self.quotas: TenantQuotas | None = None
-        self.removals: TierRemovals | None = None
+        self.removals: Watcher | None = None
         self.num_loading_bytes = 0
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
@@ -73,7 +71,7 @@ class TierPool:
         being stored).
         """
         if self.removals is not None:
-            self.removals.note_taking_for(salt)
+            self.removals.note_taking(num_blocks, salt)
         tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
         if tenant is None:
             return self.pool.take(num_blocks)

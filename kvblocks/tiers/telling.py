@@ -1,16 +1,15 @@
-"""What tiers tell: events, like the device's but with the tier's medium, and removals, for explanations.
+"""Events about tiers. They are like the device's events, with the same names of blocks, but name the tier's medium.
 
-Blocks have the same names as on the device, where they come from. So a store hashes nothing. If nobody asked for events
-(`EventOptions`) or for a removal history, nothing here costs anything.
+A tier's blocks come from the device's cache, where they have names already. So a store hashes nothing. A removal
+history needs the names, too. If nobody asked for it, or for events (`EventOptions`), nothing here costs anything.
 """
 
 from collections.abc import Iterable
 
 from kvblocks.arguments import wrong
-from kvblocks.core.block import Epoch, KVCacheBlock
+from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import EventLog
-from kvblocks.observe.removal_history import RemovalHistory, TierRemovals
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.restoring import has_keys
@@ -27,18 +26,6 @@ def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog 
                 raise wrong("tiers", f"media of their own for their events, other than {media}", tier.medium)
             media.append(tier.medium)
             pool.index.record(log, names)
-
-
-def remember_removals(pools: list[TierPool], history: RemovalHistory, names: Names) -> None:
-    """Have a history told of what tiers evict and drop. Of a shared store nobody here knows that.
-
-    names: the device's. The tiers must be empty.
-    """
-    for pool in pools:
-        if not pool.is_shared:
-            pool.index.epoch = Epoch(names, 4 * pool.index.block_size)
-            pool.removals = TierRemovals(history, pool.name)
-            pool.index.watch(pool.removals)
 
 
 def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
