@@ -230,7 +230,12 @@ def test_events_of_states_have_vllms_names_and_their_own_tokens():
         for stored in said
     )
     assert ours == theirs and sum(group for group, *_ in ours) >= 8
-    told = {block["name"]: block for event in said[1] if not event.group_idx for block in blocks_of(msgspec.structs.asdict(event))}
+    told = {
+        block["name"]: block
+        for event in said[1]
+        if not event.group_idx
+        for block in blocks_of(msgspec.structs.asdict(event))
+    }
     for event in said[1]:
         if event.group_idx == 1:
             (state,) = blocks_of(msgspec.structs.asdict(event))
