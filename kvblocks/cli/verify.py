@@ -20,7 +20,9 @@ def verify(
     seed: Annotated[str, typer.Option(help="Equal seeds draw equal prompts.")] = "1",
     salts: Annotated[
         bool | None,
-        typer.Option("--salts/--no-salts", help="Whether cache_salt must separate. Default: if a wrong one is refused."),
+        typer.Option(
+            "--salts/--no-salts", help="Whether cache_salt must separate. Default: if a wrong one is refused."
+        ),
     ] = None,
     cold_url: Annotated[
         str | None, typer.Option(help="A server of the same model that caches nothing, for cold answers.")
@@ -31,6 +33,10 @@ def verify(
     flush_prompts: Annotated[
         int, typer.Option(min=0, help="Without salts and resets: so many other prompts displace all that is cached.")
     ] = 0,
+    lora_path: Annotated[
+        list[str] | None,
+        typer.Option(help="Twice: paths of LoRA adapters, which are loaded under one name and unloaded again."),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Requests at once, at most.")] = 4,
     api_key: Annotated[str | None, typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -58,6 +64,7 @@ def verify(
             expects_salts=salts,
             cold_target=cold_target,
             num_flush_prompts=flush_prompts,
+            adapter_paths=lora_path or (),
             concurrency=concurrency,
         )
         checkup = Checkup(patient, options)

@@ -4,9 +4,10 @@ import json
 import shutil
 
 import pytest
+from engine.hybrid_models import save_tiny
 from server.server_harness import running_server, tiny_loaded
 from tokenizers import Tokenizer, models, pre_tokenizers
-from verify.server_faults import FAULTS
+from verify.server_faults import FAULTS, state_under_an_earlier_key
 
 from kvblocks.cli import main
 from kvblocks.engine import intake
@@ -23,11 +24,21 @@ def model(roomy_folder, tmp_path_factory):
     """The tiny model with a tokenizer for which each word of the prompts is a token, as it is for real ones."""
     folder = tmp_path_factory.mktemp("words") / "tiny"
     shutil.copytree(roomy_folder, folder)
+    return tiny_loaded(with_words(folder), 4096)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A tiny model with recurrent states."""
+    return tiny_loaded(with_words(save_tiny(tmp_path_factory.mktemp("hybrid"), "lfm2", vocab_size=512)), 4096)
+
+
+def with_words(folder):
     words = sorted({word for number in range(40) for word in Words(str(number)).draw(100)})
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["[UNK]", *words])}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return tiny_loaded(folder, 4096)
+    return folder
 
 
 def check(server, only=None, seed="1", num_turns=1):
@@ -57,6 +68,15 @@ def test_each_fault_is_found(model, fault):
     assert found
     assert found[0].num_tries == 3
     assert found[0].difference > 1
+
+
+@pytest.mark.parametrize("fault", [None, state_under_an_earlier_key])
+def test_a_state_under_an_earlier_key_is_found(hybrid, fault):
+    with running_server(hybrid, cache={"num_blocks": 2000}) as server:
+        if fault:
+            fault(server)
+        found = [finding for case in ("edits", "prefixes") for finding in check(server, case, num_turns=2).findings]
+    assert bool(found) == bool(fault)
 
 
 def test_a_salt_that_is_dropped_is_found(model, monkeypatch):

@@ -215,6 +215,28 @@ def adapters(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
+def reloads(patient: Patient, seed: str) -> list[Finding]:
+    """A LoRA adapter that is loaded under the name of an earlier one gets its own answers, not the earlier one's KV."""
+    if len(patient.adapter_paths) < 2 or patient.coldness.by not in {"salt", "reset"}:
+        return []
+    words, salt = patient.words(seed), patient.salt()
+    body = words.draw(patient.num_words)
+    prompt = recalling(body, words.integer(0, len(body)))
+    name = f"verify-{patient.run_name()}"
+    found = []
+    for path in (*patient.adapter_paths, *patient.adapter_paths[:1]):
+        patient.target.load_adapter(name, path)
+        try:
+            warm = patient.ask(prompt, salt, model=name)
+            cold = patient.cold(prompt, model=name)
+        finally:
+            patient.target.unload_adapter(name)
+        found += patient.compare(
+            "reloads", f"an adapter from {path}, under the name of the one before", prompt, cold, warm
+        )
+    return found
+
+
 def _num_shared(first: list[str], second: list[str]) -> int:
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
@@ -222,5 +244,5 @@ def _num_shared(first: list[str], second: list[str]) -> int:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (repeats, foreign, middles, salts, usage, prefixes, edits, cancels, pressure, adapters)
+    for case in (repeats, foreign, middles, salts, usage, prefixes, edits, cancels, pressure, adapters, reloads)
 }

@@ -96,6 +96,14 @@ class Target:
         assert self._reset_path is not None
         self._post(self._reset_path, {})
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a path of the server's, as vLLM and SGLang do at runtime. Raises TargetError."""
+        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload it. Raises TargetError."""
+        self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
     def ask(self, prompt: str, max_tokens: int = 8, *, salt: str | None = None, model: str | None = None) -> Reply:
         """Return the greedy continuation of a prompt. Raises TargetError.
 
@@ -170,6 +178,8 @@ class Target:
             raise TargetError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if answer.status_code >= 400:
             raise TargetError(f"{self.url}{path}: expected an answer, got {answer.status_code}: {answer.text[:300]}")
+        if not answer.headers.get("content-type", "").startswith("application/json"):
+            return {"": answer.text}
         try:
             found = answer.json() if answer.content else {}
         except json.JSONDecodeError as error:
