@@ -7,6 +7,7 @@ import pytest
 from engine.hybrid_models import save_tiny
 from server.server_harness import running_server, tiny_loaded
 from tokenizers import Tokenizer, models, pre_tokenizers
+from verify.adapter_proxy import with_adapters
 from verify.server_faults import FAULTS, state_under_an_earlier_key
 
 from kvblocks.cli import main
@@ -41,17 +42,17 @@ def with_words(folder):
     return folder
 
 
-def check(server, only=None, seed="1", num_turns=1):
-    """Run each case so many times, or one of them."""
-    with Target(server.url) as target:
-        checkup = Checkup(Patient(target), CheckupOptions(seed=seed, only=only))
+def check(url, only=None, seed="1", num_turns=1, **options):
+    """Run each case so many times, or one of them. options: of the patient."""
+    with Target(url) as target:
+        checkup = Checkup(Patient(target, **options), CheckupOptions(seed=seed, only=only))
         checkup.run_turns(num_turns)
     return checkup
 
 
 def test_a_right_server_passes_every_case(model):
     with running_server(model, cache={"num_blocks": 2000}) as server:
-        checkup = check(server)
+        checkup = check(server.url)
         server.wait_until_idle()
     assert checkup.findings == []
     assert set(checkup.num_tries) == set(CASES)
@@ -64,7 +65,7 @@ def test_a_right_server_passes_every_case(model):
 def test_each_fault_is_found(model, fault):
     with running_server(model, cache={"num_blocks": 2000}) as server:
         fault(server)
-        found = [finding for case in sorted(FAULTS[fault]) for finding in check(server, case, num_turns=4).findings]
+        found = [finding for case in sorted(FAULTS[fault]) for finding in check(server.url, case, num_turns=4).findings]
     assert found
     assert found[0].num_tries == 3
     assert found[0].difference > 1
@@ -75,8 +76,19 @@ def test_a_state_under_an_earlier_key_is_found(hybrid, fault):
     with running_server(hybrid, cache={"num_blocks": 2000}) as server:
         if fault:
             fault(server)
-        found = [finding for case in ("edits", "prefixes") for finding in check(server, case, num_turns=2).findings]
+        found = [finding for case in ("edits", "prefixes") for finding in check(server.url, case, num_turns=2).findings]
     assert bool(found) == bool(fault)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_stale_adapter_is_found(model, is_stale):
+    with (
+        running_server(model, cache={"num_blocks": 2000}) as server,
+        with_adapters(server, is_stale=is_stale) as url,
+    ):
+        checkup = check(url, "reloads", adapter_paths=["one", "two"])
+    assert checkup.num_tries["reloads"] == 1
+    assert bool(checkup.findings) == is_stale
 
 
 def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
@@ -86,7 +98,7 @@ def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
 
     monkeypatch.setattr(intake, "KVSequence", Unsalted)
     with running_server(model) as server:
-        checkup = check(server, "salts")
+        checkup = check(server.url, "salts")
     (finding,) = checkup.findings
     assert "cached tokens" in finding.got
     assert checkup.patient.coldness.by == "never"
