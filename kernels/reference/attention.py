@@ -187,26 +187,25 @@ def attend(
         queries = query.index_select(0, group.rows)
         output.index_copy_(0, group.rows, attend_decodes(group, queries, keys, values, scale, softcap))
     for sequence in plan.sequences:
-        key, value = (_take(cache, sequence.slots, query.dtype) for cache in (keys, values))
-        attend_tiles(sequence.tiles, query, key, value, output, scale, softcap)
+        context = _take(keys, sequence.slots, query.dtype), _take(values, sequence.slots, query.dtype)
+        attend_tiles(sequence.tiles, query, context, output, scale, softcap)
     return output
 
 
 def attend_tiles(
     tiles: Sequence[QueryTile],
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    context: tuple[Tensor, Tensor],
     output: Tensor,
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Compute the tiles of one sequence, whose keys and values are `key` and `value`, in their order.
+    """Compute the tiles of one sequence. context: its keys and values, [num_keys, num_kv_heads, dim] each.
 
-    query, output: [num_tokens, num_heads, dim], of the whole step; key, value: [num_keys, num_kv_heads, dim]. Queries
-    have the dim of keys, outputs that of values. Changes the tiles' rows of `output`.
+    query, output: [num_tokens, num_heads, dim], of the whole step. Queries have the dim of keys, outputs that of
+    values. Changes the tiles' rows of `output`.
     """
-    key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (key, value))
+    key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in context)
     for tile in tiles:
         rows = slice(tile.first_row, tile.first_row + tile.num_rows)
         inside = slice(tile.offset, tile.offset + tile.num_rows)

@@ -1,59 +1,69 @@
-"""A server of a model with recurrent states: where the system prompt of a chat ends, its state is saved."""
+"""`kvblocks serve` with a model whose layers keep states: what clients and operators see of them."""
 
 import json
+import os
 import shutil
 
+import httpx2
+import openai
 import pytest
 from engine.hybrid_models import save_tiny
-from server.server_harness import running_server
+from server.server_harness import series, serving
 
-from kvblocks.engine import LoadedModel
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="ends a process by a signal")
 
-SYSTEM = "You are the assistant of a small company that makes one product. " * 4
-TOOL = {"type": "function", "function": {"name": "look_up", "description": SYSTEM, "parameters": {"type": "object"}}}
+STORY = "the hen and the cat sat on the mat and " * 12
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, tiny_folder):
-    folder = tmp_path_factory.mktemp("hybrid")
-    vocab_size = json.loads((tiny_folder / "config.json").read_text())["vocab_size"]
-    save_tiny(folder, "lfm2", vocab_size=vocab_size, max_position_embeddings=4096)
-    for file in tiny_folder.glob("*token*"):
-        shutil.copy(file, folder)
-    for file in tiny_folder.glob("*.jinja"):
-        shutil.copy(file, folder)
-    with running_server(LoadedModel.load(folder), cache={"num_blocks": 2000}) as running:
-        yield running
+def kimi_folder(tmp_path_factory, tiny_folder):
+    """A random Kimi Linear with the tiny model's tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("kimi")
+    tiny = json.loads((tiny_folder / "config.json").read_text())
+    fields = {"vocab_size": tiny["vocab_size"], "eos_token_id": tiny["eos_token_id"], "dtype": "float32"}
+    save_tiny(folder, "kimi_linear", num_files=2, **fields)
+    for name in TOKENIZER_FILES:
+        shutil.copy(tiny_folder / name, folder / name)
+    return folder
 
 
-def ask(client, *messages, **options):
-    """Returns how many tokens of the prompt were cached, and how many it has."""
-    options = {"model": "tiny", "max_tokens": 2, "temperature": 0} | options
-    usage = client.chat.completions.create(messages=list(messages), **options).usage
-    return usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
+def test_a_conversation_hits_its_state(kimi_folder):
+    with serving(kimi_folder, "--deterministic", "--num-blocks", "120", "--num-state-slots", "3") as (_, url, lines):
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        http = httpx2.Client(base_url=url.removesuffix("/v1"), timeout=60, trust_env=False)
+        with client, http:
+            messages = [{"role": "user", "content": STORY}]
 
+            def ask():
+                answer = client.chat.completions.create(
+                    model=kimi_folder.name,
+                    messages=messages,
+                    max_tokens=12,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+                return answer.choices[0].message.content, answer.usage
 
-def say(role, content):
-    return {"role": role, "content": content}
+            said, usage = ask()
+            assert usage.prompt_tokens_details.cached_tokens == 0
+            length = usage.prompt_tokens
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "and the hen?"}]
+            second, usage = ask()
+            cached = usage.prompt_tokens_details.cached_tokens
+            assert length * 31 // 32 - 16 <= cached <= length  # up to the state at the end of the first prompt
 
+            metrics = series(url)
+            assert metrics["kvblocks_state_slots"] == metrics["kvblocks_free_state_slots"] == 3
+            assert metrics['kvblocks_state_copies_total{kind="restored"}'] == 1
+            assert metrics['kvblocks_state_copies_total{kind="saved"}'] >= 2
 
-def test_the_second_chat_with_a_system_prompt_begins_behind_it(server):
-    client, system = server.client(), say("system", SYSTEM)
-    assert ask(client, system, say("user", "a question about the kettle and its cable, " * 8))[0] == 0
-    cached, length = ask(client, system, say("user", "Where is my parcel? " * 16))
-    size = server.engine.manager.block_size
-    assert cached % size == 0
-    shared = server.engine.model.tokenizer.apply_chat_template([system, say("user", "Z")], add_generation_prompt=False)
-    assert len(shared) - size - 8 <= cached <= len(shared) < length, "where the user's text begins, in whole blocks"
+            # It parts from the story where K and V are cached, and no state is.
+            parted = STORY[: len(STORY) // 2] + "dog " * 8
+            asked = http.post("/v1/cache/explain", json={"messages": [{"role": "user", "content": parted}]}).json()
+            assert asked["prompts"][0]["cause"] == "state"
 
-
-def test_what_a_template_writes_of_tools_is_part_of_it(server):
-    client = server.client()
-    assert ask(client, say("user", "one thing that is quite long, " * 8), tools=[TOOL])[0] == 0
-    assert ask(client, say("user", "Something else, as long as it, " * 8), tools=[TOOL])[0] > 100
-
-
-def test_a_chat_without_a_system_prompt_marks_nothing(server):
-    before = server.on_thread(lambda: server.engine.manager.states.stats.num_saved)
-    ask(server.client(), say("user", "Quite another beginning. " * 8))
-    assert server.on_thread(lambda: server.engine.manager.states.stats.num_saved) == before + 1, "the prompt's end"
+            assert http.post("/v1/cache/reset", json={}).status_code == 200
+            again, usage = ask()
+            assert (again, usage.prompt_tokens_details.cached_tokens) == (second, 0)
+    assert lines[0].startswith("KV cache: 120 blocks of 16 tokens")

@@ -43,7 +43,7 @@ def attend_latents(
         attended.index_copy_(0, group.rows, reference.attend_decodes(group, queries, entries, entries, scale))
     for sequence in few:
         context = entries.index_select(0, sequence.slots)
-        reference.attend_tiles(sequence.tiles, absorbed, context, context, attended, scale)
+        reference.attend_tiles(sequence.tiles, absorbed, (context, context), attended, scale)
     return output.index_copy_(0, own, heads.values(attended.index_select(0, own)))
 
 
@@ -55,5 +55,5 @@ def _expand(
     step = max(1, EXPANDED_ELEMENTS // (len(context) * (sizes.key_dim + sizes.value_dim)))
     for first in range(0, sizes.num_heads, step):
         some = slice(first, first + step)
-        key, value = heads.expand(context, some)
-        reference.attend_tiles(sequence.tiles, query[:, some], key, value, output[:, some], scale)
+        expanded = heads.expand(context, some)
+        reference.attend_tiles(sequence.tiles, query[:, some], expanded, output[:, some], scale)
