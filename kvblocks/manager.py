@@ -1112,11 +1112,17 @@ class KVCacheManager:
         from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
+        made = Made
         if given and self._slots.has_side_groups:
             from kvblocks.tiers.grouped.traffic import GroupTraffic
 
-            return GroupTraffic(given, self._change, self._slots, self._sequences, self._calls())
-        return Made(given, self._change, self._slots, self._sequences, self._calls())
+            made = GroupTraffic
+        traffic = made(given, self._change, self._slots, self._sequences, self._calls())
+        if self._history is not None:
+            from kvblocks.observe.removal_history import watch_tiers
+
+            watch_tiers(self._history, traffic.pools, self._index.epoch.names)
+        return traffic
 
     def _calls(self) -> ManagerCalls:
         """Return what tiers need of the manager."""

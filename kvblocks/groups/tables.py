@@ -104,7 +104,7 @@ class GapTable(GroupTable):
         """As `GroupTable.begin`."""
         super().begin(num_dead, blocks)
         self.end = 0
-        self.ends = set()
+        self.ends = {num_dead + len(blocks) - 1} if blocks else set()  # a hit's block has the state behind the hit
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
         """As `GroupTable.drop_first`, with `EMPTY` for entries without a block."""

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
+from kvblocks.engine.attention.latents import attend_latents
 from kvblocks.engine.attention.state_memory import StateMemory
 from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.hybrid.latent import LatentHeads
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
 from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.engine.model.rope import RopeTable
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class KVCache:
     """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
+
+    In models with latent attention both are the same tensor, with one entry a token in the place of a head.
 
     Layers of different groups may share tensors, since a block belongs to one group at a time. The tensors are views of
     `memory`. On a CPU that is one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim]: a block is
@@ -77,13 +81,14 @@ class KVCache:
         shape = (block_size, config.num_kv_heads, config.head_dim)
         slots = range(len(config.attending)) if layer_locations is None else [slot for _, slot in layer_locations]
         places = {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
+        each = 2 if config.latent is None else 1  # tensors of a layer
         if torch.device(device).type == "cpu":
-            whole = zeros_when_touched((num_blocks, 2 * len(places), *shape), dtype)
-            parts = [(whole[:, 2 * place], whole[:, 2 * place + 1]) for place in places.values()]
+            whole = zeros_when_touched((num_blocks, each * len(places), *shape), dtype)
+            parts = [(whole[:, each * place], whole[:, each * place + each - 1]) for place in places.values()]
             memory: tuple[Tensor, ...] = (whole,)
         else:
-            memory = tuple(torch.zeros(2, num_blocks, *shape, dtype=dtype, device=device) for _ in places)
-            parts = [(pair[0], pair[1]) for pair in memory]
+            memory = tuple(torch.zeros(each, num_blocks, *shape, dtype=dtype, device=device) for _ in places)
+            parts = [(own[0], own[-1]) for own in memory]
         by_kernel = memory[0].is_cuda and find_spec("triton") is not None and config.head_dim % 8 == 0
         keys, values = zip(*[parts[places[slot]] for slot in slots], strict=True)
         return cls(keys, values, memory, by_kernel)
@@ -253,6 +258,14 @@ class PlacingStep(Protocol):
         """
 
 
+@runtime_checkable
+class LatentStep(Protocol):
+    """A `StepAttention` that can make keys and values of heads from the entries of latent attention."""
+
+    def attend_latents(self, layer: int, query: Tensor, how: LayerAttention, heads: LatentHeads) -> Tensor:
+        """Attention of all the batch's rows: [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
+
+
 class AttentionBackend(Protocol):
     """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
 
@@ -300,6 +313,9 @@ class _PlannedStep:
         )
         attended = reference.attend(plan, query * key_scale, keys, values, scale=how.scale, softcap=how.softcap)
         return attended * value_scale
+
+    def attend_latents(self, layer: int, query: Tensor, how: LayerAttention, heads: LatentHeads) -> Tensor:
+        return attend_latents(self._plan(how), query, self.kv_cache.slots[layer][0], heads, how.scale)
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
         kind = how.group, how.kind

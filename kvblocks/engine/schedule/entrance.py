@@ -136,7 +136,7 @@ class Entrance:
         gate = self.rounds.gate
         self.rounds.note_change()
         if not prompt.waits:
-            gate.ended(prompt, prompt.num_tokens, request.finish_reason or "stop", float(self._manager.now))
+            gate.ended(prompt, prompt.num_tokens, request.pause_reason or "stop", float(self._manager.now))
             return
         del self.held[prompt.first]
         if prompt.was_asked:
