@@ -45,9 +45,8 @@ def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: Digests |
     caches them later).
     """
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
-    if first >= end or sequence.delayed_from is not None or sequence.epoch is not index.epoch:
-        return
-    if sequence.lost_from is not None:
+    is_awaited = sequence.delayed_from is not None or sequence.lost_from is not None
+    if first >= end or is_awaited or sequence.epoch is not index.epoch:
         return
     node = sequence.blocks[first - 1].node if first else ROOT
     keys = None if sequence.keys is None else sequence.encoded_keys(index.block_size)

@@ -112,12 +112,6 @@ class FreeBlockQueue:
         self.num_free_blocks -= 1
         return block
 
-    def take(self, block: KVCacheBlock) -> None:
-        """Take a queued block, out of its order; it then has `ref_cnt` 1. O(1)."""
-        self._unlink(block)
-        block.ref_cnt = 1
-        self.num_free_blocks -= 1
-
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Append blocks that are neither queued nor owned, in order. O(blocks).
 
@@ -247,18 +241,8 @@ class FreeBlockQueue:
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Move queued blocks, which hold nothing any more, to the front of the queue, in the order given. O(blocks)."""
-        for block in blocks:
-            previous, following = block.prev_free_block, block.next_free_block
-            previous.next_free_block = following
-            following.prev_free_block = previous
-        last = root = self._root
-        following = root.next_free_block
-        for block in blocks:
-            block.prev_free_block = last
-            last.next_free_block = block
-            last = block
-        last.next_free_block = following
-        following.prev_free_block = last
+        self.touch(blocks)
+        self.release_empty(blocks)
 
     def move_before(self, block: KVCacheBlock, other: KVCacheBlock) -> None:
         """Move a queued block in front of `other`, which was queued later. O(1)."""

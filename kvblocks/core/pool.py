@@ -156,8 +156,7 @@ class BlockPool:
         if owned:
             self.detached.update(owned)
             detached = [block for block in detached if not block.ref_cnt]
-        detached.sort(key=_BLOCK_ID)
-        return detached
+        return sorted(detached, key=_BLOCK_ID)
 
     def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
         """Raise AssertionError unless each block has the owners that `tables`, all block tables, give it. O(pool)."""
@@ -183,12 +182,9 @@ class BlockPool:
 
     def _note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None) -> None:
         if self.detached:
-            self._drop_detached(blocks)
+            self.detached.difference_update([block for block in blocks if not block.ref_cnt])
         for watcher in self.index.watchers:
             watcher.note_released(blocks, giver)
-
-    def _drop_detached(self, blocks: Items[KVCacheBlock]) -> None:
-        self.detached.difference_update([block for block in blocks if not block.ref_cnt])
 
     def _make_queue(self) -> FreeBlockQueue:
         return FreeBlockQueue(self.blocks)

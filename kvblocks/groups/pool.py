@@ -105,7 +105,7 @@ class GroupPool(BlockPool):
             self.queue.release_empty(empty[::-1])
         self.queue.release_passed(passed)
         if self.detached:
-            self._drop_detached(empty + passed)
+            self.detached.difference_update([block for block in empty + passed if not block.ref_cnt])
         for watcher in self.index.watchers:
             watcher.note_released(empty)
             watcher.note_passed(passed)

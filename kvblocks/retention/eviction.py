@@ -144,8 +144,7 @@ class Eviction(Chooser):
             first = queue.first
             assert first is not None, "eviction: nothing is free"
             taken = self._choose(first, max_blocks)
-            for block in taken:
-                queue.take(block)
+            queue.touch(taken)
         return taken
 
     def _choose(self, first: KVCacheBlock, max_blocks: int) -> list[KVCacheBlock]:

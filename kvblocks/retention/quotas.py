@@ -158,7 +158,7 @@ class QuotaOrder(Chooser):
         block = self._quotas.next_victim() if first is not None and first.is_cached else None
         if block is None:
             return [queue.popleft()]
-        queue.take(block)
+        queue.touch([block])
         return [block]
 
 
