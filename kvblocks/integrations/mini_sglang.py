@@ -229,7 +229,7 @@ def check_mini_sglang() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second: in each process that the main one spawns
-    from kvblocks.integrations import mini_sglang  # the module by its own name, so that there is one class
+    from kvblocks.integrations import mini_sglang  # noqa: PLW0406  # by its own name, so that there is one class
 
     mini_sglang.register()
 if __name__ == "__main__":
