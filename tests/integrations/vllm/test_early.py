@@ -10,8 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from bench.vllm.schedulers import OPT, model_folder
 from kvblocks import UnsupportedEngineError
-from kvblocks.integrations.vllm import KVBlocksScheduler, early
-from kvblocks.integrations.vllm.early import check_engine_config
+from kvblocks.integrations.vllm import KVBlocksScheduler
 from kvblocks.integrations.vllm_plugin import names_ours, register
 
 OURS = "kvblocks.integrations.vllm.KVBlocksAsyncScheduler"
