@@ -5,9 +5,9 @@ get their name here, in the process that runs them.
 """
 
 import sys
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from runpy import run_module
 from typing import Annotated
 
 import typer
@@ -37,7 +37,7 @@ def bench(
     if which not in BENCHES:
         raise InvalidArgumentError(f"bench: expected one of {', '.join(BENCHES)}, got {which!r}")
     _find_benches()
-    status = import_module(BENCHES[which]).main(context.args)
+    status = run_module(BENCHES[which])["main"](context.args)
     if status:
         raise typer.Exit(status)
 

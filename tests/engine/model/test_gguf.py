@@ -10,6 +10,7 @@ from engine.model.gguf_files import BYTES, add_tokenizer, random_blocks, write_g
 from engine.small_models import prefill, random_tokens
 from gguf import GGMLQuantizationType as Kind
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3ForCausalLM,
@@ -206,7 +207,11 @@ def test_a_published_file_answers_as_transformers_does():
         theirs = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         assert theirs(text)["input_ids"] == prompt
         assert engine.model.tokenizer.decode(prompt, skip_special_tokens=True) == text
-    reference = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=name)).float().eval()
+    weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    missing, unknown = reference.load_state_dict(weights, strict=False)
+    assert not unknown and set(missing) <= {"lm_head.weight"}
+    reference.tie_weights()
     with torch.inference_mode():
         expected = reference.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert completion.token_ids == expected[0, len(prompt) :].tolist()
