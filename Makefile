@@ -241,7 +241,7 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(MLX_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV) $(DOCS_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(MLX_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(INSTRUCTOR_VENV) $(DIST_VENV) $(DOCS_VENV)
 
 # Interpreter and venv in one step. A .venv whose interpreter no longer exists is made again.
 define make_venv

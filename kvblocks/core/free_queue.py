@@ -83,10 +83,12 @@ class FreeBlockQueue:
 
         Each of them then has `ref_cnt` 1.
         """
-        root = self._root
+        root, mark = self._root, self._mark
         block = root.next_free_block
         taken: list[KVCacheBlock] = []
-        while len(taken) < max_blocks and block.run is None and block is not root and block is not self._mark:
+        for _ in range(max_blocks):
+            if block.run is not None or block is root or block is mark:
+                break
             taken.append(block)
             block.ref_cnt = 1
             block.prev_free_block = block
@@ -245,8 +247,18 @@ class FreeBlockQueue:
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Move queued blocks, which hold nothing any more, to the front of the queue, in the order given. O(blocks)."""
-        self.touch(blocks)
-        self.release_empty(blocks)
+        for block in blocks:
+            previous, following = block.prev_free_block, block.next_free_block
+            previous.next_free_block = following
+            following.prev_free_block = previous
+        last = root = self._root
+        following = root.next_free_block
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = following
+        following.prev_free_block = last
 
     def move_before(self, block: KVCacheBlock, other: KVCacheBlock) -> None:
         """Move a queued block in front of `other`, which was queued later. O(1)."""

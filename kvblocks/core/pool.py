@@ -7,6 +7,7 @@ block is taken for something else and so stops being cached. The roles are those
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from operator import attrgetter
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
@@ -15,6 +16,8 @@ from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hooks import Chooser, RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
+
+_BLOCK_ID = attrgetter("block_id")
 
 
 class BlockPool:
@@ -139,12 +142,22 @@ class BlockPool:
 
         An abort detaches the blocks that weren't written, and those below them.
         """
+        self.queue.move_to_front(self.pop_detached())
+
+    def pop_detached(self) -> list[KVCacheBlock]:
+        """Take note of the blocks that were detached. Returns the free ones, by id, which the caller moves or takes.
+
+        O(blocks detached).
+        """
         detached, self.index.detached = self.index.detached, []
         if self.chooser is not None:
             self.chooser.note_detached(detached)
-        free = [block for block in detached if not block.ref_cnt]
-        self.detached.update([block for block in detached if block.ref_cnt])
-        self.queue.move_to_front(sorted(free, key=_block_id))
+        owned = [block for block in detached if block.ref_cnt]
+        if owned:
+            self.detached.update(owned)
+            detached = [block for block in detached if not block.ref_cnt]
+        detached.sort(key=_BLOCK_ID)
+        return detached
 
     def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
         """Raise AssertionError unless each block has the owners that `tables`, all block tables, give it. O(pool)."""
@@ -200,7 +213,3 @@ def drop_duplicates(index: PrefixIndex, queue: FreeBlockQueue, table: Items[KVCa
         for watcher in index.watchers:
             watcher.note_renewed(renewed)
     return released
-
-
-def _block_id(block: KVCacheBlock) -> int:
-    return block.block_id

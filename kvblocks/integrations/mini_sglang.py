@@ -229,7 +229,9 @@ def check_mini_sglang() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second: in each process that the main one spawns
-    register()
+    from kvblocks.integrations import mini_sglang  # the module by its own name, so that there is one class
+
+    mini_sglang.register()
 if __name__ == "__main__":
     from minisgl.server import launch_server
 
