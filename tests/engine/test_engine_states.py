@@ -323,3 +323,24 @@ class TestMemory:
     def test_a_model_without_states_has_no_slots(self):
         with pytest.raises(InvalidArgumentError, match="num_state_slots: expected None for a model"):
             Engine(LoadedModel(ODD, random_weights(ODD)), num_blocks=9, num_state_slots=2)
+
+
+def test_a_marked_place_is_where_the_second_prompt_begins(lfm2):
+    """Such as the end of a system prompt. Without marks the second prompt finds no state where it parts."""
+    shared = random_tokens(lfm2.config, 130, seed=1)
+    first, second = (shared + random_tokens(lfm2.config, 40, seed=seed) for seed in (2, 3))
+    for marks, num_cached in (((), 0), ((130,), 128), ([50, 130], 128)):
+        engine = Engine(lfm2, num_blocks=300, block_size=16)
+        (completion,) = engine.generate([first], max_tokens=2, marks=marks)
+        assert completion.num_cached_tokens == 0
+        assert engine.generate([second], max_tokens=2, marks=marks)[0].num_cached_tokens == num_cached
+    for marks in ((0,), (171,), "12", (1.5,)):
+        with pytest.raises(InvalidArgumentError, match="marks"):
+            engine.submit(first, marks=marks)
+    assert not engine.has_work
+
+
+def test_marks_are_of_no_effect_on_other_models(tiny_folder):
+    engine = Engine(LoadedModel.load(tiny_folder), num_blocks=64)
+    plain, marked = (engine.generate(["hello"], max_tokens=2, marks=marks)[0] for marks in ((), (1,)))
+    assert plain.token_ids == marked.token_ids

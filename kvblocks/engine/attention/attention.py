@@ -30,6 +30,7 @@ from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.sampling.weights import to_device
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import Group
 from kvblocks.kernels import reference
 
 if TYPE_CHECKING:
@@ -284,12 +285,12 @@ Planner = Callable[[Tensor, Tensor, Tensor, int, reference.Sight], reference.Att
 
 @dataclass(frozen=True)
 class _PlannedStep:
-    """A step of the torch backends: a plan for each group and sight, made when the first layer asks for it."""
+    """A step of the torch backends: a plan for each group and kind of layers, made when the first layer asks for it."""
 
     batch: StepBatch
     kv_cache: KVCache
     planner: Planner
-    plans: dict[tuple[int, int | None, int | None], reference.AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, Group], reference.AttentionPlan] = field(default_factory=dict)
     stores: dict[int, tuple[Tensor, reference.StorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -317,14 +318,13 @@ class _PlannedStep:
         return attend_latents(self._plan(how), query, self.kv_cache.slots[layer][0], heads, how.scale)
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
-        kind = how.group, how.window, how.chunk_size
+        kind = how.group, how.kind
         if kind not in self.plans:
             batch = self.batch
             block_tables = batch.block_tables[how.group] * self.kv_cache.parts_per_block
             tables = (block_tables, batch.query_start, batch.seq_lens)
-            self.plans[kind] = self.planner(
-                *tables, self.kv_cache.block_size, reference.Sight(how.window, how.chunk_size)
-            )
+            sight = reference.Sight(how.kind.window_tokens, how.kind.chunk_tokens)
+            self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, sight)
         return self.plans[kind]
 
     def _plan_store(self, slot_mapping: Tensor) -> reference.StorePlan:

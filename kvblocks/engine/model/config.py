@@ -45,6 +45,7 @@ from kvblocks.engine.model.hybrid_config import (
 from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
 from kvblocks.engine.model.llama4 import Experts, read_llama4
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes
+from kvblocks.groups.kinds import kind_of_layers
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -135,9 +136,8 @@ class ModelConfig:
         return tuple(
             LayerAttention(
                 scale,
-                window,
+                kind_of_layers(1, window, chunk_size),
                 self.attention_softcap,
-                chunk_size=chunk_size,
                 temperature=self.temperature if layer in self.unrotated_layers else None,
             )
             for layer in self.attending
@@ -152,7 +152,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary frequencies of each layer of `attending`. O(layers)."""
-        ropes = [self.rope if how.sees_all else self.local_rope or self.rope for how in self.attention]
+        ropes = [self.rope if how.kind.sees_all else self.local_rope or self.rope for how in self.attention]
         by_layer = zip(self.attending, ropes, strict=True)
         return tuple(NO_ROTATION if layer in self.unrotated_layers else rope for layer, rope in by_layer)
 

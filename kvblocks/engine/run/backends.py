@@ -48,7 +48,7 @@ def plan_cache(
     state_dtype: of states, if it isn't that of K and V. Raises InvalidArgumentError for a block_size below 1.
     O(layers ** 2).
     """
-    kinds = [how.kind(block_size) for how in config.attention]
+    kinds = [replace(how.kind, block_size=block_size) for how in config.attention]
     different = list(dict.fromkeys(kinds))
     numbers = [different.index(kind) for kind in kinds]
     layers: list[KVLayer | LatentLayer] = (
