@@ -139,6 +139,7 @@ def test_the_wheel_says_what_it_needs(metadata):
         "wire",
         "valkey",
         "gpu",
+        "fla",
         "flash-attn",
         "bench",
         "replay",
