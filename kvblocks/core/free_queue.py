@@ -83,12 +83,10 @@ class FreeBlockQueue:
 
         Each of them then has `ref_cnt` 1.
         """
-        root, mark = self._root, self._mark
+        root = self._root
         block = root.next_free_block
         taken: list[KVCacheBlock] = []
-        for _ in range(max_blocks):
-            if block.run is not None or block is root or block is mark:
-                break
+        while len(taken) < max_blocks and block.run is None and block is not root and block is not self._mark:
             taken.append(block)
             block.ref_cnt = 1
             block.prev_free_block = block

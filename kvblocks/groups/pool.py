@@ -15,6 +15,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.errors import PoolExhaustedError
 from kvblocks.groups.anchors import AnchorBlocks
 from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.queue import GroupQueue
 
 
 class GroupPool(BlockPool):
@@ -90,8 +91,7 @@ class GroupPool(BlockPool):
         """`BlockPool.release_table`. Either all of `blocks` are anchors or none is. O(blocks)."""
         if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
             self.anchors.release(blocks)
-            if self.index.detached:
-                self.requeue_detached()
+            self.requeue_detached()
         else:
             super().release_table(blocks, num_cached, giver)
 
@@ -105,7 +105,7 @@ class GroupPool(BlockPool):
             self.queue.release_empty(empty[::-1])
         self.queue.release_passed(passed)
         if self.detached:
-            self.detached.difference_update([block for block in empty + passed if not block.ref_cnt])
+            self._drop_detached(empty + passed)
         for watcher in self.index.watchers:
             watcher.note_released(empty)
             watcher.note_passed(passed)
@@ -130,4 +130,4 @@ class GroupPool(BlockPool):
             assert num_cached == expected, f"anchors: {num_cached} cached, {expected} found"
 
     def _make_queue(self) -> FreeBlockQueue:
-        return FreeBlockQueue(self.blocks, has_windows=True)
+        return GroupQueue(self.blocks)

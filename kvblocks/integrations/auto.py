@@ -7,7 +7,8 @@ looks at the environment variable KVBLOCKS_AUTO. If that names integrations, sep
 engine as soon as the engine's module is imported. `disable` removes the file. Without the variable nothing happens.
 
 An engine that the integration doesn't support stays as it is, with a warning. For mini-sglang, whose caches are chosen
-by name, it adds the name in each of its processes; `--cache-type kvblocks` chooses it. For vLLM, see `vllm_plugin`.
+by name, it adds the name in each of its processes; `--cache-type kvblocks` chooses it. vLLM needs no such file: its own
+plug-ins are loaded in all of its processes, and `vllm_plugin`, which is one, looks at the variable.
 """
 
 import os
@@ -27,8 +28,8 @@ INTEGRATIONS = {
     "mlx_lm": "mlx_lm.models.cache",
     "nano_vllm": "nanovllm.engine.scheduler",
     "transformers": "transformers.generation.continuous_batching.continuous_api",
-    "vllm": "vllm.engine.arg_utils",
 }
+KNOWN = (*INTEGRATIONS, "vllm")
 _FILE = "kvblocks_auto.pth"
 _LINE = (
     f"import os; os.environ.get({VARIABLE!r}) and __import__('kvblocks.integrations.auto').integrations.auto.start()\n"
@@ -92,10 +93,6 @@ def install(name: str) -> None:
         from kvblocks.integrations import mlx_lm
 
         mlx_lm.install()
-    elif name == "vllm":
-        from kvblocks.integrations import vllm_plugin
-
-        vllm_plugin.register()
     elif name == "nano_vllm":
         from kvblocks.integrations import nano_vllm
 
@@ -114,9 +111,9 @@ def wanted() -> list[str]:
 def start() -> None:
     """Wait for the engines that the environment variable names. Warns of an unknown name."""
     names = wanted()
-    unknown = [name for name in names if name not in INTEGRATIONS]
+    unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        warnings.warn(f"{VARIABLE}: expected some of {', '.join(INTEGRATIONS)}, got {', '.join(unknown)}", stacklevel=2)
+        warnings.warn(f"{VARIABLE}: expected some of {', '.join(KNOWN)}, got {', '.join(unknown)}", stacklevel=2)
     awaited = {INTEGRATIONS[name]: name for name in names if name in INTEGRATIONS}
     if awaited:
         sys.meta_path.insert(0, _Finder(awaited))
@@ -127,7 +124,7 @@ def main(arguments: list[str]) -> int:
     path = Path(sysconfig.get_path("purelib")) / _FILE
     if arguments == ["enable"]:
         path.write_text(_LINE, encoding="utf-8")
-        print(f"{path}: written. {VARIABLE}=… now takes effect, with: {', '.join(INTEGRATIONS)}")  # noqa: T201
+        print(f"{path}: written. {VARIABLE}=… now takes effect, with: {', '.join(KNOWN)}")  # noqa: T201
     elif arguments == ["disable"]:
         path.unlink(missing_ok=True)
         print(f"{path}: removed, or not there")  # noqa: T201

@@ -199,7 +199,8 @@ def register(name: str = NAME) -> None:
     """
     check_mini_sglang()
     types = kvcache.SUPPORTED_CACHE_MANAGER
-    if name not in types.supported_names() or types[name] is not KVBlocksPrefixCache:
+    ours = KVBlocksPrefixCache.__qualname__  # there are two such classes where this module is the program, too
+    if name not in types.supported_names() or getattr(types[name], "__qualname__", None) != ours:
         types.register(name)(KVBlocksPrefixCache)
 
 
@@ -229,9 +230,7 @@ def check_mini_sglang() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second: in each process that the main one spawns
-    from kvblocks.integrations import mini_sglang  # the module by its own name, so that there is one class
-
-    mini_sglang.register()
+    register()
 if __name__ == "__main__":
     from minisgl.server import launch_server
 

@@ -51,9 +51,9 @@ def choose(config: Any) -> None:
     """Have a VllmConfig without a scheduler use ours, and vLLM's own manager where something is unsupported."""
     options = config.additional_config
     if not isinstance(options, dict):
+        got = type(options).__name__
         warnings.warn(
-            f"{auto.VARIABLE}: vllm was not installed: expected a dict as additional_config, got {type(options).__name__}",
-            stacklevel=2,
+            f"{auto.VARIABLE}: vllm was not installed: expected a dict as additional_config, got {got}", stacklevel=2
         )
         return
     config.additional_config = {"kvblocks_fallback": True, **options}

@@ -1,6 +1,7 @@
 """`Ends`: the ends of prompts that a `BlockPromptCache` keeps, and the bytes of each type of insertion."""
 
 from collections import OrderedDict
+from itertools import pairwise
 
 from kvblocks.integrations.mlx_lm.shelf import KeptPiece
 
@@ -8,7 +9,7 @@ CACHE_TYPES = ("assistant", "user", "system")
 
 
 class Ends:
-    """The pieces at which inserted prompts end, by type, in the order of use. num_bytes: by type, of all that is kept."""
+    """The pieces at which inserted prompts end, by type, in the order of use. num_bytes: of everything, by type."""
 
     def __init__(self) -> None:
         self.num_bytes = dict.fromkeys(CACHE_TYPES, 0)
@@ -49,7 +50,7 @@ class Ends:
         ends than the type behind it. There is an end. O(ends).
         """
         kinds = [self._uses[name] for name in CACHE_TYPES]
-        fuller = [one for one, other in zip(kinds, kinds[1:], strict=False) if one and len(one) >= len(other)]
+        fuller = [one for one, other in pairwise(kinds) if one and len(one) >= len(other)]
         uses = fuller[0] if fuller else kinds[-1]
         piece, use = next(iter(uses.items()))
         older = sorted([(at, id(one), one) for other in kinds for one, at in other.items() if at < use])

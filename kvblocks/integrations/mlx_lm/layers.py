@@ -113,7 +113,7 @@ def _whole(cache: Any) -> Held:
     try:
         own = copy.deepcopy(cache)
         _ = int(own.nbytes), own.is_trimmable() and own.trim
-    except Exception as error:  # noqa: BLE001  # a stranger's code; nothing was changed
+    except Exception as error:  # a stranger's code; nothing was changed
         raise probing.refuse(NAME, kind.__name__, f"it can't be kept: {type(error).__name__}: {error}") from error
     return Held(Layer(WHOLE, f"{kind.__module__}.{kind.__qualname__}", (), ()), [own], 0, end)
 

@@ -163,7 +163,7 @@ class BlockPromptCache:
     # Looking up.
 
     def _beginning(self, model: Hashable, tokens: Sequence[int]) -> PromptTokens:
-        """Return a prompt's beginning that is as long as anything of it can be known; with images or a disk, all of it."""
+        """Return a prompt's beginning, as long as anything of it can be known; with images or a disk, all of it."""
         if self._disk is None:
             depths = [space.depth(tokens) for space in self._spaces.get(model, {}).values()]
             num_tokens = (max(depths, default=0) + 2) * self.block_size

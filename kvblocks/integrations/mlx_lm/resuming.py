@@ -185,7 +185,7 @@ class Space:
         return max(plans, key=lambda plan: plan.num_tokens)
 
     def _nearest(self, prompt: PromptTokens, blocks: list[Block], most: int) -> tuple[int, list[Any]]:
-        """Return how many tokens behind its blocks a prompt shares, and at most `most` blocks or pieces that have them."""
+        """Return how many tokens behind its blocks a prompt shares, and `most` blocks or pieces that have them."""
         found = len(blocks) * self._block_size
         wanted = prompt.wide(found, min(found + self._block_size, prompt.num_tokens))
         return (blocks[-1] if blocks else self.root).siblings.nearest(wanted, most)
@@ -206,7 +206,7 @@ class Space:
 
     def can_trim(self, piece: KeptPiece) -> bool:
         """Whether a piece is of use for all beginnings of its prompt that have rows: its layers can be trimmed."""
-        return self.layout.can_trim and all([own[0].is_trimmable() for own, _ in piece.states or ()])
+        return self.layout.can_trim and all(own[0].is_trimmable() for own, _ in piece.states or ())
 
     def _plan_piece(self, blocks: list[Block], pieces: list[KeptPiece]) -> Resumption:
         """Plan the end of a piece that has all states and windows."""

@@ -355,7 +355,7 @@ def test_what_cannot_be_kept_is_refused_by_its_name(caplog):
         def make_cache(self):
             return [KVCache(), CacheList(KVCache(), object())]
 
-    with pytest.raises(UnsupportedEngineError, match="got object: it can't be kept: AttributeError.*nbytes"):
+    with pytest.raises(UnsupportedEngineError, match=r"got object: it can't be kept: AttributeError.*nbytes"):
         BlockPromptCache(Model())
     cache = BlockPromptCache(block_size=SIZE)
     with caplog.at_level(logging.WARNING):

@@ -10,8 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from bench.vllm.schedulers import OPT, model_folder
 from kvblocks import UnsupportedEngineError
-from kvblocks.integrations.vllm import KVBlocksAsyncScheduler, KVBlocksScheduler, early
-from kvblocks.integrations.vllm.early import check_engine_config
+from kvblocks.integrations.vllm import KVBlocksAsyncScheduler, KVBlocksScheduler
 from kvblocks.integrations.vllm_plugin import choose, names_ours, register
 
 OURS = "kvblocks.integrations.vllm.KVBlocksAsyncScheduler"
@@ -49,13 +48,17 @@ def test_other_schedulers_are_not_checked():
     assert make_config(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler", kv_transfer_config=REFUSED)
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_the_variable_chooses_ours_where_no_scheduler_is_named(monkeypatch, is_async):
+def test_the_variable_chooses_ours_where_no_scheduler_is_named(monkeypatch):
     """With vLLM's own manager where something is unsupported, so that nothing that ran before fails."""
     monkeypatch.setenv("KVBLOCKS_AUTO", "mlx_lm,vllm")
     given = {"mine": 1}
-    made = make_config(async_scheduling=is_async, additional_config=given, kv_transfer_config=REFUSED, seed=0)
-    assert made.scheduler_config.get_scheduler_cls() is (KVBlocksAsyncScheduler if is_async else KVBlocksScheduler)
+    made = make_config(additional_config=given, kv_transfer_config=REFUSED, seed=0)
+    kinds = {True: KVBlocksAsyncScheduler, False: KVBlocksScheduler}
+    assert made.scheduler_config.get_scheduler_cls() is kinds[made.scheduler_config.async_scheduling]
+    for is_async, kind in kinds.items():  # on a CPU vLLM always turns it off
+        made.scheduler_config.async_scheduling = is_async
+        choose(made)
+        assert made.scheduler_config.get_scheduler_cls() is kind
     assert made.additional_config == {"mine": 1, "kvblocks_fallback": True} and given == {"mine": 1}
     named = "vllm.v1.core.sched.scheduler.Scheduler"
     assert make_config(scheduler_cls=named).scheduler_config.scheduler_cls == named
