@@ -39,7 +39,7 @@ def make_stand(value=NUM_TOKENS, **settings):
     stand = Stand(made, config=config_with(made, value))
     entrance = stand.scheduler.entrance
     stand.clock = entrance.clock = Clock()
-    entrance.seconds_per_token, entrance.min_step_tokens = 1.0, 1 << 30
+    entrance.rounds.seconds_per_token, entrance.min_step_tokens = 1.0, 1 << 30
     return stand
 
 
@@ -166,16 +166,16 @@ def test_a_session_of_a_model_with_states_goes_on_from_its_last_state():
 def test_the_time_of_a_token_is_learned_from_steps_that_compute_prompts():
     stand = make_stand()
     entrance = stand.scheduler.entrance
-    entrance.seconds_per_token, entrance.min_step_tokens = 0.0, BLOCK
+    entrance.rounds.seconds_per_token, entrance.min_step_tokens = 0.0, BLOCK
     stand.add(request("a", prompt(100, 10), 5, session_id="one"))
     step = stand._schedule()  # noqa: SLF001
     stand.clock.now += 8.0
     stand._finish(step)  # noqa: SLF001
-    assert entrance.seconds_per_token == 8.0 / (10 * BLOCK)
+    assert entrance.rounds.seconds_per_token == 8.0 / (10 * BLOCK)
     step = stand._schedule()  # noqa: SLF001
     stand.clock.now += 5.0
     stand._finish(step)  # noqa: SLF001  a step of decodes alone
-    assert entrance.seconds_per_token == 8.0 / (10 * BLOCK)
+    assert entrance.rounds.seconds_per_token == 8.0 / (10 * BLOCK)
 
 
 def with_sessions(asks, settings, config):
