@@ -82,8 +82,7 @@ class KVBlocksCacheManager(UnusedCalls):
         self.kv_cache_config, self.max_model_len = kv_cache_config, max_model_len
         self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
         self.use_eagle, self._num_ahead = use_eagle, num_hash_lookahead_tokens
-        self.log_stats = log_stats
-        self.metrics_collector = metrics_collector
+        self.log_stats, self.metrics_collector = log_stats, metrics_collector
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.num_kv_cache_groups = len(groups)
@@ -94,8 +93,7 @@ class KVBlocksCacheManager(UnusedCalls):
         self._append_slots = self.manager.append_slots  # looked up once, since it is called for each token
         self._named = NamedBlocks(self.manager, is_asked=is_asked_for_hashes, is_read=enable_kv_cache_events)
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks, hash_block_size, self._named)
-        self._groups = groups
-        self._block_size = self.manager.block_size
+        self._groups, self._block_size = groups, self.manager.block_size
         self._states = CachedStates(groups)
         self._has_one_group = len(groups) == 1 and groups[0].sees_all
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
@@ -108,10 +106,9 @@ class KVBlocksCacheManager(UnusedCalls):
         self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector, enable_caching)
         self.coordinator = make_coordinator(
             kv_cache_config,
-            [group.block_size if group.has_tokens else None for group in groups],
+            groups,
             self._sequences,
             block_pool=self.block_pool,
-            full_attention_group_id=next((number for number, group in enumerate(groups) if group.sees_all), None),
             scheduler_block_size=scheduler_block_size,
             eagle_group_ids={0} if use_eagle else set(),
             get_num_blocks_to_allocate=self._admission.get_num_blocks_to_allocate,

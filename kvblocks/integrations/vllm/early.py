@@ -3,11 +3,12 @@
 The rest is known when vLLM has made its groups of layers: `groups.find_groups`, `probe.check_options`.
 """
 
-import os
 from inspect import signature
 from typing import Any
 
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm.entrance import gate_option
@@ -66,7 +67,8 @@ def _check_hashes(config: Any, num_ahead: int) -> None:
             "vLLM asks which of them are cached, and kvblocks doesn't have them",
             '"disable_lookahead_block_hashes": true in --speculative-config is served',
         )
-    if "xxhash" in config.cache_config.prefix_caching_hash_algo and os.getenv("PYTHONHASHSEED") is None:
+    function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
         raise refuse(
             f"{EXPERTS} with xxhash and a random seed",
             "vLLM asks which hashes are cached, and kvblocks doesn't know the seed",

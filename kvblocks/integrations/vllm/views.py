@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
+from kvblocks import BlockHold, CacheHit, Group, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.events import NamedBlocks
 
 Tables = tuple[Items[KVCacheBlock | None], ...]
@@ -259,15 +259,12 @@ class UnusedCalls:
 
 
 def make_coordinator(
-    config: Any, block_sizes: list[int | None], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
+    config: Any, groups: list[Group], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
 ) -> Any:
-    """Return what vLLM reads of its coordinator: a record for each group, and other properties.
-
-    block_sizes: by group, None where blocks hold no tokens.
-    """
+    """Return what vLLM reads of its coordinator: a record for each group, and other properties."""
     records = [
         SimpleNamespace(
-            block_size=block_size or given.kv_cache_spec.block_size,
+            block_size=group.block_size if group.has_tokens else given.kv_cache_spec.block_size,
             kv_cache_spec=given.kv_cache_spec,
             kv_cache_group_id=number,
             req_to_blocks=TablesView(sequences, number),
@@ -275,11 +272,12 @@ def make_coordinator(
             block_pool=block_pool,
             _null_block=block_pool.null_block,
         )
-        for number, (block_size, given) in enumerate(zip(block_sizes, config.kv_cache_groups, strict=True))
+        for number, (group, given) in enumerate(zip(groups, config.kv_cache_groups, strict=True))
     ]
     return SimpleNamespace(
         single_type_managers=tuple(records),
         block_pool=block_pool,
+        full_attention_group_id=next((number for number, group in enumerate(groups) if group.sees_all), None),
         enable_partial_hash_hits=False,
         num_reprefillable_tokens=0,
         **what,
