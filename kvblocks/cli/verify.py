@@ -20,7 +20,12 @@ def verify(
     seed: Annotated[str, typer.Option(help="Equal seeds draw equal prompts.")] = "1",
     salts: Annotated[
         bool | None,
-        typer.Option("--salts/--no-salts", help="Whether cache_salt must separate. Default: if it's taken."),
+        typer.Option(
+            "--salts/--no-salts", help="Whether cache_salt must separate. Default: if a wrong one is refused."
+        ),
+    ] = None,
+    cold_url: Annotated[
+        str | None, typer.Option(help="A server of the same model that caches nothing, for cold answers.")
     ] = None,
     reset_path: Annotated[
         str | None, typer.Option(help="A path that resets the prefix cache when it is posted to; else none is reset.")
@@ -28,6 +33,10 @@ def verify(
     flush_prompts: Annotated[
         int, typer.Option(min=0, help="Without salts and resets: so many other prompts displace all that is cached.")
     ] = 0,
+    lora_path: Annotated[
+        list[str] | None,
+        typer.Option(help="Twice: paths of LoRA adapters, which are loaded under one name and unloaded again."),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Requests at once, at most.")] = 4,
     api_key: Annotated[str | None, typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -38,14 +47,26 @@ def verify(
     It asks for a few tokens at a time, and changes nothing but what is cached. docs/verify.md says what each case
     shows, and what it can't.
     """
+    from contextlib import nullcontext
+
     from kvblocks.verify.server.checkup import Checkup, CheckupOptions
     from kvblocks.verify.server.page import as_html, as_text
     from kvblocks.verify.server.patient import Patient
     from kvblocks.verify.server.target import Target
 
     options = CheckupOptions(minutes=minutes, max_requests=max_requests, seed=seed, only=only)
-    with Target(url, model, api_key=api_key, reset_path=reset_path) as target:
-        patient = Patient(target, expects_salts=salts, num_flush_prompts=flush_prompts, concurrency=concurrency)
+    with (
+        Target(url, model, api_key=api_key, reset_path=reset_path) as target,
+        nullcontext() if cold_url is None else Target(cold_url, model, api_key=api_key) as cold_target,
+    ):
+        patient = Patient(
+            target,
+            expects_salts=salts,
+            cold_target=cold_target,
+            num_flush_prompts=flush_prompts,
+            adapter_paths=lora_path or (),
+            concurrency=concurrency,
+        )
         checkup = Checkup(patient, options)
         checkup.run(lambda text: print(text, file=sys.stderr, flush=True))
     if html is not None:

@@ -12,7 +12,8 @@ KV, on KV that nobody wrote, blocks with two owners, lost blocks, and, in a pool
 missed. It knows nothing of hashes, trees or queues.
 
 To verify another manager, write a `CacheAdapter` for it: four methods, and a few that have a default. A fault is raised
-as a `VerificationError`, with the shortest list of calls that still shows it.
+as a `VerificationError`, with the shortest list of calls that still shows it. Tests of a whole scheduler may drive that
+themselves, and use the `SlotMemory` alone.
 
 `kvblocks.verify.adapters` has adapters for other engines, and `docs/verify.md` what was found in them.
 """
@@ -20,7 +21,8 @@ as a `VerificationError`, with the shortest list of calls that still shows it.
 from kvblocks.verify.adapter import CacheAdapter, WalkRequest
 from kvblocks.verify.contexts import Contexts
 from kvblocks.verify.errors import VerificationError
+from kvblocks.verify.memory import SlotMemory
 from kvblocks.verify.report import Report
 from kvblocks.verify.run import run
 
-__all__ = ["CacheAdapter", "Contexts", "Report", "VerificationError", "WalkRequest", "run"]
+__all__ = ["CacheAdapter", "Contexts", "Report", "SlotMemory", "VerificationError", "WalkRequest", "run"]

@@ -99,7 +99,7 @@ KERNELS_DOORS = frozenset(
     f"kvblocks.engine.{name}"
     for name in (
         *("attention.attention", "attention.triton_attention", "attention.flash_attention", "attention.cascade"),
-        "run.backends",  # chooses what draws tokens, which takes tensors as it is
+        *("attention.latents", "run.backends"),  # the latter chooses what draws tokens, which takes tensors as it is
     )
 )
 
@@ -131,13 +131,14 @@ WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
 WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
 VERIFY_SERVER = "kvblocks.verify.server"
 VERIFY_ADAPTERS = "kvblocks.verify.adapters"
-VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx_lm", "torch"})
+VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx", "mlx_lm", "torch"})
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset(
-    {"kvblocks", "kvblocks.hashing", "kvblocks.retention.session_gate", "kvblocks.tiers.disk"}
+    {"kvblocks", "kvblocks.tiers.disk"}
+    | {"kvblocks.retention.session_gate", "kvblocks.retention.gate_rounds"}
     | {"kvblocks.wire.extra_keys"}
 )
 

@@ -71,6 +71,24 @@ def dead_step_stays_cached(server):
     engine.cancel = cancel_and_spoil
 
 
+def state_under_an_earlier_key(server):
+    """A later state of a sequence takes the place of an earlier one, and is found as that."""
+    runner = server.engine.runner
+    copy_states, saved = runner.copy_states, {}
+
+    def copy_and_spoil(copies):
+        copies = list(copies)
+        copy_states(copies)
+        for copy in copies:
+            if copy.kind == "save":
+                earlier = saved.setdefault(copy.slot, copy)
+                if earlier.position < copy.position:
+                    copy_states([copy._replace(block_ids=earlier.block_ids)])
+                saved[copy.slot] = copy
+
+    runner.copy_states = copy_and_spoil
+
+
 FAULTS = {
     no_parent: {"middles"},
     freed_early: {"foreign", "pressure"},

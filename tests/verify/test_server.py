@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+from engine.hybrid_models import save_tiny
 from server.server_harness import running_server, tiny_loaded
 from tokenizers import Tokenizer, models, pre_tokenizers
-from verify.server_faults import FAULTS
+from verify.adapter_proxy import with_adapters
+from verify.server_faults import FAULTS, state_under_an_earlier_key
 
 from kvblocks.cli import main
 from kvblocks.engine import intake
@@ -23,24 +25,34 @@ def model(roomy_folder, tmp_path_factory):
     """The tiny model with a tokenizer for which each word of the prompts is a token, as it is for real ones."""
     folder = tmp_path_factory.mktemp("words") / "tiny"
     shutil.copytree(roomy_folder, folder)
+    return tiny_loaded(with_words(folder), 4096)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A tiny model with recurrent states."""
+    return tiny_loaded(with_words(save_tiny(tmp_path_factory.mktemp("hybrid"), "lfm2", vocab_size=512)), 4096)
+
+
+def with_words(folder):
     words = sorted({word for number in range(40) for word in Words(str(number)).draw(100)})
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["[UNK]", *words])}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    return tiny_loaded(folder, 4096)
+    return folder
 
 
-def check(server, only=None, seed="1", num_turns=1):
-    """Run each case so many times, or one of them."""
-    with Target(server.url) as target:
-        checkup = Checkup(Patient(target), CheckupOptions(seed=seed, only=only))
+def check(url, only=None, seed="1", num_turns=1, **options):
+    """Run each case so many times, or one of them. options: of the patient."""
+    with Target(url) as target:
+        checkup = Checkup(Patient(target, **options), CheckupOptions(seed=seed, only=only))
         checkup.run_turns(num_turns)
     return checkup
 
 
 def test_a_right_server_passes_every_case(model):
     with running_server(model, cache={"num_blocks": 2000}) as server:
-        checkup = check(server)
+        checkup = check(server.url)
         server.wait_until_idle()
     assert checkup.findings == []
     assert set(checkup.num_tries) == set(CASES)
@@ -53,10 +65,30 @@ def test_a_right_server_passes_every_case(model):
 def test_each_fault_is_found(model, fault):
     with running_server(model, cache={"num_blocks": 2000}) as server:
         fault(server)
-        found = [finding for case in sorted(FAULTS[fault]) for finding in check(server, case, num_turns=4).findings]
+        found = [finding for case in sorted(FAULTS[fault]) for finding in check(server.url, case, num_turns=4).findings]
     assert found
     assert found[0].num_tries == 3
     assert found[0].difference > 1
+
+
+@pytest.mark.parametrize("fault", [None, state_under_an_earlier_key])
+def test_a_state_under_an_earlier_key_is_found(hybrid, fault):
+    with running_server(hybrid, cache={"num_blocks": 2000}) as server:
+        if fault:
+            fault(server)
+        found = [finding for case in ("edits", "prefixes") for finding in check(server.url, case, num_turns=2).findings]
+    assert bool(found) == bool(fault)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_stale_adapter_is_found(model, is_stale):
+    with (
+        running_server(model, cache={"num_blocks": 2000}) as server,
+        with_adapters(server, is_stale=is_stale) as url,
+    ):
+        checkup = check(url, "reloads", adapter_paths=["one", "two"])
+    assert checkup.num_tries["reloads"] == 1
+    assert bool(checkup.findings) == is_stale
 
 
 def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
@@ -66,7 +98,7 @@ def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
 
     monkeypatch.setattr(intake, "KVSequence", Unsalted)
     with running_server(model) as server:
-        checkup = check(server, "salts")
+        checkup = check(server.url, "salts")
     (finding,) = checkup.findings
     assert "cached tokens" in finding.got
     assert checkup.patient.coldness.by == "never"

@@ -1,6 +1,7 @@
 """vLLM's `KVCacheManager` with one group of full attention, as its scheduler calls it. For vLLM 0.32 and 0.33."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -16,9 +17,13 @@ _MAX_MODEL_LEN = 100_000
 
 
 class VllmAdapter(CacheAdapter):
-    """A manager of `num_blocks` blocks, and the null block beside them. hash_name: of vLLM's hash functions."""
+    """A manager of `num_blocks` blocks, and the null block beside them. hash_name: of vLLM's hash functions.
+
+    manager_class: a subclass may name another one with the same constructor and calls.
+    """
 
     block_size = 4
+    manager_class: Any = KVCacheManager
 
     def __init__(self, num_blocks: int, hash_name: str = "sha256") -> None:
         size = self.block_size
@@ -30,7 +35,7 @@ class VllmAdapter(CacheAdapter):
         config = KVCacheConfig(
             num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        self.manager = KVCacheManager(
+        self.manager = self.manager_class(
             config, max_model_len=_MAX_MODEL_LEN, scheduler_block_size=size, hash_block_size=size, enable_caching=True
         )
         self._num_made = 0

@@ -11,14 +11,13 @@ from kvblocks.verify.server.prompts import recalling, text
 
 Case = Callable[[Patient, str], list[Finding]]
 
-_WORDS = 90
 _BLOCK_SIZES = (16, 32, 64)
 
 
 def repeats(patient: Patient, seed: str) -> list[Finding]:
     """A prompt that is asked again, and one that is asked behind its own beginning, get the answer of a cold cache."""
     words, salt = patient.words(seed), patient.salt()
-    body = words.draw(words.integer(20, _WORDS))
+    body = words.draw(words.integer(20, patient.num_words))
     prompt = recalling(body, words.integer(0, len(body)))
     cold = patient.cold(prompt)
     found = []
@@ -34,8 +33,8 @@ def repeats(patient: Patient, seed: str) -> list[Finding]:
 def prefixes(patient: Patient, seed: str) -> list[Finding]:
     """Beginnings of a cached prompt, of every length in a row, get the answers of a cold cache."""
     words, salt = patient.words(seed), patient.salt()
-    whole = words.draw(_WORDS)
-    first = words.integer(14, _WORDS - 8)
+    whole = words.draw(patient.num_words)
+    first = words.integer(14, patient.num_words - 8)
     prompts = [whole[:length] for length in range(first, first + 5)]
     cold = [patient.cold(prompt) for prompt in prompts]
     patient.ask(whole, salt)
@@ -50,13 +49,13 @@ def prefixes(patient: Patient, seed: str) -> list[Finding]:
 def foreign(patient: Patient, seed: str) -> list[Finding]:
     """Conversations that part at some word, asked at once and in turns, get the answers that each gets alone."""
     words, salt = patient.words(seed), patient.salt()
-    base = words.draw(_WORDS)
-    prompts = [recalling(base, words.integer(0, _WORDS))]
+    base = words.draw(patient.num_words)
+    prompts = [recalling(base, words.integer(0, patient.num_words))]
     places = []
     for _ in range(3):
-        place = words.integer(8, _WORDS - 8)
+        place = words.integer(8, patient.num_words - 8)
         places.append(place)
-        other = base[:place] + words.draw(_WORDS - place)
+        other = base[:place] + words.draw(patient.num_words - place)
         prompts.append(recalling(other, place - words.integer(0, 4)))
     cold = [patient.cold(prompt) for prompt in prompts]
     found = []
@@ -121,7 +120,7 @@ def edits(patient: Patient, seed: str) -> list[Finding]:
 def cancels(patient: Patient, seed: str) -> list[Finding]:
     """A prompt whose first request was left before its answer gets the answer of a cold cache."""
     words, salt = patient.words(seed), patient.salt()
-    prompt = recalling(words.draw(3 * _WORDS), words.integer(0, 3 * _WORDS))
+    prompt = recalling(words.draw(3 * patient.num_words), words.integer(0, 3 * patient.num_words))
     cold = patient.cold(prompt)
     if cold is None:
         return []
@@ -138,10 +137,10 @@ def cancels(patient: Patient, seed: str) -> list[Finding]:
 def pressure(patient: Patient, seed: str) -> list[Finding]:
     """Many prompts at once, some with common beginnings, get the answers that each gets alone."""
     words, salt = patient.words(seed), patient.salt()
-    beginning = words.draw(_WORDS // 2)
+    beginning = words.draw(patient.num_words // 2)
     prompts = []
     for number in range(3 * patient.concurrency):
-        body = (beginning if number % 2 else []) + words.draw(_WORDS)
+        body = (beginning if number % 2 else []) + words.draw(patient.num_words)
         prompts.append(recalling(body, words.integer(0, len(body))))
     cold = [patient.cold(prompt) for prompt in prompts]
     first = patient.ask_all(prompts, salt)
@@ -157,7 +156,7 @@ def salts(patient: Patient, seed: str) -> list[Finding]:
     """A request of one `cache_salt` hits nothing of another, by what the server tells of cached tokens."""
     if not patient.expects_salts or not patient.takes_salts or not patient.tells_cached:
         return []
-    prompt = patient.words(seed).draw(_WORDS)
+    prompt = patient.words(seed).draw(patient.num_words)
     first, second = f"verify-{seed}-{patient.run_name()}-one", f"verify-{seed}-{patient.run_name()}-two"
     expected = patient.target.ask(text(prompt), salt=first)
     patient.target.ask(text(prompt), salt=first)
@@ -177,16 +176,15 @@ def salts(patient: Patient, seed: str) -> list[Finding]:
 
 def usage(patient: Patient, seed: str) -> list[Finding]:
     """No answer tells more cached tokens than its prompt shares with what was asked before."""
-    if not (patient.tells_cached and patient.knows_lengths and patient.coldness.by in {"salt", "reset"}):
+    if not (patient.tells_cached and patient.knows_lengths):
         return []
-    words, salt = patient.words(seed), patient.salt()
-    if salt is None:
-        patient.target.reset()
-    base = words.draw(_WORDS)
+    salt = patient.salt()
+    words = patient.words(seed if salt else f"{seed}/{patient.run_name()}")  # nobody has asked these
+    base = words.draw(patient.num_words)
     found = []
     asked: list[list[str]] = []
     for _ in range(4):
-        place = words.integer(0, _WORDS) if asked else 0
+        place = words.integer(0, patient.num_words) if asked else 0
         prompt = base[:place] + words.draw(words.integer(8, 40)) if asked else base
         shared = max((_num_shared(prompt, other) for other in asked), default=0)
         most = shared + patient.num_extra_tokens + 1  # two words may begin with the same token
@@ -201,12 +199,12 @@ def usage(patient: Patient, seed: str) -> list[Finding]:
 
 
 def adapters(patient: Patient, seed: str) -> list[Finding]:
-    """The same prompt, asked of each model or adapter that the server lists, gets the answer of that one alone."""
-    models = patient.target.models[:4]
+    """The same prompt, asked of the model and of each of its LoRA adapters, gets the answer of that one alone."""
+    models = [patient.target.model, *patient.target.adapters[:3]]
     if len(models) < 2:
         return []
     words, salt = patient.words(seed), patient.salt()
-    body = words.draw(_WORDS)
+    body = words.draw(patient.num_words)
     prompt = recalling(body, words.integer(0, len(body)))
     cold = {model: patient.cold(prompt, model=model) for model in models}
     found = []
@@ -217,6 +215,28 @@ def adapters(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
+def reloads(patient: Patient, seed: str) -> list[Finding]:
+    """A LoRA adapter that is loaded under the name of an earlier one gets its own answers, not the earlier one's KV."""
+    if len(patient.adapter_paths) < 2 or patient.coldness.by not in {"salt", "reset"}:
+        return []
+    words, salt = patient.words(seed), patient.salt()
+    body = words.draw(patient.num_words)
+    prompt = recalling(body, words.integer(0, len(body)))
+    name = f"verify-{patient.run_name()}"
+    found = []
+    for path in (*patient.adapter_paths, *patient.adapter_paths[:1]):
+        patient.target.load_adapter(name, path)
+        try:
+            warm = patient.ask(prompt, salt, model=name)
+            cold = patient.cold(prompt, model=name)
+        finally:
+            patient.target.unload_adapter(name)
+        found += patient.compare(
+            "reloads", f"an adapter from {path}, under the name of the one before", prompt, cold, warm
+        )
+    return found
+
+
 def _num_shared(first: list[str], second: list[str]) -> int:
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
@@ -224,5 +244,5 @@ def _num_shared(first: list[str], second: list[str]) -> int:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (repeats, foreign, middles, salts, usage, prefixes, edits, cancels, pressure, adapters)
+    for case in (repeats, foreign, middles, salts, usage, prefixes, edits, cancels, pressure, adapters, reloads)
 }

@@ -16,7 +16,7 @@ def as_text(checkup: Checkup) -> str:
     lines = [
         f"{target.url}, model {target.model}: {target.num_requests} requests in {checkup.seconds:.0f} s.",
         f"Seed: {checkup.options.seed}. Cold answers by: {patient.coldness.by}.",
-        f"Tolerance: {patient.tolerance.nats:.4f} nats; cold answers were up to {patient.tolerance.noise:.6f} apart.",
+        f"Tolerance: {patient.tolerance.nats:.4f} nats, from answers up to {patient.tolerance.noise:.6f} apart.",
         *(f"Note: {note}." for note in patient.notes),
     ]
     for name, number in checkup.num_tries.items():

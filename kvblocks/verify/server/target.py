@@ -39,6 +39,8 @@ class Target:
     """The server at `url`, and one of its models; None: the first one that it lists. May be used by several threads.
 
     timeout_s: for one answer. reset_path: posted to by `reset`. Raises InvalidArgumentError for what isn't a URL.
+    adapters: the LoRA adapters that the server lists as children of the model. Other models are never asked, since some
+    servers would load them.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Target:
         )  # fmt: skip
         self._reset_path = reset_path
         self.num_requests = 0
-        self.models = self._list_models()
-        self.model = model or self.models[0]
-        if self.model not in self.models:
-            raise InvalidArgumentError(f"model: expected one of {', '.join(self.models)}, got {self.model!r}")
+        listed = self._list_models()
+        names = [str(entry["id"]) for entry in listed]
+        self.model = model or names[0]
+        if self.model not in names:
+            raise InvalidArgumentError(f"model: expected one of {', '.join(names)}, got {self.model!r}")
+        self.adapters = [str(entry["id"]) for entry in listed if entry.get("parent") == self.model]
         self.has_completions = True
         self.has_logprobs = True
 
@@ -92,32 +96,37 @@ class Target:
         assert self._reset_path is not None
         self._post(self._reset_path, {})
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a path of the server's, as vLLM and SGLang do at runtime. Raises TargetError."""
+        self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload it. Raises TargetError."""
+        self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
     def ask(self, prompt: str, max_tokens: int = 8, *, salt: str | None = None, model: str | None = None) -> Reply:
         """Return the greedy continuation of a prompt. Raises TargetError.
 
         It uses /v1/completions, and /v1/chat/completions of a server that has no other.
         """
-        body = {"model": model or self.model, "max_tokens": max_tokens, "temperature": 0}
-        if salt is not None:
-            body["cache_salt"] = salt
-        if self.has_completions:
-            body |= {"prompt": prompt} | ({"logprobs": NUM_LOGPROBS} if self.has_logprobs else {})
-            path = "/v1/completions"
-        else:
-            body["messages"] = [{"role": "user", "content": prompt}]
-            body |= {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if self.has_logprobs else {}
-            path = "/v1/chat/completions"
+        path, body = self._request(prompt, max_tokens, salt, model)
         start_s = time.perf_counter()
         answer = self._post(path, body)
         return _read(answer, time.perf_counter() - start_s)
 
+    def knows_salts(self) -> bool:
+        """Whether the server knows the field `cache_salt`: it refuses a number there."""
+        path, body = self._request("one two three", 1, 7, None)
+        try:
+            self._post(path, body)
+        except TargetError:
+            return True
+        return False
+
     def begin_and_leave(self, prompt: str, after_s: float, *, salt: str | None = None) -> None:
         """Ask for an answer as a stream, and close the connection after some seconds, whatever has come. No error."""
-        body: Json = {"model": self.model, "max_tokens": 8, "temperature": 0, "stream": True}
-        body |= {"prompt": prompt} if self.has_completions else {"messages": [{"role": "user", "content": prompt}]}
-        if salt is not None:
-            body["cache_salt"] = salt
-        path = "/v1/completions" if self.has_completions else "/v1/chat/completions"
+        path, body = self._request(prompt, 8, salt, None)
+        body["stream"] = True
         self.num_requests += 1
         try:
             with self._http.stream("POST", path, json=body, timeout=httpx2.Timeout(after_s, connect=10.0)) as answer:
@@ -138,12 +147,25 @@ class Target:
                 return
         raise TargetError(f"{self.url}: expected completions or chat completions, got {problems[0]}")
 
-    def _list_models(self) -> list[str]:
+    def _request(self, prompt: str, max_tokens: int, salt: object, model: str | None) -> tuple[str, Json]:
+        """A path, and what to post there."""
+        body: Json = {"model": model or self.model, "max_tokens": max_tokens, "temperature": 0}
+        if salt is not None:
+            body["cache_salt"] = salt
+        if self.has_completions:
+            logprobs: Json = {"logprobs": NUM_LOGPROBS}
+            path, body["prompt"] = "/v1/completions", prompt
+        else:
+            logprobs = {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
+            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
+        return path, body | (logprobs if self.has_logprobs else {})
+
+    def _list_models(self) -> list[Json]:
         answer = self._send("GET", "/v1/models", None)
-        names = [str(entry["id"]) for entry in answer.get("data", []) if isinstance(entry, dict) and "id" in entry]
-        if not names:
+        listed = [entry for entry in answer.get("data", []) if isinstance(entry, dict) and "id" in entry]
+        if not listed:
             raise TargetError(f"{self.url}/v1/models: expected a list of models, got {str(answer)[:200]}")
-        return names
+        return listed
 
     def _post(self, path: str, body: Json) -> Json:
         return self._send("POST", path, body)
@@ -156,6 +178,8 @@ class Target:
             raise TargetError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if answer.status_code >= 400:
             raise TargetError(f"{self.url}{path}: expected an answer, got {answer.status_code}: {answer.text[:300]}")
+        if not answer.headers.get("content-type", "").startswith("application/json"):
+            return {"": answer.text}
         try:
             found = answer.json() if answer.content else {}
         except json.JSONDecodeError as error:
@@ -187,13 +211,22 @@ def _read(answer: Json, seconds: float) -> Reply:
 def _logprobs(told: Json) -> tuple[tuple[str, ...], tuple[float, ...], list[list[float]]]:
     """Tokens, log probabilities, and those of the most likely tokens, in the form of either endpoint."""
     if told.get("content"):
-        entries = told["content"]
+        entries = [_most_likely(entry) for entry in told["content"]]
         tops = [[float(top["logprob"]) for top in entry.get("top_logprobs") or []] for entry in entries]
         return tuple(str(e["token"]) for e in entries), tuple(float(e["logprob"]) for e in entries), tops
     if told.get("tokens") and told.get("token_logprobs"):
         tops = [list((top or {}).values()) for top in told.get("top_logprobs") or [{}] * len(told["tokens"])]
         return tuple(map(str, told["tokens"])), tuple(map(float, told["token_logprobs"])), tops
     return (), (), []
+
+
+def _most_likely(entry: Json) -> Json:
+    """The entry of the token that a greedy answer takes, whatever the server says that was taken.
+
+    mlx-lm 0.32.2 names the first of its most likely tokens, which it doesn't sort.
+    """
+    tops: list[Json] = entry.get("top_logprobs") or []
+    return {**max([entry, *tops], key=lambda one: float(one["logprob"])), "top_logprobs": tops}
 
 
 def _runner_up(value: float, top: list[float]) -> float | None:

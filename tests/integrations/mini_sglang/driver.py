@@ -5,6 +5,8 @@ from random import Random
 
 import torch
 
+from kvblocks.verify import SlotMemory, VerificationError, WalkRequest
+
 VOCABULARY = 60
 
 
@@ -27,7 +29,7 @@ class Engine:
 
     def __init__(self, settings):
         self.page_table = torch.zeros((settings.max_running + 1, settings.longest), dtype=torch.int32)
-        self.slots, self.names = {}, {}
+        self.memory = SlotMemory()
         self.answers, self.found, self.foreign = {}, {}, set()
 
     def run(self, reqs, token_pool):
@@ -35,21 +37,17 @@ class Engine:
         for req in reqs:
             tokens = token_pool[req.table_idx, : req.device_len].tolist()
             slots = self.page_table[req.table_idx, : req.device_len].tolist()
-            spans.append((req, tokens, slots, self.prefixes(tokens)))
-        for req, _, slots, names in spans:
-            for position in range(req.cached_len, req.device_len):
-                self.slots[slots[position]] = names[position]
-        for req, _, slots, names in spans:
-            if [self.slots.get(slot) for slot in slots] != names:
+            request = WalkRequest(f"request {req.uid}", tokens, num_tokens=len(tokens))
+            spans.append((req, request, slots, self.memory.numbers(request)))
+        for req, _, slots, numbers in spans:
+            self.memory.write(slots, numbers, req.cached_len)
+        self.memory.run_step()
+        for req, request, slots, numbers in spans:
+            try:
+                self.memory.check(request, slots, numbers)
+            except VerificationError:
                 self.foreign.add(req.uid)
-        return [(sum(tokens) * 31 + len(tokens)) % VOCABULARY for _, tokens, _, _ in spans]
-
-    def prefixes(self, tokens):
-        name, names = 0, []
-        for token in tokens:
-            name = self.names.setdefault((name, token), len(self.names) + 1)
-            names.append(name)
-        return names
+        return [(sum(request.token_ids) * 31 + len(request.token_ids)) % VOCABULARY for _, request, _, _ in spans]
 
 
 def make_asks(seed, num_requests=60):

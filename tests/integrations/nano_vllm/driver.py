@@ -5,11 +5,9 @@ from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 
+from kvblocks.verify import SlotMemory, WalkRequest
+
 VOCABULARY = 50
-
-
-class WrongReadError(AssertionError):
-    """A step read a slot that doesn't hold its own prefix."""
 
 
 @dataclass(frozen=True)
@@ -46,39 +44,30 @@ def make_asks(seed, num_requests=60):
     return sorted(asks, key=lambda ask: ask[0])
 
 
-class Memory:
-    """What each slot holds: a name of the whole prefix up to its token."""
+def read(memory, seq, end):
+    """Read the first `end` tokens of a sequence. Raises VerificationError."""
+    request, slots = asked(seq, end)
+    memory.check(request, slots, memory.numbers(request))
 
-    def __init__(self, block_size):
-        self.block_size = block_size
-        self.slots = {}
-        self.names = {}
 
-    def prefixes(self, seq, end):
-        name, names = 0, []
-        for token in seq.token_ids[:end]:
-            name = self.names.setdefault((name, token), len(self.names) + 1)
-            names.append(name)
-        return names
+def asked(seq, end):
+    """The first `end` tokens of a sequence as a request, and their slots."""
+    request = WalkRequest(f"sequence {seq.seq_id}", seq.token_ids, num_tokens=end)
+    return request, [(block, offset) for block in seq.block_table for offset in range(seq.block_size)]
 
-    def slot(self, seq, position):
-        return seq.block_table[position // self.block_size], position % self.block_size
 
-    def run(self, seqs, *, reads_first):
-        spans = [(seq, seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
-        if reads_first:
-            for seq, start, _ in spans:
-                self.check(seq, start)
-        for seq, start, end in spans:
-            for position, name in [*enumerate(self.prefixes(seq, end))][start:]:
-                self.slots[self.slot(seq, position)] = name
-        for seq, _, end in spans:
-            self.check(seq, end)
-
-    def check(self, seq, end):
-        for position, name in enumerate(self.prefixes(seq, end)):
-            if self.slots.get(self.slot(seq, position)) != name:
-                raise WrongReadError(f"position {position} of a sequence with blocks {seq.block_table}")
+def run_step(memory, seqs, *, reads_first):
+    """Write what a step computes, and read what it needs: also before, if prompts read first."""
+    spans = [(seq, seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
+    if reads_first:
+        for seq, start, _ in spans:
+            read(memory, seq, start)
+    for seq, start, end in spans:
+        request, slots = asked(seq, end)
+        memory.write(slots, memory.numbers(request), start)
+    memory.run_step()
+    for seq, _, end in spans:
+        read(memory, seq, end)
 
 
 def decide(nano, settings, asks, manager):
@@ -93,7 +82,7 @@ def decide(nano, settings, asks, manager):
         num_kvcache_blocks=settings.num_blocks,
     )
     scheduler = nano.scheduler.Scheduler(config)
-    memory, decided, names, waiting, number = Memory(settings.block_size), Decided(), {}, [*asks], 0
+    memory, decided, names, waiting, number = SlotMemory(), Decided(), {}, [*asks], 0
     while waiting or not scheduler.is_finished():
         while waiting and (waiting[0][0] <= number or scheduler.is_finished()):
             _, prompt, max_tokens = waiting.pop(0)
@@ -102,7 +91,7 @@ def decide(nano, settings, asks, manager):
             scheduler.add(seq)
         seqs, is_prefill = scheduler.schedule()
         assert seqs
-        memory.run(seqs, reads_first=settings.reads_first)
+        run_step(memory, seqs, reads_first=settings.reads_first)
         row = [(names[seq.seq_id], seq.num_cached_tokens, seq.num_scheduled_tokens) for seq in seqs]
         decided.steps.append((is_prefill, row))
         decided.tables.append([[*seq.block_table] for seq in seqs])

@@ -2,11 +2,12 @@
 
 import pytest
 
-from integrations.nano_vllm.driver import Settings, WrongReadError, decide, first_difference, make_asks
+from integrations.nano_vllm.driver import Settings, decide, first_difference, make_asks
 from integrations.nano_vllm.faults import FAULTS
 from integrations.nano_vllm.mended import mend
 from kvblocks import KVBlocksError
 from kvblocks.integrations.nano_vllm import KVBlocksBlockManager, KVBlocksEarlyBlockManager
+from kvblocks.verify import VerificationError
 
 SEEDS = range(5)
 AMPLE, SCARCE, TIGHT = 400, 40, 26  # blocks: nothing is evicted; a third preempted; about as many again computed anew
@@ -67,7 +68,7 @@ def test_early_caching_reads_nothing_that_its_step_does_not_write(nano, num_bloc
 def test_early_caching_is_wrong_for_a_model_that_reads_before_it_writes(nano):
     """Shows that the test above can fail."""
     asks = make_asks(0)
-    with pytest.raises(WrongReadError):
+    with pytest.raises(VerificationError):
         decide(nano, Settings(AMPLE), asks, KVBlocksEarlyBlockManager)
 
 
@@ -79,7 +80,7 @@ def test_a_fault_is_noticed(nano, fault):
         theirs = decide(nano, settings, asks, own_manager(nano))
         try:
             ours = decide(nano, settings, asks, fault)
-        except (AssertionError, KVBlocksError):  # WrongReadError is one of the former
+        except (AssertionError, KVBlocksError):  # VerificationError is one of the latter
             return
         if first_difference(theirs, ours) is not None:
             return

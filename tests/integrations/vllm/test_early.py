@@ -96,16 +96,6 @@ def test_windows_beside_full_attention_are_seen_in_the_configuration(tmp_path):
     make_config(scheduler_cls=OURS, **(what | {"disable_hybrid_kv_cache_manager": True}))
 
 
-def test_experts_that_vllm_looks_for_in_its_pool_are_refused(monkeypatch):
-    config = make_config()
-    config.aux_output_config.enable_return_routed_experts = True
-    monkeypatch.setattr(early, "AuxOutputSchedulerConnector", lambda: None)  # as 0.32's
-    check_engine_config(config)
-    monkeypatch.setattr(early, "AuxOutputSchedulerConnector", lambda kv_cache_manager: None)  # as 0.33's
-    with pytest.raises(UnsupportedEngineError, match="--enable-return-routed-experts"):
-        check_engine_config(config)
-
-
 def test_nothing_is_imported_for_the_check(monkeypatch):
     monkeypatch.delitem(sys.modules, "vllm.engine.arg_utils")
     register()

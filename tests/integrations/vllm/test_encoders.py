@@ -41,7 +41,7 @@ class EncoderWorker(Worker):
 
     def execute(self, step, requests):
         for name, tables in step.tables.items():
-            self._chains.setdefault(name, DecoderChain(requests[name]))
+            self._chains.setdefault(name, DecoderChain(requests[name], self._contexts))
             (sound,) = requests[name].mm_features
             assert len(tables[self.group]) == -(-sound.mm_position.length // BLOCK)
             for block_id in tables[self.group]:

@@ -1,13 +1,19 @@
-"""vLLM's own manager, walked by `kvblocks.verify`: it has no fault, and a fault in how it is called is found."""
+"""vLLM's own manager and ours in its place, walked by `kvblocks.verify`, and a fault in how they are called."""
 
 import pytest
 
 from kvblocks import verify
+from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
 from kvblocks.verify.adapters.vllm_v1 import VllmAdapter
 
 
-def test_the_manager_has_no_fault():
-    report = verify.run(VllmAdapter, 4000)
+class OurAdapter(VllmAdapter):
+    manager_class = KVBlocksCacheManager
+
+
+@pytest.mark.parametrize("adapter", [VllmAdapter, OurAdapter])
+def test_the_manager_has_no_fault(adapter):
+    report = verify.run(adapter, 4000)
     assert {"hits", "starts refused", "grows refused", "resets"} <= report.met.keys()
 
 

@@ -12,6 +12,7 @@ from vllm.v1.request import Request
 
 from bench.vllm.schedulers import Settings
 from integrations.vllm.workload import make_drafts, num_accepted
+from kvblocks.verify import Contexts
 
 Tables = list[list[int]]
 
@@ -26,10 +27,11 @@ class Chain:
     It depends on all tokens up to there, the salt, and the images or embeddings of these tokens.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, contexts: Contexts) -> None:
         self.request = request
+        self.contexts = contexts
         self.values: list[int] = []
-        self.seed = hash(str(request.cache_salt))
+        self.root = contexts.root(request.cache_salt)
 
     def values_up_to(self, drafts: list[int]) -> list[int]:
         """Return the numbers of the known tokens, and of `drafts` behind them."""
@@ -44,10 +46,7 @@ class Chain:
         return grown
 
     def _extend(self, values: list[int], tokens: Any) -> None:
-        value = values[-1] if values else self.seed
-        for token in tokens:
-            value = hash((value, token))
-            values.append(value)
+        values += self.contexts.chain(values[-1] if values else self.root, tokens)
 
 
 def inputs(request: Request) -> list[Any]:
@@ -81,6 +80,7 @@ class Worker:
         self.ring = self.num_attending if settings.has_ring else None
         self._tables: dict[str, Tables] = {}
         self._rings: set[str] = set()  # the requests that have written to their ring buffer
+        self._contexts = Contexts()
         self._chains: dict[str, Chain] = {}
         self._memory: dict[int, list[Any]] = {}
 
@@ -106,7 +106,7 @@ class Worker:
             request = requests[request_id]
             num_drafts = len(step.output.scheduled_spec_decode_tokens.get(request_id, ()))
             drafts = make_drafts(request.all_token_ids, self.num_drafts)[:num_drafts] if num_drafts else []
-            chain = self._chains.setdefault(request_id, Chain(request)).values_up_to(drafts)
+            chain = self._chains.setdefault(request_id, Chain(request, self._contexts)).values_up_to(drafts)
             if request_id in step.sampling:
                 end = len(chain)
                 accepted[request_id] = min(num_accepted(request.all_token_ids, self.num_drafts), num_drafts)
@@ -151,7 +151,7 @@ class Worker:
 
     def load(self, request: Request, table: list[int], num_tokens: int) -> None:
         """Write a request's first tokens into the blocks of a table, as a connector does, in group 0."""
-        self._write(0, table, Chain(request).values_up_to([]), 0, num_tokens)
+        self._write(0, table, Chain(request, self._contexts).values_up_to([]), 0, num_tokens)
 
     def spoil(self, block_ids: Iterable[int]) -> None:
         """Leave garbage in blocks."""

@@ -160,7 +160,7 @@ class GatedDelta:
         return weights["decay"] * F.softplus(time + weights["step_bias"]), write.sigmoid()
 
     def _finish(self, weights: Weights, output: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        normed = gated_norm(output, gate.reshape(output.shape), weights["norm"], self.epsilon)
+        normed = gated_norm(output, F.silu(gate.reshape(output.shape)), weights["norm"], self.epsilon)
         return normed.flatten(-2).to(dtype)
 
 

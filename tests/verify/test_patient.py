@@ -1,0 +1,134 @@
+"""What `kvblocks verify` learns of a server before it begins: of its rounding, blocks, salts and adapters."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from kvblocks.verify.server import Target
+from kvblocks.verify.server.cases import CASES
+from kvblocks.verify.server.patient import Patient
+from kvblocks.verify.server.target import Reply
+
+
+class FakeTarget:
+    """Answers with a log probability that each prompt has for itself.
+
+    rounding: by how much a hit changes it. other: by how much two prompts differ, at least. block: tokens of a block.
+    keeps_salts: whether salts are kept apart, and known.
+    """
+
+    model, adapters, can_reset, num_requests = "m", (), False, 0
+
+    def __init__(self, rounding=0.0, other=1.0, block=16, keeps_salts=True):
+        self.rounding, self.other, self.block, self.keeps_salts = rounding, other, block, keeps_salts
+        self.has_completions = self.has_logprobs = True
+        self.prompts, self.cached = {}, {}
+
+    def find_out(self):
+        pass
+
+    def knows_salts(self):
+        return self.keeps_salts
+
+    def ask(self, prompt, max_tokens=8, *, salt=None, model=None):
+        assert model is None
+        words = prompt.split()
+        cached = self.cached.setdefault(salt if self.keeps_salts else None, set())
+        ends = range(self.block, len(words), self.block)
+        num_cached = max((end for end in ends if tuple(words[:end]) in cached), default=0)
+        cached |= {tuple(words[:end]) for end in ends}
+        value = -self.other * self.prompts.setdefault(prompt, len(self.prompts)) - self.rounding * bool(num_cached)
+        return Reply("x", ("x",), (value,), (value - 9,), len(words), num_cached, 0.0)
+
+
+def test_what_a_prompt_in_two_parts_does_is_taken_for_rounding_if_another_word_does_more():
+    patient = Patient(FakeTarget(rounding=0.1))
+    assert patient.tolerance.nats == pytest.approx(0.4)
+    assert "is taken for rounding, so smaller faults aren't seen" in patient.notes[-1]
+    assert not CASES["repeats"](patient, "1")
+
+
+def test_what_is_as_large_as_another_word_is_no_rounding():
+    patient = Patient(FakeTarget(rounding=0.6))
+    assert patient.tolerance.nats == pytest.approx(0.002)
+    assert "too much for rounding" in patient.notes[-1]
+    assert CASES["repeats"](patient, "1")[0].difference == pytest.approx(300)
+
+
+def test_an_exact_server_needs_no_note():
+    patient = Patient(FakeTarget())
+    assert (patient.notes, patient.tolerance.nats, patient.coldness.by) == ([], 0.002, "salt")
+
+
+@pytest.mark.parametrize(("block", "num_words"), [(16, 90), (128, 360), (1000, 1440), (5000, 90)])
+def test_prompts_are_longer_than_blocks(block, num_words):
+    patient = Patient(FakeTarget(block=block))
+    assert patient.num_words == num_words
+    assert any("hits nothing" in note for note in patient.notes) == (block == 5000)
+
+
+def test_a_server_that_ignores_salts_is_not_blamed_unless_it_is_to_know_them():
+    patient = Patient(FakeTarget(keeps_salts=False))
+    assert patient.coldness.by == "never"
+    assert not CASES["salts"](patient, "1")
+    assert CASES["salts"](Patient(FakeTarget(keeps_salts=False), expects_salts=True), "1")
+
+
+def test_a_second_server_gives_cold_answers():
+    warm, cold = FakeTarget(rounding=0.9, keeps_salts=False), FakeTarget(block=10_000)
+    cold.prompts = warm.prompts
+    patient = Patient(warm, cold_target=cold)
+    assert patient.coldness.by == "server"
+    assert CASES["repeats"](patient, "1")
+
+
+class CannedAnswers(BaseHTTPRequestHandler):
+    """What mlx-lm answers to a chat, beside a list of models like vLLM's."""
+
+    def do_GET(self):
+        names = [("base", None), ("one", "base"), ("another base", None)]
+        self.answer(200, {"data": [{"id": name, "parent": parent} for name, parent in names]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        top = [{"token": "The", "logprob": -2.7}, {"token": "One", "logprob": -0.1}]
+        choice = {"message": {"content": "One"}, "logprobs": {"content": [top[0] | {"top_logprobs": top}]}}
+        if self.path == "/v1/chat/completions":
+            self.answer(200, {"choices": [choice], "usage": {"prompt_tokens": 5}})
+        else:
+            self.answer(404, {})
+
+    def answer(self, status, found):
+        content = json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def canned():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CannedAnswers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join(60)
+    server.server_close()
+
+
+def test_only_adapters_of_the_model_are_asked_and_a_greedy_token_is_the_most_likely_one(canned):
+    with Target(canned) as target:
+        assert (target.model, target.adapters) == ("base", ["one"])
+        target.find_out()
+        assert not target.has_completions
+        reply = target.ask("one two three")
+    assert (reply.tokens, reply.logprobs, reply.runners_up) == (("One",), (-0.1,), (-2.7,))
+    with Target(canned, "another base") as target:
+        assert target.adapters == []
