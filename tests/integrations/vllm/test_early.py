@@ -10,8 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from bench.vllm.schedulers import OPT, model_folder
 from kvblocks import UnsupportedEngineError
-from kvblocks.integrations.vllm import KVBlocksAsyncScheduler, KVBlocksScheduler, early
-from kvblocks.integrations.vllm.early import check_engine_config
+from kvblocks.integrations.vllm import KVBlocksAsyncScheduler, KVBlocksScheduler
 from kvblocks.integrations.vllm_plugin import choose, names_ours, register
 
 OURS = "kvblocks.integrations.vllm.KVBlocksAsyncScheduler"
