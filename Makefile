@@ -136,7 +136,7 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 
 VLLM_TESTS := tests/integrations/vllm
 VLLM_NEWER_TESTS = $(if $(filter 10,$(VLLM_SEEDS)),$(VLLM_TESTS),\
-	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py cached_states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py))
+	$(addprefix $(VLLM_TESTS)/test_,lookahead.py states.py cached_states.py sessions.py features.py early.py refusals.py wire_codecs.py encoders.py experts.py))
 VLLM_WITH_ENGINE := $(addprefix --ignore=$(VLLM_TESTS)/,disk $(addprefix test_,engine.py shapes.py lifecycle.py served.py own_tests.py))
 VLLM_PYTEST = VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(PARALLEL) \
 	$(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') $(PYTEST_ARGS)

@@ -72,7 +72,7 @@ def test_prompts_are_longer_than_blocks(block, num_words):
 def test_a_server_that_ignores_salts_is_not_blamed_unless_it_is_to_know_them():
     patient = Patient(FakeTarget(keeps_salts=False))
     assert patient.coldness.by == "never"
-    assert not CASES["salts"](patient, "1")
+    assert CASES["salts"](patient, "1") is None
     assert CASES["salts"](Patient(FakeTarget(keeps_salts=False), expects_salts=True), "1")
 
 

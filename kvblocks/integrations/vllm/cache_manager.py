@@ -49,8 +49,8 @@ RUNNING = RequestStatus.RUNNING
 class KVBlocksCacheManager(UnusedCalls):
     """Replaces vLLM's KVCacheManager. manager: the kvblocks one, with all calls that vLLM lacks.
 
-    The parameters are vLLM's, except three. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for the
-    names of blocks in events, and for who asks for a hash (is_asked_for_hashes). Raises UnsupportedEngineError.
+    The parameters are vLLM's, except three. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for
+    the names of blocks in events, and for who asks for a hash (is_asked_for_hashes). Raises UnsupportedEngineError.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """What `kvblocks verify` tries: each case puts the cache into a state, and asks what must not depend on it.
 
-A case is a function of a patient and a seed, which returns what it found. Its docstring is what it shows.
+A case is a function of a patient and a seed, which returns what it found, or None if it can't be tried with this
+server. Its docstring is what it shows.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from kvblocks.verify.server.finding import Finding
 from kvblocks.verify.server.patient import Patient
 from kvblocks.verify.server.prompts import recalling, text
 
-Case = Callable[[Patient, str], list[Finding]]
+Case = Callable[[Patient, str], list[Finding] | None]
 
 _BLOCK_SIZES = (16, 32, 64)
 
@@ -70,10 +71,10 @@ def foreign(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
-def middles(patient: Patient, seed: str) -> list[Finding]:
+def middles(patient: Patient, seed: str) -> list[Finding] | None:
     """Words that stand in one prompt behind others are computed anew where they stand elsewhere."""
     if not patient.knows_lengths:
-        return []
+        return None
     words, salt = patient.words(seed), patient.salt()
     found = []
     for size in _BLOCK_SIZES[: 2 + words.integer(0, 1)]:
@@ -117,13 +118,13 @@ def edits(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
-def cancels(patient: Patient, seed: str) -> list[Finding]:
+def cancels(patient: Patient, seed: str) -> list[Finding] | None:
     """A prompt whose first request was left before its answer gets the answer of a cold cache."""
     words, salt = patient.words(seed), patient.salt()
     prompt = recalling(words.draw(3 * patient.num_words), words.integer(0, 3 * patient.num_words))
     cold = patient.cold(prompt)
     if cold is None:
-        return []
+        return None
     found = []
     for share in (0.2, 0.5, 0.9):
         patient.target.begin_and_leave(text(prompt), max(0.01, share * cold.seconds), salt=salt)
@@ -152,10 +153,10 @@ def pressure(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
-def salts(patient: Patient, seed: str) -> list[Finding]:
+def salts(patient: Patient, seed: str) -> list[Finding] | None:
     """A request of one `cache_salt` hits nothing of another, by what the server tells of cached tokens."""
     if not patient.expects_salts or not patient.takes_salts or not patient.tells_cached:
-        return []
+        return None
     prompt = patient.words(seed).draw(patient.num_words)
     first, second = f"verify-{seed}-{patient.run_name()}-one", f"verify-{seed}-{patient.run_name()}-two"
     expected = patient.target.ask(text(prompt), salt=first)
@@ -174,10 +175,10 @@ def salts(patient: Patient, seed: str) -> list[Finding]:
     ]
 
 
-def usage(patient: Patient, seed: str) -> list[Finding]:
+def usage(patient: Patient, seed: str) -> list[Finding] | None:
     """No answer tells more cached tokens than its prompt shares with what was asked before."""
     if not (patient.tells_cached and patient.knows_lengths):
-        return []
+        return None
     salt = patient.salt()
     words = patient.words(seed if salt else f"{seed}/{patient.run_name()}")  # nobody has asked these
     base = words.draw(patient.num_words)
@@ -198,11 +199,11 @@ def usage(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
-def adapters(patient: Patient, seed: str) -> list[Finding]:
+def adapters(patient: Patient, seed: str) -> list[Finding] | None:
     """The same prompt, asked of the model and of each of its LoRA adapters, gets the answer of that one alone."""
     models = [patient.target.model, *patient.target.adapters[:3]]
     if len(models) < 2:
-        return []
+        return None
     words, salt = patient.words(seed), patient.salt()
     body = words.draw(patient.num_words)
     prompt = recalling(body, words.integer(0, len(body)))
@@ -215,10 +216,10 @@ def adapters(patient: Patient, seed: str) -> list[Finding]:
     return found
 
 
-def reloads(patient: Patient, seed: str) -> list[Finding]:
+def reloads(patient: Patient, seed: str) -> list[Finding] | None:
     """A LoRA adapter that is loaded under the name of an earlier one gets its own answers, not the earlier one's KV."""
     if len(patient.adapter_paths) < 2 or patient.coldness.by not in {"salt", "reset"}:
-        return []
+        return None
     words, salt = patient.words(seed), patient.salt()
     body = words.draw(patient.num_words)
     prompt = recalling(body, words.integer(0, len(body)))

@@ -38,12 +38,13 @@ class CheckupOptions:
 
 @dataclass
 class Checkup:
-    """What a checkup found. num_tries: by case, how often it ran."""
+    """What a checkup found. num_tries: by case, how often it ran. not_tried: cases that this server has nothing for."""
 
     patient: Patient
     options: CheckupOptions
     findings: list[Finding] = field(default_factory=list)
     num_tries: dict[str, int] = field(default_factory=dict)
+    not_tried: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def run(self, note: Callable[[str], None] = lambda _: None) -> None:
@@ -68,8 +69,12 @@ class Checkup:
                 if self._is_over(end_s):
                     break
                 note(f"{name}, seed {seed}")
-                self.num_tries[name] = self.num_tries.get(name, 0) + 1
                 found = CASES[name](self.patient, seed)
+                if found is None:
+                    self.not_tried.append(name)
+                    names.remove(name)
+                    continue
+                self.num_tries[name] = self.num_tries.get(name, 0) + 1
                 if found:
                     self.findings.append(self._repeat(name, seed, found[0]))
                     names.remove(name)
@@ -89,6 +94,7 @@ class Checkup:
             "noise_nats": _finite(patient.tolerance.noise),
             "notes": patient.notes,
             "num_tries": self.num_tries,
+            "not_tried": self.not_tried,
             "findings": [
                 {
                     "case": finding.case,

@@ -23,6 +23,8 @@ def as_text(checkup: Checkup) -> str:
         found = [finding for finding in checkup.findings if finding.case == name]
         result = f"FOUND ({found[0].how_sure})" if found else "nothing found"
         lines.append(f"  {name:<10} {number:>3} tries  {result}")
+    if checkup.not_tried:
+        lines.append(f"Not tried with this server: {', '.join(checkup.not_tried)}.")
     for finding in checkup.findings:
         lines += ["", *_paragraph(finding)]
     verdict = f"{len(checkup.findings)} findings." if checkup.findings else "Nothing was found."

@@ -1,5 +1,7 @@
 """`--model FILE.gguf`: the logits of the folder's weights, the file's own quantisation, tokenizers, and refusals."""
 
+import os
+
 import gguf
 import numpy as np
 import pytest
@@ -8,6 +10,9 @@ from engine.model.gguf_files import BYTES, add_tokenizer, random_blocks, write_g
 from engine.small_models import prefill, random_tokens
 from gguf import GGMLQuantizationType as Kind
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -186,6 +191,30 @@ def test_an_engine_answers_from_a_file_whatever_its_name(tmp_path):
         (completion,) = engine.generate(["hello"], max_tokens=5, ignore_eos=True)
         assert (completion.num_prompt_tokens, len(completion.token_ids)) == (5, 5)
     assert LoadedModel.load(path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_published_file_answers_as_transformers_does():
+    """The user's own file: KVBLOCKS_TEST_GGUF=FILE. Nothing is fetched."""
+    path = os.environ.get("KVBLOCKS_TEST_GGUF")
+    if not path:
+        pytest.skip("needs a published GGUF file, named by KVBLOCKS_TEST_GGUF")
+    text = "The capital of France is the city of"
+    with Engine(path, num_blocks=64) as engine:
+        prompt = engine.model.tokenizer.encode(text)
+        (completion,) = engine.generate([text], max_tokens=8, ignore_eos=True)
+        folder, name = os.path.split(path)
+        theirs = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        assert theirs(text)["input_ids"] == prompt
+        assert engine.model.tokenizer.decode(prompt, skip_special_tokens=True) == text
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=name)).float().eval()
+    weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    missing, unknown = reference.load_state_dict(weights, strict=False)
+    assert not unknown and set(missing) <= {"lm_head.weight"}
+    reference.tie_weights()
+    with torch.inference_mode():
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert completion.token_ids == expected[0, len(prompt) :].tolist()
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------

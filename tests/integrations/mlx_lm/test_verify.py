@@ -59,5 +59,5 @@ def test_a_fault_is_found(fault):
 
 def test_a_cache_that_hands_out_what_it_keeps_is_found(monkeypatch):
     monkeypatch.setattr(theirs, "copy", SimpleNamespace(deepcopy=lambda kept: kept))
-    with pytest.raises(verify.VerificationError, match="wrong KV|missing slots"):
+    with pytest.raises(verify.VerificationError, match=r"wrong KV|missing slots"):
         verify.run(MlxLmAdapter, 20_000)

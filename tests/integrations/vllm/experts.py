@@ -9,7 +9,8 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from vllm.distributed.aux_output_connector import routed_experts, store, worker
+from vllm.distributed.aux_output_connector import routed_experts, store
+from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from bench.vllm.schedulers import Settings
@@ -20,20 +21,14 @@ NUM_STEPS_IN_FLIGHT = 2
 ROW_BYTES = 4
 
 
-class Keeper:
-    """Stands between a scheduler and a worker without experts.
+class Rows(AuxOutputWorkerConnector):
+    """vLLM's keeper of rows, whose own constructor wants a model."""
 
-    rows: by request, those that it got. They are kept by vLLM's AuxOutputWorkerConnector, whose constructor wants a
-    model.
-    """
-
-    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
-        self.rows: dict[str, list[int]] = {}
-        kept: Any = worker.AuxOutputWorkerConnector.__new__(worker.AuxOutputWorkerConnector)
-        row_bytes = settings.block_size * ROW_BYTES
-        blocks = store.BlockObjectStore(max_bytes=settings.num_blocks * row_bytes, object_nbytes=row_bytes)
-        kept._store = store.BackgroundBlockObjectStore(blocks, max_pending_batches=2 * settings.max_num_seqs)
-        kept._buffer = routed_experts.RoutedExpertsBuffer(
+    def __init__(self, settings: Settings) -> None:
+        block_bytes = settings.block_size * ROW_BYTES
+        blocks = store.BlockObjectStore(max_bytes=settings.num_blocks * block_bytes, object_nbytes=block_bytes)
+        self._store = store.BackgroundBlockObjectStore(blocks, max_pending_batches=2 * settings.max_num_seqs)
+        self._buffer = routed_experts.RoutedExpertsBuffer(
             np.dtype(np.int32),
             (1,),
             settings.block_size,
@@ -41,10 +36,29 @@ class Keeper:
             settings.max_num_batched_tokens,
             NUM_STEPS_IN_FLIGHT,
         )
-        kept._requests, kept._pending_outputs, kept._generation = {}, [], 0
-        kept._step_metadata, kept._lock = None, Lock()
-        kept._max_concurrent_batches = NUM_STEPS_IN_FLIGHT
-        self._kept = kept
+        self._requests: dict[str, Any] = {}
+        self._pending_outputs: list[Any] = []
+        self._generation, self._step_metadata, self._lock = 0, None, Lock()
+        self._max_concurrent_batches = NUM_STEPS_IN_FLIGHT
+
+    def begin(self, output: Any) -> Any:
+        """Begin a step; returns what becomes of its rows."""
+        names = list(output.num_scheduled_tokens)
+        begun = dict(starts(output))
+        ends = np.cumsum([0, *output.num_scheduled_tokens.values()])
+        pending = PendingAuxOutput(self, names, np.array([begun[name] for name in names]), ends, None)
+        self._pending_outputs.append(pending)
+        for name in names:
+            self._requests[name].pending_outputs += 1
+        return pending
+
+
+class Keeper:
+    """Stands between a scheduler and a worker without experts. rows: by request, those that it got."""
+
+    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
+        self.rows: dict[str, list[int]] = {}
+        self._kept = Rows(settings)
         self._pending: deque[Any] = deque()
         self._scheduler: Any = scheduler
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
@@ -59,29 +73,21 @@ class Keeper:
         output = self._schedule()
         self._kept.begin_step(output.aux_output_connector_metadata)
         if output.num_scheduled_tokens:
-            names = list(output.num_scheduled_tokens)
-            begun = dict(starts(output))
-            ends = np.cumsum([0, *output.num_scheduled_tokens.values()])
-            pending = worker.PendingAuxOutput(self._kept, names, np.array([begun[n] for n in names]), ends, None)
-            self._kept._pending_outputs.append(pending)
-            for name in names:
-                self._kept._requests[name].pending_outputs += 1
-            self._pending.append(pending)
+            self._pending.append(self._kept.begin(output))
         return output
 
     def update_from_output(self, output: Any, answer: Any) -> Any:
         """Give the scheduler the rows of a step, and keep those that it gives to requests."""
         pending = self._pending.popleft()
-        requests = self._scheduler.requests
         tokens: list[int] = []
         for name, start in zip(pending.request_ids, pending.token_starts, strict=True):
-            end = start + output.num_scheduled_tokens[name]
-            known = requests[name]._all_token_ids[start:end] if name in requests else []
-            tokens += [*known, *[-1] * (end - start - len(known))]  # of a request that was cancelled
+            request, end = self._scheduler.requests.get(name), start + output.num_scheduled_tokens[name]
+            known = [] if request is None else list(request.all_token_ids)[start:end]
+            tokens += [*known, *[-1] * (end - start - len(known))]  # of a request that has ended by now
         pending.routed_experts = np.array(tokens, dtype=np.int32).reshape(-1, 1)
         pending.num_sampled = np.array([len(sampled) for sampled in answer.sampled_token_ids])
         pending.num_rejected = np.zeros(len(pending.request_ids), dtype=np.int32)
-        answer.aux_output_connector_output = pending.connector.process_output(pending)
+        answer.aux_output_connector_output = self._kept.process_output(pending)
         given = self._update(output, answer)
         for outputs in given.values():
             for one in outputs.outputs:

@@ -75,6 +75,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
         "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 256,  # so that a block of attention, which is as large as a state, has few tokens
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,

@@ -85,7 +85,7 @@ def test_hashes_that_kvblocks_does_not_have_are_refused(monkeypatch):
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     check_engine_config(config)
     monkeypatch.delenv("PYTHONHASHSEED")
-    with pytest.raises(UnsupportedEngineError, match="random seed.*set PYTHONHASHSEED"):
+    with pytest.raises(UnsupportedEngineError, match=r"random seed.*set PYTHONHASHSEED"):
         check_engine_config(config)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs, chunked, has_kernels, recurrent
 from kvblocks.engine.model.hybrid.mixer import (
     MixerTensors,
     StatePart,
@@ -101,19 +102,26 @@ class KimiDelta:
         """As `StateMixer` says."""
         mixed, write, forget, gate = split_columns(rows, self._widths)
         mixed, past = convolve(mixed[:, None], states[0], weights["conv"])
-        query, key, value = self._heads(mixed[:, 0])
-        state = states[1] * self._decays(weights, forget).exp()[..., None]
-        known = (state * key[..., None]).sum(-2)
-        state = state + key[..., None] * ((value - known) * write.sigmoid()[..., None])[..., None, :]
-        output = (state * query[..., None]).sum(-2)
+        inputs = DeltaInputs(*self._heads(mixed[:, 0]), self._decays(weights, forget), write.sigmoid())
+        if has_kernels(rows):
+            output, state = recurrent("kda", inputs, states[1], rows.dtype)
+        else:
+            query, key, value, decay, beta = inputs
+            state = states[1] * decay.exp()[..., None]
+            known = (state * key[..., None]).sum(-2)
+            state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
+            output = (state * query[..., None]).sum(-2)
         return self._finish(weights, output, gate, rows.dtype), (past, state)
 
     def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
         """As `StateMixer` says."""
         mixed, write, forget, gate = split_columns(rows, self._widths)
         mixed, past = convolve(mixed, states[0][0], weights["conv"])
-        parts = (*self._heads(mixed), self._decays(weights, forget), write.sigmoid())
-        by_head = [part.transpose(0, 1) for part in parts]
+        inputs = DeltaInputs(*self._heads(mixed), self._decays(weights, forget), write.sigmoid())
+        if has_kernels(rows):
+            output, after = chunked("kda", inputs, states[1], rows.dtype)
+            return self._finish(weights, output, gate, rows.dtype), (past[None], after)
+        by_head = [part.transpose(0, 1) for part in inputs]
         state, outputs = states[1][0], []
         for start in range(0, len(rows), CHUNK_TOKENS):
             query, key, value, decay, beta = (part[:, start : start + CHUNK_TOKENS] for part in by_head)
