@@ -193,7 +193,7 @@ class BlockPromptCache:
     def _renew_pieces(self, space: Space, prompt: PromptTokens, pieces: Sequence[KeptPiece]) -> None:
         """Make pieces of a prompt, the deepest last, the most recently used, and the blocks before them."""
         num_tokens = pieces[-1].num_tokens
-        self.index.insert_prefix(
+        done = self.index.insert_prefix(
             prompt.packed[:num_tokens],
             (),
             num_cached_tokens=num_tokens // self.block_size * self.block_size,
@@ -201,6 +201,7 @@ class BlockPromptCache:
             lora=space.name,
             extra_keys=prompt.keys_before(num_tokens),
         )
+        self._forget(done, pieces)
         for piece in pieces:
             self._ends.renew(piece)
 
