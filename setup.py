@@ -44,6 +44,7 @@ PLAIN = (
     "prefix_cache/evicted.py",
     "prefix_cache/protocol.py",
     "retention/gate_records.py",
+    "retention/gate_rounds.py",
     "retention/pause_lengths.py",
     "retention/policies/policy.py",
     "retention/session_gate.py",

@@ -1,11 +1,11 @@
 """What recurrent states are worth in the engine: the demo's requests on a random model in the shape of Qwen3-Next.
 
-    python -m bench.engine_states [--model qwen3-next-small] [--rounds N] [--threads N] [--json FILE]
+    python -m bench.engine_states [--model qwen3-next-small] [--marks] [--rounds N] [--threads N] [--json FILE]
 
 Four customers ask, and the first one asks again; all prompts begin with one handbook. Two engines of one process share
 the model and answer each request in turns, one without prefix caching and one with states saved and restored. Each
 round begins with an empty cache. Times are seconds from a call to its first token. The share of copies is the time of
-`copy_states` in the time of all steps.
+`copy_states` in the time of all steps. --marks: the end of the handbook is marked, as the server does.
 
 The random model has Qwen3-Next's layers, three gated delta nets for each attention, and its sizes of heads, but fewer
 and narrower layers, and fewer experts. A state takes as much memory as about 1,550 tokens of K and V, as in the real
@@ -53,10 +53,10 @@ class Timed:
         self._copy(copies)
         self.copies_s += perf_counter() - start_s
 
-    def answer(self, prompt: list[int]) -> Completion:
+    def answer(self, prompt: list[int], marks: tuple[int, ...]) -> Completion:
         """Answer a prompt with MAX_TOKENS tokens."""
         start_s = perf_counter()
-        (completion,) = self.engine.generate([prompt], max_tokens=MAX_TOKENS, ignore_eos=True)
+        (completion,) = self.engine.generate([prompt], max_tokens=MAX_TOKENS, ignore_eos=True, marks=marks)
         self.steps_s += perf_counter() - start_s
         return completion
 
@@ -73,7 +73,15 @@ def prompts_of(model: LoadedModel, first_answer: str | None = None) -> list[list
     return [tokenizer.apply_chat_template(chat) for chat in chats]
 
 
-def run_round(engines: dict[bool, Timed], model: LoadedModel, *, starts_with: bool) -> dict[bool, list[Completion]]:
+def marks_of(model: LoadedModel) -> tuple[int, ...]:
+    """Where the customers' prompts part: the end of the handbook, and of what the template writes behind it."""
+    prompts = prompts_of(model)
+    return (next(at for at, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1),)
+
+
+def run_round(
+    engines: dict[bool, Timed], model: LoadedModel, marks: tuple[int, ...], *, starts_with: bool
+) -> dict[bool, list[Completion]]:
     """Answer all requests once with each engine, in turns."""
     found: dict[bool, list[Completion]] = {False: [], True: []}
     for timed in engines.values():
@@ -82,7 +90,7 @@ def run_round(engines: dict[bool, Timed], model: LoadedModel, *, starts_with: bo
         answer = found[False][0].text if number == len(NAMES) - 1 else None
         prompt = prompts_of(model, answer)[number]
         for caches in (starts_with, not starts_with):
-            found[caches].append(engines[caches].answer(prompt))
+            found[caches].append(engines[caches].answer(prompt, marks))
     return found
 
 
@@ -105,14 +113,14 @@ def rows_of(rounds: list[dict[bool, list[Completion]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(model: LoadedModel, num_rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(model: LoadedModel, num_rounds: int, marks: tuple[int, ...]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows, and what states cost and saved in all rounds together."""
     engines = {caches: Timed(model, caches=caches) for caches in (False, True)}
-    run_round(engines, model, starts_with=False)  # warms up
+    run_round(engines, model, marks, starts_with=False)  # warms up
     for timed in engines.values():
         timed.copies_s = timed.steps_s = 0.0
     before = engines[True].engine.manager.states.stats
-    rounds = [run_round(engines, model, starts_with=bool(number % 2)) for number in range(num_rounds)]
+    rounds = [run_round(engines, model, marks, starts_with=bool(number % 2)) for number in range(num_rounds)]
     rows, own = rows_of(rounds), engines[True]
     stats, plan = own.engine.manager.states.stats, own.engine.plan
     total = {
@@ -139,18 +147,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-next-small", choices=sorted(SHAPES))
+    parser.add_argument("--marks", action="store_true", help="mark the end of the handbook")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
     facts = conditions(torch=torch.__version__, threads=asked.threads, num_rounds=asked.rounds, model=asked.model)
-    facts |= {"num_blocks": f"as many as {KV_CACHE_MEMORY} hold", "dtype": "float32", "max_tokens": MAX_TOKENS}
+    facts |= {
+        "marks": asked.marks,
+        "num_blocks": f"as many as {KV_CACHE_MEMORY} hold",
+        "dtype": "float32",
+        "max_tokens": MAX_TOKENS,
+    }
     print_conditions(facts)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), SHAPES[asked.model])
         model = LoadedModel.load(folder)
-    rows, total = measure(model, asked.rounds)
+    rows, total = measure(model, asked.rounds, marks_of(model) if asked.marks else ())
     print(f"{'request':<18}{'prompt':>7}{'cached':>8}{'computed':>15}{'first token, s':>18}{'ratio':>8}")
     for row in rows:
         computed = f"{row['computed_tokens_without']} -> {row['computed_tokens_with']}"

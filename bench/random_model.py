@@ -37,24 +37,24 @@ _QWEN3 = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
+_LLAMA32 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "intermediate_size": 8192,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": _LLAMA3_ROPE,
+    "tie_word_embeddings": True,
+}
 # By the name that `--model` takes: the fields of the real model's config.json.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": _LLAMA3_ROPE,
-        "tie_word_embeddings": True,
-    },
+    "llama-3.2-1b": _LLAMA32
+    | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
+    "llama-3.2-3b": _LLAMA32
+    | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128},
     "qwen3-1.7b": _QWEN3
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     # Qwen3-Next's layers and heads' sizes, in a quarter of the width, with fewer layers and experts.
@@ -79,6 +79,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
     },
     "qwen3-4b": _QWEN3

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         UnsupportedEngineError,
     )
     from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
-    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
+    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow, kind_of_layers
     from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
     from kvblocks.groups.states.copies import StateCopy
     from kvblocks.groups.states.in_place import StateInPlace
@@ -116,7 +116,7 @@ _HOMES = {
         "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
-    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow"),
+    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow", "kind_of_layers"),
     "groups.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
     "states.calls": ("ManagerStates",),
     "groups.states.copies": ("StateCopy",),
@@ -234,6 +234,7 @@ __all__ = [
     "UnsupportedEngineError",
     "__compiled__",
     "__version__",
+    "kind_of_layers",
     "plan",
 ]
 

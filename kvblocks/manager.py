@@ -158,13 +158,11 @@ class KVCacheManager:
         self._quotas: ManagerQuotas | None = None
         self._sessions: Sessions | None = None
         self._states: ManagerStates | None = None
-        self._groups: tuple[Group, ...] | None = self._slots.groups  # None: one of full attention
         self._in_flight = InFlight(self._index, self._change)
         self._sequences: dict[Hashable, Sequence] = {}
         self._batch_memo: Batch = ([], {})  # the last step's batch, until one of it is freed
         # When debugging, with side groups or digests, a token that begins or fills a block takes the slow path.
         self._fills_quickly = not debugs and not self._index.needs_digests and self._has_one_table()
-        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         if tiers is not _NO_TIERS:
             self._traffic = self._make_traffic(tiers)
 
@@ -210,11 +208,11 @@ class KVCacheManager:
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of layers, in order; one of full attention unless others were given. O(1)."""
-        if self._groups is None:
-            from kvblocks.groups.kinds import FullAttention
+        if self._slots.groups is not None:
+            return self._slots.groups
+        from kvblocks.groups.kinds import FullAttention
 
-            self._groups = (FullAttention(self.block_size),)
-        return self._groups
+        return (FullAttention(self.block_size),)
 
     @property
     def alignment(self) -> int:
@@ -225,10 +223,10 @@ class KVCacheManager:
     def stats(self) -> CacheStats:
         """Counters since the manager was made. O(1)."""
         return CacheStats(
-            num_queries=self._num_queries,
-            num_hits=self._num_hits,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
+            num_queries=self._slots.num_queries,
+            num_hits=self._slots.num_hits,
+            num_queried_tokens=self._slots.num_queried_tokens,
+            num_hit_tokens=self._slots.num_hit_tokens,
             num_taken_blocks=self._slots.num_taken_blocks,
             num_evicted_blocks=self._pool.num_evicted_blocks,
             num_blocks=len(self._pool.blocks),
@@ -859,17 +857,18 @@ class KVCacheManager:
         if blocks is None:
             self._unclaim(sequence)
             return None
-        self._num_queries += 1
-        self._num_queried_tokens += len(sequence.tokens)
-        if hit is not None and hit.blocks:
-            self._num_hits += 1
-            self._num_hit_tokens += hit.num_tokens
-            if self._recording is not None and self._recording.log.options.hits:
-                self._recording.log.note_hit(hit)
-            if self._eviction is not None:
-                self._eviction.note_hit(hit.blocks)
-            if self._traffic is not None:
-                self._traffic.note_use(hit)
+        self._slots.num_queries += 1
+        self._slots.num_queried_tokens += len(sequence.tokens)
+        if hit is None or not hit.blocks:
+            return blocks
+        self._slots.num_hits += 1
+        self._slots.num_hit_tokens += hit.num_tokens
+        if self._recording is not None and self._recording.log.options.hits:
+            self._recording.log.note_hit(hit)
+        if self._eviction is not None:
+            self._eviction.note_hit(hit.blocks)
+        if self._traffic is not None:
+            self._traffic.note_use(hit)
         return blocks
 
     def _find_room(
@@ -1113,11 +1112,17 @@ class KVCacheManager:
         from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
+        made = Made
         if given and self._slots.has_side_groups:
             from kvblocks.tiers.grouped.traffic import GroupTraffic
 
-            return GroupTraffic(given, self._change, self._slots, self._sequences, self._calls())
-        return Made(given, self._change, self._slots, self._sequences, self._calls())
+            made = GroupTraffic
+        traffic = made(given, self._change, self._slots, self._sequences, self._calls())
+        if self._history is not None:
+            from kvblocks.observe.removal_history import watch_tiers
+
+            watch_tiers(self._history, traffic.pools, self._index.epoch.names)
+        return traffic
 
     def _calls(self) -> ManagerCalls:
         """Return what tiers need of the manager."""

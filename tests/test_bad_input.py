@@ -29,6 +29,7 @@ from kvblocks import (
     SlidingWindow,
     StateInPlace,
     Tier,
+    kind_of_layers,
     plan,
 )
 from kvblocks.wire.extra_keys import decode_extra_keys
@@ -445,6 +446,10 @@ CALLS: dict[str, Call] = dict(
                     "bounds": constant(None, "ints numbers none"),
                 },
             ),
+        ),
+        (
+            "kind_of_layers",
+            Call(lambda _: kind_of_layers, {"block_size": INT, "window": MAYBE_INT, "chunk_size": MAYBE_INT}),
         ),
         ("FullAttention", Call(lambda _: FullAttention, {"block_size": INT})),
         (

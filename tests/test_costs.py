@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 from model.bytecodes import count_bytecodes, uncompiled
 
-from kvblocks import FullAttention, KVCacheBlock, KVCacheManager, Sequence, SlidingWindow
+from kvblocks import FullAttention, KVCacheBlock, KVCacheManager, PrefixCache, RecurrentState, Sequence, SlidingWindow
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def tokens(first_block: int, num_blocks: int) -> "array[int]":
     return array("I", range(4 * first_block, 4 * (first_block + num_blocks)))
+
+
+@uncompiled
+def test_objects_of_the_hot_path_are_read_fast() -> None:
+    """CPython keeps up to 29 attributes in an array, at known places. With one more, each read searches a dict."""
+    managers = [KVCacheManager(8), KVCacheManager(8, groups=[FullAttention(16), SlidingWindow(16, 32)])]
+    parts = [vars(manager)[name] for manager in managers for name in ("_slots", "_pool", "_index")]
+    for part in (*managers, *parts, PrefixCache(8, 16)):
+        assert len(vars(part)) < 30, f"{type(part).__name__}: {sorted(vars(part))}"
 
 
 @pytest.fixture
@@ -90,3 +99,26 @@ def test_keys_of_a_growing_run_are_added_where_they_are_kept() -> None:
         manager.allocate_slots(sequence, 4)
     assert run.extra_keys is kept  # not a copy for each call
     assert kept == sequence.encoded_keys(4)
+
+
+@uncompiled
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_state_saved_in_the_place_of_another_takes_time_for_its_blocks(*, is_running: bool) -> None:
+    """is_running: another sequence owns the K and V before the other checkpoint; else these go with it."""
+
+    def save(num_parts: int) -> int:
+        manager = KVCacheManager(6 + num_parts, groups=[FullAttention(4), RecurrentState(4, 2, num_parts)])
+        first, other, second = (Sequence(number, tokens(number, 4)) for number in (0, 0, 100))
+        manager.allocate_slots(first, 12)
+        manager.states.take_copies()
+        manager.free(first)
+        if is_running:
+            manager.allocate_slots(other, 0, manager.get_computed_blocks(other))
+            manager.states.take_copies()
+        manager.allocate_slots(second, 12)
+        count = count_bytecodes(manager.states.take_copies)
+        assert (manager.states.stats.num_saved, manager.stats.num_evicted_blocks) == (2, num_parts + (not is_running))
+        return count
+
+    few, many = save(100), save(400)
+    assert few < many < 4.2 * few

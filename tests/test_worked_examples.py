@@ -4,6 +4,9 @@ In the document, all freed blocks go to the end of the queue. Here, as in vLLM's
 are taken first.
 """
 
+from pathlib import Path
+from typing import Any
+
 from kvblocks import KVCacheManager, Sequence
 
 
@@ -57,6 +60,20 @@ def test_the_example() -> None:
     manager.free(request_2)
     again = manager.get_computed_blocks(Sequence("3", [*range(17)]))
     assert again.num_tokens == 16  # there were enough empty blocks, so nothing was evicted
+
+
+def test_the_page_of_the_example() -> None:
+    """docs/worked-example.md runs, and its table says which blocks each order takes."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "worked-example.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    hit, document = set(names["request_2"].block_ids[:3]), [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    queues = {"here": [6, 4, 7, 8, 9, 3, 2, 5, 1, 0], "the document": document}
+    for who, queue in queues.items():
+        left = [block_id for block_id in queue if block_id not in hit]
+        assert f"| {who} | {' '.join(map(str, left))} | {' '.join(map(str, left[:5]))} | " in page
+    later = Sequence("later", range(17))
+    assert names["manager"].get_computed_blocks(later).num_tokens == 16
 
 
 def test_the_example_in_its_other_wording() -> None:

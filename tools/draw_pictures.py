@@ -1,67 +1,22 @@
 # ruff: noqa: E501  # a line of a picture is a line here
 """Draw the pictures of docs/pictures: `python tools/draw_pictures.py` writes them all.
 
-Each function below draws one picture, and is named like its file. A picture is SVG with a light ground of its own, so that
-it can be read on a dark page too. A test compares the files with what this script draws.
+Each function below draws one picture, and is named like its file. A test compares the files with what this script draws.
 """
 
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
-WIDTH = 760
-FILLS = {
-    "shared": "#bfe3c8",  # cached, and used by several
-    "own": "#c6dafc",  # a sequence's own
-    "new": "#ffe2a8",  # computed or taken now
-    "empty": "#ffffff",
-    "gone": "#e3e3e3",  # no longer held, or not needed
-    "note": "none",
-}
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
-<title>{title}</title>
-<style>text {{ font: 13px system-ui, sans-serif; fill: #1c1c1c }} .small {{ font-size: 11px; fill: #555 }}
-.bold {{ font-weight: 600 }} .dark {{ fill: #1c1c1c }} .line {{ stroke: #444; stroke-width: 1.3; fill: none }} .dash {{ stroke-dasharray: 4 3 }}</style>
-<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
-<path d="M0 0 8 4 0 8z" fill="#444"/></marker></defs>
-<rect width="{width}" height="{height}" rx="8" fill="#fbfbf8"/>
-"""
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
+from picture import Picture  # noqa: E402  # tools/ is no package
+from ten_blocks import TenBlocks  # noqa: E402
 
-class Picture:
-    """An SVG under construction. All lengths are in pixels, from the upper left corner."""
-
-    def __init__(self, title: str, height: int, width: int = WIDTH) -> None:
-        """Begin a picture."""
-        self.parts = [HEAD.format(width=width, height=height, title=escape(title))]
-
-    def box(self, x: int, y: int, width: int, text: str, fill: str, height: int = 30) -> None:
-        """A rectangle with a text in its middle. In a low rectangle the text is small."""
-        self.parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{FILLS[fill]}" stroke="#444"/>\n'
-        )
-        kind, drop = ("small dark", 4) if height < 30 else ("", 5)
-        if text:
-            self.text(x + width // 2, y + height // 2 + drop, text, kind, "middle")
-
-    def text(self, x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> None:
-        """One line of text; y is its base line. kind: "", "small", "small dark" or "bold"."""
-        self.parts.append(f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>\n')
-
-    def arrow(self, *points: tuple[int, int], both: bool = False, dash: bool = False, tip: bool = True) -> None:
-        """A line through the points, with a tip at its end, or at both, or none."""
-        path = "M" + " L".join(f"{x} {y}" for x, y in points)
-        start = ' marker-start="url(#tip)"' if both else ""
-        end = ' marker-end="url(#tip)"' if tip else ""
-        kind = "line dash" if dash else "line"
-        self.parts.append(f'<path d="{path}" class="{kind}"{end}{start}/>\n')
-
-    def svg(self) -> str:
-        """The whole picture."""
-        return "".join([*self.parts, "</svg>\n"])
+from kvblocks import KVCacheManager, Sequence  # noqa: E402
 
 
 def why() -> Picture:
@@ -393,6 +348,34 @@ def block_way() -> Picture:
     return picture
 
 
+def worked_example() -> Picture:
+    """The example of vLLM's design document, by time, as a real manager does it."""
+    manager = KVCacheManager(num_blocks=10, block_size=4)
+    first, second = Sequence("0", range(14)), Sequence("1", [*range(11), 100, 101, 102])
+    third = Sequence("2", [*range(12), *range(200, 217)])
+    picture = Picture("Ten blocks by time, with the queue of free blocks, here and in the document", 704)
+    picture.text(20, 28, "Ten blocks of four tokens, by time", "bold")
+    names = (("own", "one owner"), ("shared", "two owners"), ("gone", "free, cached"), ("empty", "free, holds nothing"))
+    for number, (fill, name) in enumerate(names):
+        picture.box(20 + 140 * number, 44, 22, "", fill, 18)
+        picture.text(48 + 140 * number, 57, name, "small")
+    blocks = TenBlocks(picture, manager, (first, second, third))
+    manager.allocate_slots(first)
+    blocks.draw("Request 0 comes with 14 tokens. Its three full blocks are cached.")
+    for token in (14, 15, 16):
+        manager.append_slots(first, [token])
+    blocks.draw("Request 0 has three more tokens: block 3 is full and cached, and a new block begins.")
+    manager.allocate_slots(second, hit=manager.get_computed_blocks(second))
+    blocks.draw("Request 1 comes with 14 tokens, of which 11 are the same: two full blocks are hit.")
+    manager.free(first)
+    blocks.draw("Request 0 ends. Blocks 0 and 1 still have an owner. Block 4 was not full, so it holds nothing.")
+    manager.free(second)
+    blocks.draw("Request 1 ends.")
+    manager.allocate_slots(third, hit=manager.get_computed_blocks(third))
+    blocks.draw("Request 2 comes with 29 tokens, of which 12 are the same: three blocks are hit, five are taken.")
+    return picture
+
+
 TOP_FLOOR = 7
 """The highest floor of the manager. Above it, single modules are left out of the picture."""
 
@@ -476,6 +459,7 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
     states,
     state_hit,
     block_way,
+    worked_example,
     rooms,
 )
 

@@ -1,17 +1,19 @@
 """Times two trees of kvblocks on the same work, in turns, to see whether a change made anything slower.
 
-    python -m bench.core.versus OLD [--new NEW] [--rounds N] [--samples N] [--items a,b] [--json FILE]
+    python -m bench.core.versus OLD [--new NEW] [--processes N] [--rounds N] [--samples N] [--items a,b] [--json FILE]
 
 OLD, NEW: folders that hold the package kvblocks: a checkout, or what `pip install --target` has filled with a compiled
-build; NEW is this checkout unless said. Each tree gets a process of its own that lives as long as the comparison; both
-run the items of `bench.core.compare` and `bench.core.prefix_cache` as this checkout has them, so that only kvblocks
-differs. They take turns round by round, and which tree begins alternates. In a round both run on the same processor.
-Every two rounds they move to the next processor, if the system allows it: shared processors differ by more than the
-change that the bench looks for. A round's number is its least sample.
+build; NEW is this checkout unless said. Each tree gets a process of its own. Both run the items of `bench.core.compare`
+and `bench.core.prefix_cache` as this checkout has them, so that only kvblocks differs. They take turns round by round,
+and which tree begins alternates. In a round both run on the same processor. Every two rounds they move to the next
+processor, if the system allows it: shared processors differ by more than the change that the bench looks for. A round's
+number is its least sample.
 
-What counts is the last column, the median of the rounds' ratios new / old: noise that lasts longer than a round meets
-both. What it does not show: the effect of a process's layout in memory. It is a few percent, and stays the same as
-long as the process lives. So run the bench again before you believe 3 %.
+A process's layout in memory has an effect of a few percent, and stays the same as long as the process lives. So each
+tree gets several processes, one after the other.
+
+What counts is the last column, the median of all rounds' ratios new / old: noise that lasts longer than a round meets
+both. What it does not show: the difference between two equal trees, which may be 2 % with the default numbers.
 """
 
 import argparse
@@ -40,6 +42,10 @@ _BOOTSTRAP = (
     "import sys; tree, checkout = sys.argv[1:]; sys.path.insert(0, tree); import kvblocks;"
     "sys.path.insert(0, checkout); from bench.core.versus import serve; serve()"
 )
+
+
+Rounds = list[tuple[float, float]]
+"""Nanoseconds a unit of work, of the old tree and of the new one."""
 
 
 class Row(NamedTuple):
@@ -135,20 +141,23 @@ def _cases(ours: Ours, item: str) -> Iterator[tuple[str, Case]]:
             yield from getattr(ours, found.kind)(found.size).items()
 
 
-def compare_item(item: str, old: Worker, new: Worker, num_rounds: int, num_samples: int) -> list[Row]:
-    """Time one item in both processes, in turns."""
+def time_item(item: str, old: Worker, new: Worker, num_rounds: int, num_samples: int) -> dict[str, Rounds]:
+    """Time one item in both processes, in turns. Returns what the rounds took, by way."""
     ways = old.ask("prepare", item)
     new.ask("prepare", item)
-    rows = []
-    for way in ways:
-        pairs: list[dict[Worker, float]] = []
+    timed: dict[str, Rounds] = {way: [] for way in ways}
+    for way, rounds in timed.items():
         for number in range(num_rounds):
             turns = (old, new) if number % 2 == 0 else (new, old)
-            pairs.append({worker: worker.ask("time", [way, num_samples, number]) for worker in turns})
-        columns = [[pair[worker] for pair in pairs] for worker in (old, new)]
-        numbers = [round(f(column), 2) for column in columns for f in (min, statistics.median, max)]
-        rows.append(Row(item, way, *numbers, round(statistics.median([pair[new] / pair[old] for pair in pairs]), 4)))
-    return rows
+            took = {worker: worker.ask("time", [way, num_samples, number]) for worker in turns}
+            rounds.append((took[old], took[new]))
+    return timed
+
+
+def make_row(item: str, way: str, rounds: Rounds) -> Row:
+    """Return what all rounds of a way say."""
+    numbers = [round(f(column), 2) for column in zip(*rounds, strict=True) for f in (min, statistics.median, max)]
+    return Row(item, way, *numbers, round(statistics.median([new / old for old, new in rounds]), 4))
 
 
 def print_row(row: Row) -> None:
@@ -161,32 +170,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.core.versus", description="Times two trees of kvblocks in turns.")
     parser.add_argument("old", type=Path, help="a folder that holds the package kvblocks, as it was")
     parser.add_argument("--new", type=Path, default=CHECKOUT, help="the same, as it is now (default: this checkout)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each tree gets (default 15)")
+    parser.add_argument("--processes", type=int, default=5, help="processes that each tree gets (default 5)")
+    parser.add_argument("--rounds", type=int, default=4, help="turns that each process gets (default 4)")
     parser.add_argument("--samples", type=int, default=3, help="samples a turn, of which the least counts (default 3)")
     parser.add_argument("--items", help="only items whose name contains one of these, split by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     wanted = given.items.split(",") if given.items else [""]
-    old, new = Worker(given.old), Worker(given.new)
-    facts = conditions(
+    items = [item for item in item_names() if any(part in item for part in wanted)]
+    timed: dict[tuple[str, str], Rounds] = {}
+    for number in range(given.processes):
+        old, new = Worker(given.old), Worker(given.new)
+        if not number:
+            facts = _facts(old, new, given)
+            print_conditions(facts)
+        for item in items:
+            for way, rounds in time_item(item, old, new, given.rounds, given.samples).items():
+                timed[item, way] = timed.get((item, way), []) + rounds
+        old.end()
+        new.end()
+    print(f"{'nanoseconds a unit of work':<48}{'old min':>13}{'median':>13}{'max':>13}{'new min':>13}", end="")
+    print(f"{'median':>13}{'max':>13}{'new/old':>9}")
+    rows = [make_row(item, way, rounds) for (item, way), rounds in timed.items()]
+    for row in rows:
+        print_row(row)
+    keep(given.json, facts, [row._asdict() for row in rows])
+
+
+def _facts(old: Worker, new: Worker, given: argparse.Namespace) -> dict[str, Any]:
+    return conditions(
         kvblocks=f"{old.about['version']} (old), {new.about['version']} (new)",
         build=f"{old.about['build']} (old), {new.about['build']} (new)",
         source="two trees",
+        num_processes=given.processes,
         num_rounds=given.rounds,
         num_samples=given.samples,
     )
-    print_conditions(facts)
-    print(f"{'nanoseconds a unit of work':<48}{'old min':>13}{'median':>13}{'max':>13}{'new min':>13}", end="")
-    print(f"{'median':>13}{'max':>13}{'new/old':>9}")
-    rows: list[Row] = []
-    for item in item_names():
-        if any(part in item for part in wanted):
-            rows += (measured := compare_item(item, old, new, given.rounds, given.samples))
-            for row in measured:
-                print_row(row)
-    old.end()
-    new.end()
-    keep(given.json, facts, [row._asdict() for row in rows])
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ class Sizes:
     """How large the workloads are. rate: conversations that begin in a second.
 
     A part of a field's name says of which workload it is. chats, turns: `multi_turn`. alone: `no_sharing`. mixed:
-    `mixed_lengths`. pressed: `pool_pressure`. documents, questions: `long_prompts`. The others are of `shared_prefix`;
-    most workloads use its rate and max_tokens too.
+    `mixed_lengths`. pressed: `pool_pressure`. documents, questions: `long_prompts`. full_rate: `full_rate`, whose
+    requests come as often on every machine. The others are of `shared_prefix`; most workloads use its rate and
+    max_tokens too.
     """
 
     num_requests: int = 32
@@ -70,6 +71,8 @@ class Sizes:
     num_document_tokens: int = 2048
     num_questions: int = 3
     question_tokens: tuple[int, int] = (16, 48)
+    num_full_rate: int = 48
+    full_rate: float = 8.0
     seed: int = 0
 
 
@@ -96,6 +99,8 @@ QUICK = Sizes(
     num_document_tokens=640,
     num_questions=2,
     question_tokens=(4, 12),
+    num_full_rate=4,
+    full_rate=20.0,
 )
 GPU = Sizes(
     num_requests=256,
@@ -122,9 +127,10 @@ GPU = Sizes(
 
 
 def make_workloads(sizes: Sizes, encode: Encode) -> list[Workload]:
-    """Return the six workloads, the same for the same sizes and tokenizer."""
+    """Return the seven workloads, the same for the same sizes and tokenizer."""
     return [
         shared_prefix(sizes, encode),
+        full_rate(sizes, encode),
         multi_turn(sizes),
         mixed_lengths(sizes, encode),
         long_prompts(sizes, encode),
@@ -133,7 +139,7 @@ def make_workloads(sizes: Sizes, encode: Encode) -> list[Workload]:
     ]
 
 
-def shared_prefix(sizes: Sizes, encode: Encode) -> Workload:
+def shared_prefix(sizes: Sizes, encode: Encode, name: str = "shared prefix") -> Workload:
     """Requests that begin alike, arriving at even intervals."""
     chooser = random.Random(sizes.seed)
     shared = _tokens(chooser, encode, sizes.num_shared_tokens)
@@ -150,7 +156,12 @@ def shared_prefix(sizes: Sizes, encode: Encode) -> Workload:
         f"{sizes.num_requests} requests of {sizes.num_shared_tokens} shared and {low} to {high} own tokens,"
         f" {sizes.rate:g} a second"
     )
-    return Workload("shared prefix", about, conversations)
+    return Workload(name, about, conversations)
+
+
+def full_rate(sizes: Sizes, encode: Encode) -> Workload:
+    """The same, at a rate that is not slowed down for a CPU."""
+    return shared_prefix(replace(sizes, num_requests=sizes.num_full_rate, rate=sizes.full_rate), encode, "full rate")
 
 
 def multi_turn(sizes: Sizes) -> Workload:

@@ -3,6 +3,8 @@
 from kvblocks.kernels.reference.attention import (
     as_indexed,
     attend,
+    attend_decodes,
+    attend_tiles,
     copy_blocks,
     paged_attention,
     store,
@@ -12,6 +14,7 @@ from kvblocks.kernels.reference.attention import (
 )
 from kvblocks.kernels.reference.plan import (
     AttentionPlan,
+    SequenceTiles,
     Sight,
     StorePlan,
     UnreadStorePlan,
@@ -23,11 +26,14 @@ from kvblocks.kernels.reference.plan import (
 
 __all__ = [
     "AttentionPlan",
+    "SequenceTiles",
     "Sight",
     "StorePlan",
     "UnreadStorePlan",
     "as_indexed",
     "attend",
+    "attend_decodes",
+    "attend_tiles",
     "copy_blocks",
     "paged_attention",
     "plan_paged",

@@ -23,6 +23,7 @@ from kvblocks.kernels.reference.plan import (
     TILE_ROWS,
     AttentionPlan,
     DecodeGroup,
+    QueryTile,
     Sight,
     StorePlan,
     UnreadStorePlan,
@@ -40,6 +41,8 @@ __all__ = [
     "Sight",
     "as_indexed",
     "attend",
+    "attend_decodes",
+    "attend_tiles",
     "copy_blocks",
     "paged_attention",
     "plan_paged",
@@ -178,33 +181,49 @@ def attend(
     nothing.
     """
     if len(plan.decodes) == 1 and not plan.sequences:  # the one group has all rows, in their order
-        return _decode(plan.decodes[0], query, keys, values, scale, softcap)
+        return attend_decodes(plan.decodes[0], query, keys, values, scale, softcap)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decodes:
         queries = query.index_select(0, group.rows)
-        output.index_copy_(0, group.rows, _decode(group, queries, keys, values, scale, softcap))
+        output.index_copy_(0, group.rows, attend_decodes(group, queries, keys, values, scale, softcap))
     for sequence in plan.sequences:
-        key = _take(keys, sequence.slots, query.dtype).transpose(0, 1).unsqueeze(0)
-        value = _take(values, sequence.slots, query.dtype).transpose(0, 1).unsqueeze(0)
-        for tile in sequence.tiles:
-            rows = slice(tile.first_row, tile.first_row + tile.num_rows)
-            inside = slice(tile.offset, tile.offset + tile.num_rows)
-            # A new tensor each time: the address and strides of rows of `query` vary, and could change bits.
-            queries = query.new_zeros(tile.size, *query.shape[1:])
-            queries[inside] = query[rows]
-            queries = queries.transpose(0, 1).unsqueeze(0)
-            seen = slice(tile.first_key, tile.last_key)
-            attended = _attend(queries, key[:, :, seen], value[:, :, seen], tile.mask, scale, softcap)
-            output[rows] = attended[0].transpose(0, 1)[inside]
+        context = _take(keys, sequence.slots, query.dtype), _take(values, sequence.slots, query.dtype)
+        attend_tiles(sequence.tiles, query, context, output, scale, softcap)
     return output
 
 
-def _decode(
-    group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+def attend_tiles(
+    tiles: Sequence[QueryTile],
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    output: Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Compute the tiles of one sequence. context: its keys and values, [num_keys, num_kv_heads, dim] each.
+
+    query, output: [num_tokens, num_heads, dim], of the whole step. Queries have the dim of keys, outputs that of
+    values. Changes the tiles' rows of `output`.
+    """
+    key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in context)
+    for tile in tiles:
+        rows = slice(tile.first_row, tile.first_row + tile.num_rows)
+        inside = slice(tile.offset, tile.offset + tile.num_rows)
+        # A new tensor each time: the address and strides of rows of `query` vary, and could change bits.
+        queries = query.new_zeros(tile.size, *query.shape[1:])
+        queries[inside] = query[rows]
+        queries = queries.transpose(0, 1).unsqueeze(0)
+        seen = slice(tile.first_key, tile.last_key)
+        attended = _attend(queries, key[:, :, seen], value[:, :, seen], tile.mask, scale, softcap)
+        output[rows] = attended[0].transpose(0, 1)[inside]
+
+
+def attend_decodes(
+    group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
     """Attention of a group's queries: [num_seqs, num_heads, head_dim] to the same shape.
 
-    keys, values: [num_slots, num_kv_heads, head_dim].
+    keys, values: [num_slots, num_kv_heads, head_dim]. Changes nothing.
     """
     shape = (len(group.rows), -1, *keys.shape[1:])
     key = _take(keys, group.slots, queries.dtype).view(shape).transpose(1, 2)

@@ -29,7 +29,8 @@ except ModuleNotFoundError as _error:
     # The console script imports this module first, so a core-only installation fails here.
     raise SystemExit(f"{_NO_ENGINE} (Python has no module {_error.name!r})") from _error
 
-from kvblocks.cli.cache import cache_commands  # noqa: E402  # these need typer too
+from kvblocks.cli.bench import bench_commands  # noqa: E402  # these need typer too
+from kvblocks.cli.cache import cache_commands  # noqa: E402
 from kvblocks.cli.models import (  # noqa: E402
     EvictionOption,
     ModelOption,
@@ -234,6 +235,7 @@ def _compile(file: Path, model: "LoadedModel") -> "Grammar":
 
 
 app.add_typer(server_commands)
+app.add_typer(bench_commands)
 app.add_typer(replay_commands)
 app.add_typer(verify_commands)
 app.add_typer(cache_commands, name="cache")

@@ -7,6 +7,7 @@ block is taken for something else and so stops being cached. The roles are those
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from operator import attrgetter
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
@@ -15,6 +16,8 @@ from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hooks import Chooser, RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
+
+_BLOCK_ID = attrgetter("block_id")
 
 
 class BlockPool:
@@ -95,8 +98,7 @@ class BlockPool:
         for watcher in self.index.watchers:
             watcher.note_taken(blocks)
         self.num_evicted_blocks += self.index.evict(blocks)
-        if self.index.detached:
-            self.requeue_detached()
+        self.requeue_detached()
         return blocks
 
     def touch(self, blocks: Items[KVCacheBlock]) -> None:
@@ -109,8 +111,7 @@ class BlockPool:
         """Stop caching `blocks` and everything below them; the free ones are reused next. O(blocks + those below)."""
         for block in blocks:
             self.index.forget(block, cause)
-        if self.index.detached:
-            self.requeue_detached()
+        self.requeue_detached()
 
     def release_table(self, blocks: Items[KVCacheBlock], num_cached: int = 0, giver: Sequence | None = None) -> None:
         """Remove an owner from each block of a table or a part of it. Those without another owner become free.
@@ -129,8 +130,7 @@ class BlockPool:
             self.queue.release_table(blocks, 0 if self.detached else num_cached)
         if self.index.num_duplicates:
             blocks = drop_duplicates(self.index, self.queue, blocks)
-            if self.index.detached:
-                self.requeue_detached()
+            self.requeue_detached()
         if self.detached or self.index.watchers:
             self._note_released(blocks[::-1], giver)
 
@@ -139,12 +139,21 @@ class BlockPool:
 
         An abort detaches the blocks that weren't written, and those below them.
         """
+        if self.index.detached:
+            self.queue.move_to_front(self.pop_detached())
+
+    def pop_detached(self) -> list[KVCacheBlock]:
+        """Take note of the blocks that were detached. Returns the free ones, by id, which the caller moves or takes.
+
+        O(blocks detached).
+        """
         detached, self.index.detached = self.index.detached, []
         if self.chooser is not None:
             self.chooser.note_detached(detached)
         free = [block for block in detached if not block.ref_cnt]
-        self.detached.update([block for block in detached if block.ref_cnt])
-        self.queue.move_to_front(sorted(free, key=_block_id))
+        if len(free) < len(detached):
+            self.detached.update([block for block in detached if block.ref_cnt])
+        return sorted(free, key=_BLOCK_ID)
 
     def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
         """Raise AssertionError unless each block has the owners that `tables`, all block tables, give it. O(pool)."""
@@ -187,8 +196,7 @@ def drop_duplicates(index: PrefixIndex, queue: FreeBlockQueue, table: Items[KVCa
     Where the block that hits get is free, it is renewed: it takes the duplicate's place in the queue. Returns the table
     with renewed blocks behind their duplicates. The caller requeues what was detached. O(blocks).
     """
-    released: list[KVCacheBlock] = []
-    renewed: list[KVCacheBlock] = []
+    released, renewed = list[KVCacheBlock](), list[KVCacheBlock]()
     for block in table:
         released.append(block)
         first = None if block.ref_cnt else index.drop_duplicate(block)
@@ -200,7 +208,3 @@ def drop_duplicates(index: PrefixIndex, queue: FreeBlockQueue, table: Items[KVCa
         for watcher in index.watchers:
             watcher.note_renewed(renewed)
     return released
-
-
-def _block_id(block: KVCacheBlock) -> int:
-    return block.block_id

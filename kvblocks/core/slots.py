@@ -47,7 +47,7 @@ class SlotAllocator:
     alignment: the largest block size of a group; every hit is a multiple of it. primary_group: the number of the group
     whose table is `Sequence.blocks`; None: there is none. last_refusal: why the last call that returned None did so.
     num_limited_tokens: tokens that the primary group had cached for starting sequences, and another group had not.
-    num_started: how many calls have begun a sequence.
+    num_started: how many calls have begun a sequence. num_queries and so on: as in `CacheStats`; the manager counts.
     """
 
     def __init__(self, pool: BlockPool, change: Change) -> None:
@@ -63,6 +63,7 @@ class SlotAllocator:
         self.primary_group: int | None = 0
         self.last_refusal: Refusal | None = None
         self.num_taken_blocks = self.num_limited_tokens = self.num_started = 0
+        self.num_queries = self.num_hits = self.num_queried_tokens = self.num_hit_tokens = 0
         self.copies: list[tuple[int, int, int]] = []
 
     def find_hit(self, sequence: Sequence, matched: list[KVCacheBlock], source: HitSource) -> CacheHit:
@@ -459,8 +460,7 @@ class SlotAllocator:
     def _digests_ahead(self, sequence: Sequence, end: int) -> Digests | None:
         if not self._index.needs_digests or sequence.delayed_from is not None or sequence.lost_from is not None:
             return None
-        num_held = sequence.num_cached_blocks
-        return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, num_held, end)
+        return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, sequence.num_cached_blocks, end)
 
     def _digests_of_step(
         self, sequences: list[Sequence], at_boundary: list[Sequence]

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from kvblocks.arguments import wrong
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
@@ -83,7 +84,7 @@ class Intake:
         most = options.max_tokens
         if most is None:
             most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
-        request = Request(sequence, most, stop_token_ids, priority=options.priority)
+        request = Request(sequence, most, stop_token_ids, priority=options.priority, name_stop=options.name_stop)
         if options.prompt_logprobs is not None and sequence.num_tokens > 1:
             request.max_hit_tokens = 0
         if self._scheduler.remembered is not None and options.is_plainly_greedy:
@@ -91,7 +92,11 @@ class Intake:
         largest = max(sequence.token_ids())
         if largest >= vocab_size:
             raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")
+        if max(options.marks, default=0) > sequence.num_tokens:
+            raise wrong("marks", f"numbers of tokens up to the prompt's {sequence.num_tokens}", options.marks)
         self._scheduler.check_fits(request)
+        for mark in options.marks if self._model.config.has_states else ():
+            self._scheduler.manager.states.mark(sequence, mark)
         return request
 
     def _encode(self, prompt: Any) -> Any:

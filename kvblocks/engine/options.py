@@ -1,6 +1,6 @@
 """The options of `generate`, `stream` and `submit`."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -38,8 +38,10 @@ class OptionValues(TypedDict, total=False):
     grammar: Grammar | None
     logit_bias: Mapping[int, float] | None
     priority: int
+    marks: tuple[int, ...] | list[int]
     salt: str | None
     session: Hashable
+    name_stop: Callable[[list[int]], str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,13 @@ class GenerationOptions:
     logit_bias: numbers that are added to the logits of tokens before each draw, after penalties. At most MAX_BIASED of
     them, from -100 to 100.
     priority: of waiting prompts with the same salt, those with a smaller number are admitted first.
+    marks: where later prompts will probably part from the prompt, in tokens from its first, such as the end of a system
+    prompt. A model with recurrent states saves its state there, too; of no effect on other models.
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
+    name_stop: for a session's answer that ends by "stop": given its tokens without the stop token, it returns the
+    reason to report instead, such as "tool_calls". It must not raise. None: "stop".
 
     Raises InvalidArgumentError. `SamplingParams` checks the parameters of sampling, `kvblocks.Sequence` checks salt and
     session.
@@ -103,8 +109,10 @@ class GenerationOptions:
     grammar: Grammar | None = None
     logit_bias: Mapping[int, float] | None = None
     priority: int = 0
+    marks: tuple[int, ...] | list[int] = ()
     salt: str | None = None
     session: Hashable = None
+    name_stop: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)
@@ -122,10 +130,11 @@ class GenerationOptions:
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
             raise InvalidArgumentError(f"stop: expected a non-empty str, or a list of them, got {stops!r}")
-        ids: Any = self.stop_token_ids
-        numbers = [as_int(index) for index in ids] if isinstance(ids, tuple | list) else [None]
-        if not all(number is not None and number >= 0 for number in numbers):
-            raise wrong("stop_token_ids", "a list of token ids", ids)
+        namer: Any = self.name_stop
+        if namer is not None and not callable(namer):
+            raise wrong("name_stop", "None or a function", namer)
+        _check_numbers("stop_token_ids", "a list of token ids", self.stop_token_ids, 0)
+        _check_numbers("marks", "a list of numbers of tokens, at least 1", self.marks, 1)
         if not is_a(self.skip_special_tokens, bool):
             raise wrong("skip_special_tokens", "True or False", self.skip_special_tokens)
         most = check_count("min_tokens", self.min_tokens, 0) if self.max_tokens is None else self.max_tokens
@@ -170,3 +179,9 @@ class GenerationOptions:
     def stops(self) -> tuple[str, ...]:
         """The stop strings. O(1)."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_numbers(name: str, expected: str, given: Any, least: int) -> None:
+    numbers = [as_int(item) for item in given] if isinstance(given, tuple | list) else [None]
+    if not all(number is not None and number >= least for number in numbers):
+        raise wrong(name, expected, given)

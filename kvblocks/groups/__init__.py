@@ -6,7 +6,7 @@ The other modules extend the core: `index` keeps the attached blocks, `anchors` 
 for several groups what the core does for one. `states` has layers that keep one state a sequence.
 """
 
-from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow
+from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow, kind_of_layers
 from kvblocks.groups.states.copies import StateCopy
 from kvblocks.groups.states.in_place import StateInPlace
 from kvblocks.groups.states.kind import RecurrentState
@@ -20,4 +20,5 @@ __all__ = [
     "SlidingWindow",
     "StateCopy",
     "StateInPlace",
+    "kind_of_layers",
 ]

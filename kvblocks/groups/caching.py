@@ -2,7 +2,7 @@
 
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.tables import tables_of
+from kvblocks.groups.tables import GapTable, tables_of
 
 
 def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> None:
@@ -17,9 +17,10 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
         size = side_group.block_size
         if not side_group.kind.is_cached:
             continue
+        ends = table.ends if isinstance(table, GapTable) else None
         for number in range(max(num_dead, first * primary_size // size), end // size):
             block = blocks[number - num_dead]
-            if block.run is not None or not table.may_attach(number):
+            if block.run is not None or (ends is not None and number not in ends):
                 continue
             next_end = -(-(number + 1) * size // alignment) * alignment
             if side_group.kind.first_needed(next_end - 1) > number:

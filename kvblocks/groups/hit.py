@@ -14,6 +14,7 @@ from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.caching import find_blocks
 from kvblocks.core.hit import CacheHit, HitSource
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex, Row, removal_key
@@ -48,10 +49,11 @@ class GroupHit(CacheHit):
     """A `CacheHit` of several groups.
 
     tables: its blocks of the side groups. checkpoint: at its end, None if it needs none. A sequence that starts with a
-    checkpoint owns its blocks until the engine has taken the copy to the sequence's slot.
+    checkpoint owns its blocks until the engine has taken the copy to the sequence's slot. num_tier_tokens: tokens that
+    the primary group has in a tier, from the sequence's first on, as far as tiers were looked up for this hit.
     """
 
-    __slots__ = ("checkpoint", "group_index", "num_matched", "tables")
+    __slots__ = ("checkpoint", "group_index", "num_matched", "num_tier_tokens", "tables")
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class GroupHit(CacheHit):
         self.group_index = index
         self.num_matched = num_matched
         self.tables = tables
+        self.num_tier_tokens = 0
         self.checkpoint: Checkpoint | None = None
         if blocks and index.checkpoints is not None:
             self.checkpoint = index.checkpoints.at(blocks[-1])
@@ -91,9 +94,13 @@ class GroupHit(CacheHit):
         return [*self.blocks] if number == layout.primary else []
 
     def _cut_to(self, num_blocks: int) -> CacheHit:
-        """Return a hit of at most the first `num_blocks` blocks, fewer than this one has."""
-        num_tokens = self.sequence.num_tokens
-        hit = longest_hit(self.group_index, self.sequence, self.blocks[:num_blocks], num_tokens, self.source)
+        """Return a hit of at most the first `num_blocks` blocks, fewer than this one has, and still cached."""
+        index, sequence, held = self.group_index, self.sequence, self.blocks[:num_blocks]
+        if self.version != index.version:  # some of them may be cached no more, or hold another prefix
+            found = find_blocks(index, sequence, num_blocks * index.block_size)
+            pairs = enumerate(zip(held, found, strict=False))
+            held = held[: next((at for at, (block, now) in pairs if block is not now), len(found))]
+        hit = longest_hit(index, sequence, held, sequence.num_tokens, self.source)
         hit.version = self.version
         return hit
 

@@ -131,7 +131,7 @@ class GroupIndex(PrefixIndex):
         log.append(
             BlockStored(
                 *((name,), parent, tokens, size, keys, group, ids, salt, lora),
-                *(kind.event_kind, kind.event_window, log.medium, sequence_id),
+                *(kind.event_kind, kind.window_tokens, log.medium, sequence_id),
             )
         )
 
@@ -163,7 +163,7 @@ class GroupIndex(PrefixIndex):
                 (),
                 group,
                 tuple([block.block_id for block in checkpoint.blocks]),
-                *(salt, lora, kind.event_kind, kind.event_window, log.medium, sequence_id),
+                *(salt, lora, kind.event_kind, kind.window_tokens, log.medium, sequence_id),
             )
         )
 
@@ -188,8 +188,13 @@ class GroupIndex(PrefixIndex):
         return num_cached_before - self.num_cached_blocks
 
     def evict_one(self, block: KVCacheBlock) -> int:
-        """`evict` of one block."""
-        return self.evict([block])
+        """`evict` of one block, which is cached, and of what that detaches."""
+        num_cached_before = self.num_cached_blocks
+        if self._drops(block):
+            self._note_drop("evicted")
+        else:
+            super().evict_one(block)
+        return num_cached_before - self.num_cached_blocks
 
     def num_bare(self, first: KVCacheBlock | None, most: int) -> int:
         """Return how many queued blocks, from `first` on, are the last ones of a run, the last one first.
@@ -202,9 +207,8 @@ class GroupIndex(PrefixIndex):
             return 0
         if run in self._rows:
             return 0
-        checkpoints = {} if self.checkpoints is None else self.checkpoints.in_run(run)
-        most = min(most, len(run.blocks) - 1 - max(checkpoints, default=-1))
         block, number = first, 0
+        most = min(most, len(run.blocks) - (0 if self.checkpoints is None else self.checkpoints.num_with_last(run)))
         while number < most and block is run.blocks[-1 - number]:
             block = block.next_free_block
             number += 1
@@ -212,13 +216,11 @@ class GroupIndex(PrefixIndex):
 
     def evict_bare(self, blocks: list[KVCacheBlock]) -> int:
         """`evict` of blocks that `num_bare` counted, all at once. O(blocks)."""
-        return super().evict(blocks)
-
-    def evict_checkpoint(self, checkpoint: Checkpoint) -> int:
-        """Stop caching a checkpoint whose blocks are all about to be reused. Returns their number, O(which)."""
-        self._let_checkpoint_go(checkpoint)
-        self._note_drop("evicted")
-        return len(checkpoint.blocks)
+        run = blocks[0].run
+        assert run is not None, f"{blocks[0]}: isn't cached"
+        self.version += 1
+        super()._cut_end(run, len(run.blocks) - len(blocks))
+        return len(blocks)
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
         """Stop caching `block`. Attached blocks stop, too, since perhaps they weren't written either."""
@@ -290,11 +292,12 @@ class GroupIndex(PrefixIndex):
 
     def _detach(self, run: Run, first: int, end: int) -> None:
         """Detach the blocks that are attached to positions first to end - 1 of a run, last first. O(positions)."""
-        if self.checkpoints is not None:
-            for position, checkpoint in sorted(self.checkpoints.in_run(run).items(), key=_position, reverse=True):
-                if first <= position < end:
-                    self._let_checkpoint_go(checkpoint)
-                    self.detached += checkpoint.blocks
+        found = None if self.checkpoints is None else self.checkpoints.in_run(run)
+        if found:
+            for position in sorted([position for position in found if first <= position < end], reverse=True):
+                checkpoint = found[position]
+                self._let_checkpoint_go(checkpoint)
+                self.detached += checkpoint.blocks
         rows = self._rows.get(run)
         if rows is None:
             return
@@ -309,15 +312,17 @@ class GroupIndex(PrefixIndex):
 
         The other blocks of a checkpoint are detached.
         """
-        row = self.row(block)
-        if row is not None and block in row:
-            self._let_go(block)
-            return True
+        if self._rows:
+            row = self.row(block)
+            if row is not None and block in row:
+                self._let_go(block)
+                return True
         checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)
         if checkpoint is None:
             return False
         self._let_checkpoint_go(checkpoint)
-        self.detached += [other for other in checkpoint.blocks if other is not block]
+        others = checkpoint.blocks
+        self.detached += others[:-1] if others[-1] is block else [other for other in others if other is not block]
         return True
 
     def _let_checkpoint_go(self, checkpoint: Checkpoint) -> None:
@@ -375,10 +380,6 @@ class GroupIndex(PrefixIndex):
         """Return the `name` of a group's block `number`. chain: the cached primary blocks of its prefix. O(1)."""
         position, column = side_group.home(number)
         return self.name(chain[position], side_group, column)
-
-
-def _position(item: tuple[int, Checkpoint]) -> int:
-    return item[0]
 
 
 def removal_key(group: int, name: bytes) -> bytes:

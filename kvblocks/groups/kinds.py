@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import SupportsIndex
 
-from kvblocks.arguments import check_count, check_flag
+from kvblocks.arguments import check_count, check_flag, shown
 from kvblocks.errors import InvalidArgumentError
 
 MOST_TOKENS = 1 << 62
@@ -47,8 +47,13 @@ class Group(ABC):
         """What events call the kind, in vLLM's words."""
 
     @property
-    def event_window(self) -> int | None:
-        """What events give as the window, in tokens; None for kinds without one."""
+    def window_tokens(self) -> int | None:
+        """Tokens of its window, as events and kernels take it; None for kinds without one."""
+        return None
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of its chunks, as kernels take it; None for kinds without chunks."""
         return None
 
     @property
@@ -184,7 +189,7 @@ class SlidingWindow(Group):
         return "sliding_window"
 
     @property
-    def event_window(self) -> int | None:
+    def window_tokens(self) -> int | None:
         """The window."""
         return self.window
 
@@ -232,6 +237,11 @@ class ChunkedLocal(Group):
     def event_kind(self) -> str:
         """As in `Group`."""
         return "chunked_local_attention"
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The size of its chunks."""
+        return self.chunk_size
 
     def first_seen(self, position: int) -> int:
         """As in `Group`. Only for the manager."""
@@ -298,3 +308,19 @@ class Scratch(Group):
 
     def __repr__(self) -> str:
         return "Scratch()"
+
+
+def kind_of_layers(
+    block_size: SupportsIndex, window: SupportsIndex | None = None, chunk_size: SupportsIndex | None = None
+) -> Group:
+    """Return the kind of layers that a model's config describes by the tokens that they see.
+
+    window: as in `SlidingWindow`. chunk_size: as in `ChunkedLocal`. None: they have none; without either they see all.
+    Raises InvalidArgumentError, also if both are given. O(1).
+    """
+    size = check_count("block_size", block_size, 1)
+    if window is not None and chunk_size is not None:
+        raise InvalidArgumentError(f"expected a window or a chunk_size, got {shown(window)} and {shown(chunk_size)}")
+    if window is not None:
+        return SlidingWindow(size, check_count("window", window, 1))
+    return FullAttention(size) if chunk_size is None else ChunkedLocal(size, check_count("chunk_size", chunk_size, 1))

@@ -21,15 +21,17 @@ class SideGroup:
 
     group: its number. kind: the group as the engine described it. A block of it is attached to the primary block that
     contains its last token, in one of the columns first_column to first_column + num_columns - 1 of that block's row.
-    It has several columns if its blocks are smaller, and none if the kind isn't cached. Read-only.
+    It has several columns if its blocks are smaller, and none if the kind isn't cached. has_gaps: as the kind says.
+    Read-only.
     """
 
-    __slots__ = ("block_size", "first_column", "group", "kind", "num_columns", "primary_size")
+    __slots__ = ("block_size", "first_column", "group", "has_gaps", "kind", "num_columns", "primary_size")
 
     def __init__(self, group: int, kind: Group, primary_size: int, first_column: int) -> None:
         self.group = group
         self.kind = kind
         self.block_size = kind.block_size
+        self.has_gaps = kind.has_gaps
         self.primary_size = primary_size
         self.first_column = first_column
         self.num_columns = max(1, primary_size // kind.block_size) if kind.is_cached else 0

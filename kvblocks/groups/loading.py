@@ -36,6 +36,7 @@ class LoadingHit(GroupHit):
             super().__init__(hit.sequence, hit.blocks, hit.tables, hit.num_matched, index, hit.source)
             self.version = hit.version
             self.checkpoint = hit.checkpoint
+            self.num_tier_tokens = hit.num_tier_tokens
         self.more = held[len(self.blocks) :]
         self.mixed: Mixed = []
         self.end = 0

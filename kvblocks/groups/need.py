@@ -6,7 +6,7 @@ Tables are numbered as in `GroupTables.tables`; the sequence's primary table, wh
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.steps import leaves
-from kvblocks.groups.tables import EMPTY, GroupTables
+from kvblocks.groups.tables import GroupTables
 
 
 class Need:
@@ -29,7 +29,7 @@ class Need:
         self.missing: list[int] = []
         for table in tables.tables:
             lacking = -(-num_slots // table.side_group.block_size) - table.num_dead - len(table.blocks)
-            self.missing.append(max(0, lacking) if lacking < 2 or not table.side_group.kind.has_gaps else 1)
+            self.missing.append(max(0, lacking) if lacking < 2 or not table.side_group.has_gaps else 1)
         lacking = -(-num_slots // block_size) - len(sequence.blocks)
         self.missing.append(max(0, lacking))
         self.shared: list[int | None] = [None] * len(self.missing)
@@ -64,10 +64,10 @@ class Need:
         return sum(self.missing[:num_tables]) + num_tables - self.shared[:num_tables].count(None)
 
     def leaving(self) -> list[KVCacheBlock]:
-        """Return the blocks that the sequence releases, since they left a window. O(blocks)."""
+        """Return the blocks that the sequence releases, since they left a window, `EMPTY` for each gap. O(blocks)."""
         leaving: list[KVCacheBlock] = []
         for table, num_passed in zip(self.tables.tables, self.passed, strict=False):
-            leaving += [block for block in table.blocks[:num_passed] if block is not EMPTY]
+            leaving += table.blocks[:num_passed]
         return leaving
 
 

@@ -67,12 +67,17 @@ class GroupPins(Pins):
             )
 
     def _count_wanted(self, pin: Pin) -> None:
-        num_wanted = 0 if self._group_pool.anchors is not None else pin.num_blocks
+        num_wanted = 0
         for side_group in self._group_index.layout.side_groups:
             first, end = side_group.kind.needed_blocks(self._end(pin), self._end(pin))
             num_wanted += end - first
         kind = self._group_index.layout.state_kind
-        pin.num_wanted_blocks = num_wanted + (0 if kind is None or not self._end(pin) else kind.checkpoint_blocks)
+        pin.num_wanted_attached_blocks = num_wanted + (
+            0 if kind is None or not self._end(pin) else kind.checkpoint_blocks
+        )
+        pin.num_wanted_blocks = pin.num_wanted_attached_blocks
+        if self._group_pool.anchors is None:
+            pin.num_wanted_blocks += pin.num_blocks
 
     def _end(self, pin: Pin) -> int:
         """Return the longest hit, in tokens, that a pin can serve: its prefix down to a multiple of the alignment."""
@@ -80,8 +85,7 @@ class GroupPins(Pins):
         return pin.num_blocks * self._group_index.block_size // alignment * alignment
 
     def _lacks(self, pin: Pin) -> bool:
-        num_ours = 0 if self._group_pool.anchors is not None else pin.num_blocks
-        return super()._lacks(pin) or (not pin.attached_blocks and pin.num_wanted_blocks > num_ours)
+        return super()._lacks(pin) or (not pin.attached_blocks and pin.num_wanted_attached_blocks > 0)
 
     def _extend(self, pin: Pin) -> None:
         super()._extend(pin)

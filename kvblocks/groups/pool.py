@@ -15,6 +15,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.errors import PoolExhaustedError
 from kvblocks.groups.anchors import AnchorBlocks
 from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.queue import GroupQueue
 
 
 class GroupPool(BlockPool):
@@ -44,19 +45,32 @@ class GroupPool(BlockPool):
             raise PoolExhaustedError(f"expected 0 to {self.queue.num_free_blocks} blocks to take, got {num_blocks}")
         taken: list[KVCacheBlock] = []
         while len(taken) < num_blocks:
-            if not self.index.watchers:
-                taken += self.queue.popleft_empty(num_blocks - len(taken))
+            if self.index.watchers:
+                taken.append(self.take_one())
+                continue
+            taken += self.queue.popleft_empty(num_blocks - len(taken))
             if len(taken) < num_blocks:
                 taken += self._take_cached(num_blocks - len(taken))
         return taken
 
     def _take_cached(self, most: int) -> list[KVCacheBlock]:
-        """Take the first block; or the first ones, at most so many, if evicting them together comes to the same."""
-        number = 0 if self.index.watchers else self.group_index.num_bare(self.queue.first, most)
-        if number < 2:
-            return [self.take_one()]
-        blocks = [self.queue.popleft() for _ in range(number)]
-        self.num_evicted_blocks += self.group_index.evict_bare(blocks)
+        """Take the first block, and those that evicting it detaches; or the first ones, if that comes to the same.
+
+        At most `most`. Nobody watches.
+        """
+        number = self.group_index.num_bare(self.queue.first, most)
+        if number:
+            blocks = [self.queue.popleft() for _ in range(number)]
+            self.num_evicted_blocks += self.group_index.evict_bare(blocks)
+            return blocks
+        blocks = [self.queue.popleft()]
+        self.num_evicted_blocks += self.index.evict_one(blocks[0])
+        if self.index.detached:
+            detached = self.pop_detached()
+            self.queue.move_to_front(detached[most - 1 :])
+            del detached[most - 1 :]
+            self.queue.touch(detached)
+            blocks += detached
         return blocks
 
     def take_anchors(self, num_anchors: int) -> list[KVCacheBlock]:
@@ -77,8 +91,7 @@ class GroupPool(BlockPool):
         """`BlockPool.release_table`. Either all of `blocks` are anchors or none is. O(blocks)."""
         if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
             self.anchors.release(blocks)
-            if self.index.detached:
-                self.requeue_detached()
+            self.requeue_detached()
         else:
             super().release_table(blocks, num_cached, giver)
 
@@ -97,12 +110,12 @@ class GroupPool(BlockPool):
             watcher.note_released(empty)
             watcher.note_passed(passed)
 
-    def requeue_detached(self) -> None:
-        """`BlockPool.requeue_detached`, for anchors, too. O(blocks detached)."""
+    def pop_detached(self) -> list[KVCacheBlock]:
+        """`BlockPool.pop_detached`; moves anchors to the front of their own queue. O(blocks detached)."""
         if self.anchors is not None:
             self.anchors.requeue([block for block in self.index.detached if self.is_anchor(block)])
             self.index.detached = [block for block in self.index.detached if not self.is_anchor(block)]
-        super().requeue_detached()
+        return super().pop_detached()
 
     def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
         """`BlockPool.check`, for anchors, too. O(pool + anchors)."""
@@ -117,4 +130,4 @@ class GroupPool(BlockPool):
             assert num_cached == expected, f"anchors: {num_cached} cached, {expected} found"
 
     def _make_queue(self) -> FreeBlockQueue:
-        return FreeBlockQueue(self.blocks, has_windows=True)
+        return GroupQueue(self.blocks)

@@ -183,7 +183,8 @@ class GroupSlots(SlotAllocator):
             self._fill(need, indices[need.sequence], changes)
         for sequence in at_boundary:
             self._count(sequence, sequence.num_computed_tokens)
-            tables_of(sequence).note_end(sequence.num_computed_tokens)
+            if self._layout.has_gaps:
+                tables_of(sequence).note_end(sequence.num_computed_tokens)
             self._cache(sequence, digests[sequence])
         return changes
 
@@ -245,7 +246,7 @@ class GroupSlots(SlotAllocator):
         num_missing = 0
         for side_group, (first, blocks) in zip(self._layout.side_groups, tables, strict=True):
             lacking = max(0, -(-num_slots // side_group.block_size) - first - len(blocks))
-            num_missing += min(1, lacking) if side_group.kind.has_gaps else lacking
+            num_missing += min(1, lacking) if side_group.has_gaps else lacking
             num_missing += sum([block.ref_cnt == 0 for block in blocks])
         if self._group_pool.anchors is not None:
             return num_missing
@@ -293,7 +294,7 @@ class GroupSlots(SlotAllocator):
             for blocks in tables.end_loads():
                 self.pool.release_table(blocks, 0, sequence)
         for table in tables.tables:
-            self.pool.release_table(table.held, 0, sequence)
+            self.pool.release_table(table.held if self._layout.has_gaps else table.blocks, 0, sequence)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         return num_tokens % self.alignment != 0 or self._layout.has_scratch
@@ -341,7 +342,8 @@ class GroupSlots(SlotAllocator):
         """Give a sequence the blocks that it needs, and cache those that its first `end` tokens fill."""
         blocks = self._fill(need, 0, [])
         self._count(need.sequence, end)
-        need.tables.note_end(need.num_slots)
+        if self._layout.has_gaps:
+            need.tables.note_end(need.num_slots)
         self._cache(need.sequence, digests)
         return blocks
 
@@ -401,7 +403,7 @@ class GroupSlots(SlotAllocator):
             indices.append(shared)
             blocks = blocks[1:]
         if table is not None and blocks:
-            if table.side_group.kind.has_gaps:
+            if table.side_group.has_gaps:
                 last = -(-need.num_slots // table.side_group.block_size) - 1
                 table.extend([EMPTY] * (last - end))
                 end = last

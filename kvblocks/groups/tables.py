@@ -85,19 +85,12 @@ class GroupTable:
         """The blocks that the sequence owns for this table. Don't change the list. O(live entries)."""
         return self.blocks
 
-    def note_end(self, num_slots: int) -> None:
-        """Take note that a call made room for so many tokens in all. O(1)."""
-
-    def may_attach(self, index: int) -> bool:  # noqa: ARG002  # a block that is full can be attached
-        """Whether a full block at the index of a live entry may be cached. O(1)."""
-        return True
-
 
 class GapTable(GroupTable):
     """The table of a group whose layers keep a state in place: its blocks are where calls ended.
 
-    ends: the indices of blocks that hold the state behind their last token, since a call ended there. end: behind how
-    many tokens the state of the last call is.
+    ends: the indices of blocks that hold the state behind their last token, since a call ended there; of the full ones,
+    only these may be cached. end: behind how many tokens the state of the last call is.
     """
 
     __slots__ = ("end", "ends")
@@ -111,7 +104,7 @@ class GapTable(GroupTable):
         """As `GroupTable.begin`."""
         super().begin(num_dead, blocks)
         self.end = 0
-        self.ends = set()
+        self.ends = {num_dead + len(blocks) - 1} if blocks else set()  # a hit's block has the state behind the hit
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
         """As `GroupTable.drop_first`, with `EMPTY` for entries without a block."""
@@ -128,15 +121,11 @@ class GapTable(GroupTable):
         return [block for block in self.blocks if block is not EMPTY]
 
     def note_end(self, num_slots: int) -> None:
-        """As `GroupTable.note_end`. The state is behind these tokens, unless the table has a later block for it."""
+        """Take note that a call made room for so many tokens. The state is behind them, or in a later block. O(1)."""
         index, rest = divmod(num_slots, self.side_group.block_size)
         self.end = max(self.end, num_slots)
         if not rest and num_slots == self.end:
             self.ends.add(index - 1)
-
-    def may_attach(self, index: int) -> bool:
-        """Whether the entry has a block, and that block the state behind its last token. O(1)."""
-        return index in self.ends
 
 
 class GroupTables(SideTables):
@@ -155,7 +144,7 @@ class GroupTables(SideTables):
         self.num_groups = len(layout.groups)
         self.has_primary = layout.primary is not None
         self.landmarks = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
-        self.tables = [_make_table(side_group) for side_group in layout.side_groups]
+        self.tables = [GapTable(group) if group.has_gaps else GroupTable(group) for group in layout.side_groups]
         self.new_blocks = [[] for _ in layout.groups]
         self.fallback: Fallback | None = None
         self.live_state: LiveState | None = None
@@ -171,9 +160,9 @@ class GroupTables(SideTables):
                 table.first_token = table.side_group.kind.first_seen(position)
 
     def note_end(self, num_slots: int) -> None:
-        """Take note that a call made room for so many tokens in all. O(groups)."""
-        if self.layout.has_gaps:
-            for table in self.tables:
+        """Take note that a call made room for so many tokens in all, where a table has gaps. O(groups)."""
+        for table in self.tables:
+            if isinstance(table, GapTable):
                 table.note_end(num_slots)
 
     def owned(self) -> Iterator[tuple[SideGroup, int, KVCacheBlock]]:
@@ -211,7 +200,7 @@ class GroupTables(SideTables):
         if number == len(self.tables):
             return None
         table = self.tables[number]
-        if table.side_group.kind.has_gaps:
+        if table.side_group.has_gaps:
             return [*[None] * table.num_dead, *[None if block is EMPTY else block for block in table.blocks]]
         return [*[None] * table.num_dead, *table.blocks]
 
@@ -257,10 +246,6 @@ class GroupTables(SideTables):
             if side_group.kind.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
                 return True
         return False
-
-
-def _make_table(side_group: SideGroup) -> GroupTable:
-    return GapTable(side_group) if side_group.kind.has_gaps else GroupTable(side_group)
 
 
 def tables_of(sequence: Sequence) -> GroupTables:

@@ -6,8 +6,9 @@ writes one file, kvblocks_auto.pth, beside the installed packages of this interp
 looks at the environment variable KVBLOCKS_AUTO. If that names integrations, separated by commas, each is put under its
 engine as soon as the engine's module is imported. `disable` removes the file. Without the variable nothing happens.
 
-An engine that the integration doesn't support stays as it is, with a warning. vLLM is not among them: it is told by its
-own option `--scheduler-cls`, in each of its processes. mini-sglang isn't either, since its cache is chosen by name.
+An engine that the integration doesn't support stays as it is, with a warning. For mini-sglang, whose caches are chosen
+by name, it adds the name in each of its processes; `--cache-type kvblocks` chooses it. vLLM needs no such file: its own
+plug-ins are loaded in all of its processes, and `vllm_plugin`, which is one, looks at the variable.
 """
 
 import os
@@ -23,10 +24,12 @@ from typing import Any
 VARIABLE = "KVBLOCKS_AUTO"
 # By name: the module of the engine whose import it waits for.
 INTEGRATIONS = {
+    "mini_sglang": "minisgl.kvcache",
     "mlx_lm": "mlx_lm.models.cache",
     "nano_vllm": "nanovllm.engine.scheduler",
     "transformers": "transformers.generation.continuous_batching.continuous_api",
 }
+KNOWN = (*INTEGRATIONS, "vllm")
 _FILE = "kvblocks_auto.pth"
 _LINE = (
     f"import os; os.environ.get({VARIABLE!r}) and __import__('kvblocks.integrations.auto').integrations.auto.start()\n"
@@ -48,8 +51,13 @@ class _Installing(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the module's own loader; then install. A failure is a warning."""
+        """As the module's own loader; then install. A failure is a warning.
+
+        A program that has imported the integration itself is left alone: it has a line of its own.
+        """
         self._loader.exec_module(module)
+        if f"kvblocks.integrations.{self._name}" in sys.modules:
+            return
         try:
             install(self._name)
         except Exception as error:  # noqa: BLE001  # the engine goes on without us, whatever it is
@@ -76,8 +84,12 @@ class _Finder(MetaPathFinder):
 
 
 def install(name: str) -> None:
-    """Call the `install` of an integration, with its defaults. Raises what that raises."""
-    if name == "mlx_lm":
+    """Call the `install` of an integration, with its defaults, or its `register`. Raises what that raises."""
+    if name == "mini_sglang":
+        from kvblocks.integrations import mini_sglang
+
+        mini_sglang.register()
+    elif name == "mlx_lm":
         from kvblocks.integrations import mlx_lm
 
         mlx_lm.install()
@@ -91,12 +103,17 @@ def install(name: str) -> None:
         transformers.install()
 
 
+def wanted() -> list[str]:
+    """Return the names in the environment variable."""
+    return [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+
+
 def start() -> None:
     """Wait for the engines that the environment variable names. Warns of an unknown name."""
-    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
-    unknown = [name for name in names if name not in INTEGRATIONS]
+    names = wanted()
+    unknown = [name for name in names if name not in KNOWN]
     if unknown:
-        warnings.warn(f"{VARIABLE}: expected some of {', '.join(INTEGRATIONS)}, got {', '.join(unknown)}", stacklevel=2)
+        warnings.warn(f"{VARIABLE}: expected some of {', '.join(KNOWN)}, got {', '.join(unknown)}", stacklevel=2)
     awaited = {INTEGRATIONS[name]: name for name in names if name in INTEGRATIONS}
     if awaited:
         sys.meta_path.insert(0, _Finder(awaited))
@@ -107,7 +124,7 @@ def main(arguments: list[str]) -> int:
     path = Path(sysconfig.get_path("purelib")) / _FILE
     if arguments == ["enable"]:
         path.write_text(_LINE, encoding="utf-8")
-        print(f"{path}: written. {VARIABLE}={next(iter(INTEGRATIONS))} now takes effect.")  # noqa: T201
+        print(f"{path}: written. {VARIABLE}=… now takes effect, with: {', '.join(KNOWN)}")  # noqa: T201
     elif arguments == ["disable"]:
         path.unlink(missing_ok=True)
         print(f"{path}: removed, or not there")  # noqa: T201

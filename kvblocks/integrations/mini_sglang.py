@@ -199,7 +199,8 @@ def register(name: str = NAME) -> None:
     """
     check_mini_sglang()
     types = kvcache.SUPPORTED_CACHE_MANAGER
-    if name not in types.supported_names() or types[name] is not KVBlocksPrefixCache:
+    ours = KVBlocksPrefixCache.__qualname__  # there are two such classes where this module is the program, too
+    if name not in types.supported_names() or getattr(types[name], "__qualname__", None) != ours:
         types.register(name)(KVBlocksPrefixCache)
 
 

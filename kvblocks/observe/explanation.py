@@ -28,13 +28,28 @@ MissCause = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class LostBlock:
+    """The first block of a prompt that neither the device nor a tier has, though tiers have some before it.
+
+    block: its index. removal: its last one. num_blocks_since: how many blocks were taken from the pool since then.
+    """
+
+    block: int
+    removal: Removal
+    num_blocks_since: int
+
+    def __str__(self) -> str:
+        return f"block {self.block} is in no tier: it {_how(self.removal)} {_since(self.num_blocks_since)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
 
     cause: why the next block isn't found.
     - "no miss": there is no next block; all full blocks are cached.
-    - "evicted", "aborted", "reset", "dropped": it was cached, and removed: see `removal`. Since then `num_blocks_since`
-      blocks were taken from the pool.
+    - "evicted", "aborted", "reset", "dropped": it was cached, and removed: see `removal`, which is the last one. Where
+      tiers had it, too, that may be one from a tier. Since then `num_blocks_since` blocks were taken from the pool.
     - "other keys": it is cached under `their_keys` instead of `our_keys` (salt, LoRA, keys by position, as
       `decode_extra_keys` returns them). The keys differ first at block `keys_block`.
     - "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
@@ -47,7 +62,8 @@ class Explanation:
       checkpoint behind the tokens `missing_tokens`. `removal` is of the last checkpoint there that is remembered.
 
     Blocks are the primary group's. group: the group that limits the hit; None where there is only one. tiers: which
-    tokens behind the hit are in tiers, in order. has_state: whether a group keeps a state.
+    tokens behind the hit are in tiers, in order. behind_tiers: the block behind these, if it is known to have been
+    removed. has_state: whether a group keeps a state.
     """
 
     cause: MissCause
@@ -65,9 +81,11 @@ class Explanation:
     missing_tokens: tuple[int, int] | None = None
     tiers: tuple[TierPart, ...] = ()
     has_state: bool = False
+    behind_tiers: LostBlock | None = None
 
     def __str__(self) -> str:
-        return "; ".join([self._miss(), *map(str, self.tiers)])
+        behind = [] if self.behind_tiers is None else [str(self.behind_tiers)]
+        return "; ".join([self._miss(), *map(str, self.tiers), *behind])
 
     def _miss(self) -> str:
         found = f"{self.num_cached_blocks} of {self.num_full_blocks} full blocks are cached"
@@ -85,14 +103,7 @@ class Explanation:
             return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
         missed = f"{found}; block {max(self.num_cached_blocks, self.num_matched_blocks)} "
         if self.removal is not None and self.cause in get_args(RemovalCause):
-            by = "" if self.removal.sequence_id is None else f" for sequence {shown(self.removal.sequence_id)}"
-            how = {
-                "evicted": f"was evicted{by}",
-                "aborted": "was never computed: its step was aborted",
-                "reset": "was removed by a reset of the cache",
-                "dropped": "was removed from the cache on request",
-            }
-            return f"{missed}{how[self.cause]} {self._since()}"
+            return f"{missed}{_how(self.removal)} {_since(self.num_blocks_since)}"
         if self.cause == "other keys":
             theirs, ours = list(self.their_keys) or "no keys", list(self.our_keys) or "no keys"
             return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"
@@ -104,7 +115,7 @@ class Explanation:
         lacks = f"{self.num_matched_blocks} are in the primary one, but group {self.group} ({self.kind}) lacks"
         how = "as far as is remembered they were never cached"
         if self.removal is not None:
-            how = f"they were {self.removal.cause} {self._since()}"
+            how = f"they were {self.removal.cause}{_where(self.removal)} {_since(self.num_blocks_since)}"
         return f"{lacks} tokens {first} to {end - 1}; {how}"
 
     def _state_miss(self, first: int, end: int) -> str:
@@ -112,11 +123,27 @@ class Explanation:
         lacks += f" token {first}, where the hit ends" if first else " any of them"
         if self.removal is None:
             return f"{lacks}; as far as is remembered none was saved there"
-        return f"{lacks}; one was {self.removal.cause} {self._since()}"
+        return f"{lacks}; one was {self.removal.cause}{_where(self.removal)} {_since(self.num_blocks_since)}"
 
-    def _since(self) -> str:
-        blocks = "1 block" if self.num_blocks_since == 1 else f"{self.num_blocks_since} blocks"
-        return f"({blocks} taken from the pool since)"
+
+def _how(removal: Removal) -> str:
+    """What became of a block."""
+    by = "" if removal.sequence_id is None else f" for sequence {shown(removal.sequence_id)}"
+    how = {
+        "evicted": f"was evicted{_where(removal)}{by}",
+        "aborted": "was never computed: its step was aborted",
+        "reset": "was removed by a reset of the cache",
+        "dropped": "was removed from the cache on request",
+    }
+    return how[removal.cause]
+
+
+def _where(removal: Removal) -> str:
+    return "" if removal.tier is None else f" from {removal.tier!r}"
+
+
+def _since(num_blocks: int) -> str:
+    return f"({'1 block' if num_blocks == 1 else f'{num_blocks} blocks'} taken from the pool since)"
 
 
 def explain(
@@ -132,7 +159,24 @@ def explain(
     computed digests. O(runs + tokens + blocks cached for these tokens under any keys).
     """
     explanation = _explain_hit(index, slots, history, sequence)
-    return replace(explanation, tiers=tiers) if tiers else explanation
+    if not tiers:
+        return explanation
+    behind = None if history is None else _behind(index, history, sequence, tiers[-1].end_token // index.block_size)
+    return replace(explanation, tiers=tiers, behind_tiers=behind)
+
+
+def _behind(index: PrefixIndex, history: RemovalHistory, sequence: Sequence, block: int) -> LostBlock | None:
+    """Return what is known of the first block that neither device nor tiers have. O(tokens that tiers have).
+
+    None if tiers have all: they aren't asked for the block of the last token, which is computed again.
+    """
+    if block >= (sequence.num_tokens - 1) // index.block_size:
+        return None
+    blocks = find_blocks(index, sequence)
+    node, keys = blocks[-1].node if blocks else ROOT, sequence.encoded_keys(index.block_size) or {}
+    digests = index.digests(node, sequence.packed_tokens(), keys, min(len(blocks), block), block + 1)
+    removal = history.find(bytes(digests[-index.epoch.num_digest_bytes :]))
+    return None if removal is None else LostBlock(block, removal, history.num_taken_blocks - removal.num_taken_blocks)
 
 
 def explain_miss(index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence) -> Explanation:

@@ -1,16 +1,20 @@
 """A bounded memory of prefixes that stopped being cached, and why. `explain` uses it.
 
 Prefixes are remembered by their digests. These are good enough for an explanation, and no hit depends on them. Time is
-counted in blocks taken from the pool.
+counted in blocks taken from the pool. Where tiers are watched, too, a prefix's last removal counts, wherever it was.
 """
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvblocks.core.block import Run
+from kvblocks.core.block import Epoch, Run
+from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import RemovalCause, Watcher
+
+if TYPE_CHECKING:
+    from kvblocks.tiers.pool import TierPool
 
 
 class Removal(NamedTuple):
@@ -19,12 +23,15 @@ class Removal(NamedTuple):
     cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written),
     "reset" or "dropped" (`evict_blocks`, `forget_salt`).
     num_taken_blocks: how many blocks had been taken from the pool then. sequence_id: for which sequence the block was
-    evicted, None for other causes.
+    evicted from the device; None for other causes and places. tier: where it was removed; None: on the device. salt: of
+    the prefix for which a tier evicted it.
     """
 
     cause: RemovalCause
     num_taken_blocks: int
     sequence_id: Hashable | None
+    tier: str | None = None
+    salt: str | None = None
 
 
 class RemovalHistory(Watcher):
@@ -57,7 +64,10 @@ class RemovalHistory(Watcher):
 
     def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
         """Remember these prefixes, and forget the oldest beyond `max_blocks`. O(their number)."""
-        removal = Removal(cause, self.num_taken_blocks, self._taker_id if cause == "evicted" else None)
+        self.remember(digests, Removal(cause, self.num_taken_blocks, self._taker_id if cause == "evicted" else None))
+
+    def remember(self, digests: Items[bytes], removal: Removal) -> None:
+        """Remember one removal of several prefixes. O(their number)."""
         removals = self._removals
         for digest in digests:
             removals[digest] = removal
@@ -68,3 +78,46 @@ class RemovalHistory(Watcher):
     def find(self, digest: bytes) -> Removal | None:
         """Return the last removal of the prefix with this digest, None if not remembered. Changes nothing. O(1)."""
         return self._removals.get(digest)
+
+
+class TierRemovals(Watcher):
+    """Watches a tier for a history: prefixes that it evicts, that are dropped there on request, or by a reset.
+
+    The tier has the device's names. Bytes that turned out to be bad or not written are no news: the device says more.
+    """
+
+    needs_digests: bool = True
+
+    def __init__(self, history: RemovalHistory, tier: str) -> None:
+        self._history = history
+        self._tier = tier
+        self._salt: str | None = None  # of the prefix for which slots were taken last
+
+    def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:  # noqa: ARG002  # as `Watcher`
+        """Remember for whose prefix evictions happen from now on. sequence_id: here, the prefix's salt. O(1)."""
+        assert sequence_id is None or isinstance(sequence_id, str), f"{sequence_id!r}: not a salt"
+        self._salt = sequence_id
+
+    def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
+        """As `RemovalHistory.note_removed`."""
+        if cause != "aborted":
+            salt = self._salt if cause == "evicted" else None
+            removal = Removal(cause, self._history.num_taken_blocks, None, self._tier, salt)
+            self._history.remember(digests, removal)
+
+    def note_clearing(self, runs: Iterable[Run]) -> None:
+        """As `RemovalHistory.note_clearing`."""
+        for run in runs:
+            self.note_removed([run.digest(index) for index in range(len(run.blocks))], "reset")
+
+
+def watch_tiers(history: RemovalHistory, pools: "list[TierPool]", names: Names) -> None:
+    """Have a history told of what tiers evict and drop. Of a shared store nobody here knows that.
+
+    names: the device's. The tiers must be empty.
+    """
+    for pool in pools:
+        if not pool.is_shared:
+            pool.index.epoch = Epoch(names, 4 * pool.index.block_size)
+            pool.removals = TierRemovals(history, pool.name)
+            pool.index.watch(pool.removals)

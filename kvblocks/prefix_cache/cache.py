@@ -53,6 +53,9 @@ _SHARE = "a share of the cache from 0.0 to 1.0"
 _NO_PAYLOADS: Any = ()
 """The default for payloads. Compared by identity, which runs no code of the caller's."""
 
+_NONE: Any = 0
+"""The default for numbers of tokens and bytes. Compared by identity, too."""
+
 
 class PrefixCache:
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
@@ -169,14 +172,16 @@ class PrefixCache:
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         size = self.block_size
-        skipped = check_count("num_cached_tokens", num_cached_tokens, 0, sequence.num_tokens)
+        skipped = 0
+        if num_cached_tokens is not _NONE:
+            skipped = check_count("num_cached_tokens", num_cached_tokens, 0, sequence.num_tokens)
         if skipped % size:
             raise wrong("num_cached_tokens", f"whole blocks of {size} tokens", skipped)
         num_given = (sequence.num_tokens - skipped) // size
         given = check_block_ids(kv_block_ids, num_given, size)
         tail = given[num_given:]
         del given[num_given:]
-        num_bytes = self._check_bytes("block_bytes", block_bytes, 0)
+        num_bytes = 0 if block_bytes is _NONE else self._check_bytes("block_bytes", block_bytes, 0)
         new_payloads: list[NewPayload] = []
         if payloads is not _NO_PAYLOADS:
             new_payloads = check_payloads(payloads, sequence.num_tokens, self._check_bytes)
@@ -288,7 +293,7 @@ class PrefixCache:
         that went. Raises InvalidArgumentError. O(num_blocks), and what the policy takes.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
-        num_freed = self._check_bytes("num_bytes", num_bytes, 0)
+        num_freed = 0 if num_bytes is _NONE else self._check_bytes("num_bytes", num_bytes, 0)
         with self._lock:
             self._catch_up()
             self._change.begin()

@@ -179,7 +179,7 @@ class PrefixMatch:
         self._kv_block_ids = kv_block_ids
         self._num_tokens = len(blocks) * block_size
         previous = self._payloads
-        self._payloads = [(entry.num_tokens, entry.payload) for entry in payloads]
+        self._payloads = [(entry.num_tokens, entry.payload) for entry in payloads] if payloads else []
         return previous
 
     def renew(self, blocks: list[KVCacheBlock], version: int) -> None:

@@ -211,12 +211,13 @@ class PrefixStore:
         """
         path, num_found = new.path, len(new.path)
         num_missing = len(new.kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
-        evicted = EvictedBlocks()
-        if num_missing > 0 and self._eviction is not None:
+        if num_missing <= 0:
+            evicted = EvictedBlocks()
+        elif self._eviction is not None:
             self.hold(path)  # so that no policy can name its blocks
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks))
             self.let_go(path)
-        elif num_missing > 0:
+        else:
             num_queued = self._queue.renew(path)  # to the end, so that none of it is evicted
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
         room = min(self.max_blocks - len(self.ids), len(new.kv_block_ids) - num_found)
@@ -245,6 +246,8 @@ class PrefixStore:
         path = path + blocks
         if self._budget is not None:
             self._note_used(self._budget, path)
+        if not new.payloads:
+            return path, evicted, []
         unused = [item.payload for item in new.payloads if not self._attach_new(sequence, item, path, evicted)]
         return path, evicted, unused
 
@@ -316,19 +319,18 @@ class PrefixStore:
         Blocks that nothing holds go, the least recently used first or as a policy says. Payloads that were forgotten
         are kept until `drop_payloads`. O(blocks and payloads).
         """
-        evicted = EvictedBlocks()
         if num_bytes:
+            evicted = EvictedBlocks()
             self._free_bytes(num_bytes, [], _NEVER, evicted)
-        number = min(max(num_blocks - len(evicted), 0), self._queue.num_free_blocks)
+            more = self.evict(max(num_blocks - len(evicted), 0))
+            evicted += more
+            evicted.payloads += more.payloads
+            return evicted
+        number = min(num_blocks, self._queue.num_free_blocks)
         blocks = self._queue.popleft_n(number) if self._eviction is None else self._choose(self._eviction, number)
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
-        more = self._put_away(blocks)
-        if not num_bytes:
-            return more
-        evicted += more
-        evicted.payloads += more.payloads
-        return evicted
+        return self._put_away(blocks)
 
     def clear(self) -> EvictedBlocks:
         """Evict all blocks, none of which is held, by a reset. Returns what went. O(blocks + payloads)."""

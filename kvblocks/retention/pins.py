@@ -37,11 +37,21 @@ class Pin:
 
     sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
     when it ends, None: never. blocks: the primary group's blocks that it holds now. attached_blocks: the side groups'
-    blocks that it holds: all that a hit of the whole prefix needs, or none. num_wanted_blocks: blocks of all groups
-    that it is for; this counts towards the budget.
+    blocks that it holds, those of a checkpoint included: all that a hit of the whole prefix needs, or none.
+    num_wanted_blocks: blocks of all groups that it is for; this counts towards the budget. num_wanted_attached_blocks:
+    those of side groups among them.
     """
 
-    __slots__ = ("attached_blocks", "blocks", "expires_at", "has_ended", "num_wanted_blocks", "priorities", "sequence")
+    __slots__ = (
+        "attached_blocks",
+        "blocks",
+        "expires_at",
+        "has_ended",
+        "num_wanted_attached_blocks",
+        "num_wanted_blocks",
+        "priorities",
+        "sequence",
+    )
 
     def __init__(self, sequence: Sequence, priorities: list[int], expires_at: Any) -> None:
         self.sequence = sequence
@@ -51,6 +61,7 @@ class Pin:
         self.blocks: list[KVCacheBlock] = []
         self.attached_blocks: list[KVCacheBlock] = []
         self.num_wanted_blocks = len(priorities)
+        self.num_wanted_attached_blocks = 0
 
     @property
     def num_blocks(self) -> int:
@@ -64,7 +75,10 @@ class Pin:
 
     def __repr__(self) -> str:
         until = "" if self.expires_at is None else f", until {shown(self.expires_at)}"
-        return f"Pin({shown(self.sequence.sequence_id)}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
+        held = f"{len(self.blocks)} of {self.num_blocks} blocks"
+        if self.num_wanted_attached_blocks:
+            held += f", {len(self.attached_blocks)} of {self.num_wanted_attached_blocks} of side groups and states"
+        return f"Pin({shown(self.sequence.sequence_id)}, {held}{until})"
 
 
 class Pins(SoftHolds):

@@ -277,15 +277,18 @@ class Api:
 
     async def _prepare(self, asked: AnswerRequest, load: BodyLoad) -> Prepared:
         """Encode the prompts, then compile the answer's form."""
-        marked: list[int] = []
+        found = [asked]
 
         def encode(tokenizer: Tokenizer | None) -> list[list[int]]:
             prompts = asked.encode(tokenizer)
-            marked.extend(asked.find_marks(tokenizer, prompts[0]) if asked.marks else ())
+            if asked.marks:
+                found[0] = replace(asked, marked_tokens=asked.find_marks(tokenizer, prompts[0]))
+            if self._service.engine.model.config.has_states:
+                found[0] = found[0].with_system_end(tokenizer, prompts[0])
             return prompts
 
         prompts = await self._service.encode(encode, asked.num_chars, asked.slots, load)
-        asked = replace(asked, marked_tokens=tuple(marked)) if marked else asked
+        (asked,) = found
         if asked.form is not None:
             asked = asked.constrained(await self._service.compile(asked.form, asked.slots))
         return asked, prompts

@@ -18,11 +18,13 @@ from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.observe.explanation import Explanation
+from kvblocks.observe.removal_history import Removal
 from kvblocks.server.access.callers import Caller
 from kvblocks.server.misses.comparison import Comparison, compare
 from kvblocks.server.misses.prompts import KeptMessage, KeptPrompt, KeptPrompts, KeptTool
-from kvblocks.server.misses.reasons import NOTHING_KNOWN, Surroundings, TakenTimes
+from kvblocks.server.misses.reasons import NOTHING_KNOWN, Loss, Surroundings, TakenTimes
 from kvblocks.server.requests import AnswerRequest
+from kvblocks.server.tenant_usage import tenant_of
 
 MAX_KEPT = 1000
 _MAX_TAKERS = 4096
@@ -132,19 +134,26 @@ class Arrivals:
         self, explanation: Explanation, salt: str | None, tenant: str | None, num_pending_tokens: int
     ) -> Surroundings:
         """Return the cache as it is now, for a prompt of this salt and tenant that missed. O(pins + quotas)."""
-        removal, manager = explanation.removal, self._lookups.manager
-        if removal is None:
+        behind, manager = explanation.behind_tiers, self._lookups.manager
+        if explanation.removal is None and behind is None:
             return Surroundings(num_pending_tokens=num_pending_tokens)
         used = [quota for quota in manager.quotas if quota.salt == salt]
-        taker = self._takers.get(removal.sequence_id)
         return Surroundings(
             num_pinned_blocks=sum([pin.num_held_blocks for pin in manager.pins]),
             is_over_quota=any(quota.num_cached_blocks >= quota.max_cached_blocks for quota in used),
             num_pending_tokens=num_pending_tokens,
-            evicted_at=self.times.when(removal.num_taken_blocks),
-            evicted_for=None if taker is None else taker[0],
-            is_own=None if taker is None else taker == (tenant, salt),
+            loss=self._loss(explanation.removal, salt, tenant),
+            loss_behind_tiers=self._loss(None if behind is None else behind.removal, salt, tenant),
         )
+
+    def _loss(self, removal: Removal | None, salt: str | None, tenant: str | None) -> Loss:
+        """When a block of a prompt of this salt and tenant was removed, and for whom. O(moments)."""
+        if removal is None:
+            return Loss()
+        at, taker = self.times.when(removal.num_taken_blocks), self._takers.get(removal.sequence_id)
+        if removal.tier is not None and removal.cause == "evicted":
+            return Loss(at, tenant_of(removal.salt) or None, removal.salt == salt)
+        return Loss(at) if taker is None else Loss(at, taker[0], taker == (tenant, salt))
 
 
 def _kept_message(message: Mapping[str, Any]) -> KeptMessage:

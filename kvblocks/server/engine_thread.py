@@ -21,6 +21,7 @@ from typing import TypeVar
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.options import OptionValues
 from kvblocks.errors import KVBlocksError
 from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.server.answer import Answer
@@ -29,7 +30,9 @@ from kvblocks.server.errors import ApiError, as_api_error, step_error, stopping_
 from kvblocks.server.misses.comparison import Comparison
 from kvblocks.server.pins.marked_pins import MarkedPins, MarkOutcome
 from kvblocks.server.pins.pin_book import PinBook
+from kvblocks.server.requests import AnswerRequest
 from kvblocks.server.tenant_usage import TenantUsage
+from kvblocks.server.tools.reader import name_stop
 from kvblocks.wire.hints import HintExecutor, HintLimits
 
 logger = logging.getLogger("kvblocks.server")
@@ -237,7 +240,8 @@ class EngineThread:
             return
         seconds = time.perf_counter() - generation.start_s
         sequence = generation.request.sequence
-        self._recorder.record(sequence, arrived_s=time.time() - seconds, seconds=seconds, stop=reason)
+        stop = generation.request.pause_reason or reason
+        self._recorder.record(sequence, arrived_s=time.time() - seconds, seconds=seconds, stop=stop)
 
     def _submit(self, answer: Answer, prompts: list[list[int]]) -> None:
         unfinished = self._unfinished[answer] = {}
@@ -247,6 +251,7 @@ class EngineThread:
         try:
             for index, prompt in enumerate(prompts):
                 options = answer.asked.options_of(index, partial(self._room_after, prompt))
+                options = OptionValues(**{**options, "name_stop": self._stop_namer(answer.asked)})
                 for generation in self.engine.submit(prompt, prompt_index=index, **options):
                     unfinished[generation] = None
                     self._answers[generation] = answer
@@ -270,6 +275,15 @@ class EngineThread:
         marks = sorted(zip(asked.marked_tokens, asked.marks, strict=True), key=lambda pair: pair[0])
         salt = asked.options.get("salt")
         return tuple([self.marks.mark(prompt[:count], salt=salt, ttl_s=mark.ttl_s) for count, mark in marks])
+
+    def _stop_namer(self, asked: AnswerRequest) -> Callable[[list[int]], str] | None:
+        """Return what tells sessions and the gate that an answer called a tool; None: it calls none."""
+        tokenizer = self.engine.model.tokenizer
+        if asked.tools is None or not asked.tools.is_read or tokenizer is None:
+            return None
+        skips, stops = asked.options.get("skip_special_tokens", True), tuple(asked.options.get("stop") or ())
+        decode = partial(tokenizer.decode, skip_special_tokens=skips)
+        return lambda token_ids: name_stop(asked.tool_format, decode(token_ids), stops)
 
     def _room_after(self, prompt: list[int]) -> int:
         return self.engine.scheduler.max_request_tokens - len(prompt)

@@ -5,7 +5,7 @@ nothing. Fields that change nothing are ignored. The fields are OpenAI's; extras
 `min_tokens` and `return_token_ids`, are named as vLLM names them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -176,18 +176,32 @@ class AnswerRequest:
 
         O(length) for each mark.
         """
-        found = []
-        for mark in self.marks:
-            assert tokenizer is not None, "the chat was encoded with it"
-            try:
-                other = encode_chat(
-                    tokenizer, mark.variant, self.template_values, self.tools, self.tool_format, begins_answer=False
-                )
-            except KVBlocksError:
-                other = []
-            pairs = enumerate(zip(tokens, other, strict=False))
-            found.append(next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(other))))
-        return tuple(found)
+        return tuple([self._num_shared(tokenizer, tokens, mark.variant) for mark in self.marks])
+
+    def with_system_end(self, tokenizer: Tokenizer | None, tokens: list[int]) -> Self:
+        """Return the request with a mark where the prompt of its chat parts from chats with the same system prompt.
+
+        What a template writes of tools belongs to that. Not marked if there is nothing of these. O(system prompt).
+        """
+        if self.kind != "chat":
+            return self
+        system = [message for message in self.messages[:1] if message["role"] == "system"]
+        if not system and (self.tools is None or not self.tools.definitions):
+            return self
+        ends = [self._num_shared(tokenizer, tokens, [*system, {"role": "user", "content": text}]) for text in "aZ"]
+        return replace(self, options=OptionValues(**{**self.options, "marks": (min(ends),)})) if min(ends) else self
+
+    def _num_shared(self, tokenizer: Tokenizer | None, tokens: list[int], variant: Sequence[Message]) -> int:
+        """How many first tokens a prompt shares with another chat of the same tools; 0 if the template refuses it."""
+        assert tokenizer is not None, "the chat was encoded with it"
+        try:
+            other = encode_chat(
+                tokenizer, variant, self.template_values, self.tools, self.tool_format, begins_answer=False
+            )
+        except KVBlocksError:
+            return 0
+        pairs = enumerate(zip(tokens, other, strict=False))
+        return next((at for at, (a, b) in pairs if a != b), min(len(tokens), len(other)))
 
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""

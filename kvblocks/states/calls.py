@@ -65,9 +65,9 @@ class ManagerStates:
         """Return where a sequence's next chunk should end, at most `max_end`, so that its state can be saved there.
 
         max_end: where the scheduler would end it, in tokens from the sequence's first. hit: for a sequence without
-        blocks, what it will start with. A chunk that runs over such a place saves nothing there, and does no other
-        harm. Changes nothing. Raises SequenceStateError and InvalidArgumentError. O(log places); O(1) of them for a
-        sequence without blocks.
+        blocks, what it will start with. For one that starts with loads from tiers, ask when these have ended. A chunk
+        that runs over such a place saves nothing there, and does no other harm. Changes nothing. Raises
+        SequenceStateError and InvalidArgumentError. O(log places); O(1) of them for a sequence without blocks.
         """
         slots = self._get("next_cut")
         number = check_count("max_end", asked_once(max_end), 0)

@@ -11,7 +11,6 @@ The rules, each with the fault that it prevents, are in docs/states.md. Those th
 """
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any, SupportsIndex
 
 from kvblocks.core.block import Epoch, KVCacheBlock
@@ -43,8 +42,6 @@ MAX_ROUNDING = 1024
 
 MAX_SHARE = 32
 """At most 1 / MAX_SHARE of a prompt is computed again since places are rounded down."""
-
-_BLOCK_ID = attrgetter("block_id")
 
 
 class StateSlots(GroupSlots):
@@ -205,6 +202,7 @@ class StateSlots(GroupSlots):
         state = self._state_of(sequence)
         state.start = max(state.start, sequence.num_computed_tokens - self.states.num_kept)
         super().rewind(sequence, num_tokens)
+        state.num_taken = min(state.num_taken, sequence.num_computed_tokens)
         self._drop_waiting(state, sequence.num_computed_tokens)
         state.go_to(sequence.num_computed_tokens)
 
@@ -264,8 +262,9 @@ class StateSlots(GroupSlots):
             if save.position > sequence.num_cached_blocks * self._block_size:
                 state.waiting.append(save)
                 continue
-            checkpoint = Checkpoint(save.blocks, save.position, is_landmark=save.is_landmark)
-            self._attach(sequence, state, save.position, checkpoint)
+            if self._can_attach(sequence, save.position):
+                checkpoint = Checkpoint(save.blocks, save.position, is_landmark=save.is_landmark)
+                self._attach(sequence, state, save.position, checkpoint)
             self._release(save.blocks, is_landmark=save.is_landmark)
 
     def end_loads(self, sequence: Sequence) -> None:
@@ -361,18 +360,19 @@ class StateSlots(GroupSlots):
     def _places(self, sequence: Sequence, hit: GroupHit | None) -> set[int]:
         """Return where to save a starting sequence's state: where later prompts will probably part from it.
 
-        The end of what is known, since a later turn goes on there; where the primary group's cached prefix ends behind
-        the hit, since two prompts have parted there; where a pin ends that lacks blocks; and where the engine says.
+        The end of what is known, since a later turn goes on there; where the primary group's prefix ends, on the device
+        or in a tier, since two prompts have parted there; where a pin ends that lacks blocks; and where the engine
+        says.
         """
         step, num_tokens = self.alignment, sequence.num_tokens
         while 2 * step <= min(num_tokens // MAX_SHARE, MAX_ROUNDING):
             step *= 2  # a prompt's end often changes a little until the next turn
         last = (num_tokens - 1) // step * step
-        places = {last, *[mark for mark in sequence.state_marks if mark <= num_tokens]}
+        places = {last, *sequence.state_marks}
         if isinstance(self.soft_holds, GroupPins):
             places.update(self.soft_holds.ends_in(sequence))
         if hit is not None:
-            places.add(min(last, hit.num_matched_tokens // step * step))
+            places.add(min(last, max(hit.num_matched_tokens, hit.num_tier_tokens) // step * step))
         return places - {0}
 
     def _pass(self, sequence: Sequence, state: LiveState) -> None:
@@ -404,7 +404,7 @@ class StateSlots(GroupSlots):
         if self.pool.queue.num_free_blocks < states.num_blocks:
             states.num_without_room += 1
             return
-        blocks, is_landmark = self._take_checkpoint(sequence), state.is_landmark(position)
+        blocks, is_landmark = self._take(states.num_blocks, sequence), state.is_landmark(position)
         after.append(StateCopy("save", position, state.slot, -1, tuple([block.block_id for block in blocks])))
         if waits:
             state.waiting.append(WaitingSave(position, blocks, is_landmark=is_landmark))
@@ -412,21 +412,6 @@ class StateSlots(GroupSlots):
         checkpoint = Checkpoint(blocks, position, is_landmark=is_landmark)
         self._attach(sequence, state, position, checkpoint)
         saved.append(checkpoint)
-
-    def _take_checkpoint(self, sequence: Sequence) -> list[KVCacheBlock]:
-        """Take the blocks of a checkpoint: as `_take`, in less time if another one of that size is reused next."""
-        queue, number = self.pool.queue, self.states.num_blocks
-        first = queue.first
-        older = None if first is None or self._index.watchers else self._checkpoints.of(first)
-        if first is None or older is None or len(older.blocks) != number:
-            return self._take(number, sequence)
-        self.pool.num_evicted_blocks += self._group_index.evict_checkpoint(older)
-        blocks = sorted(older.blocks, key=_BLOCK_ID)
-        blocks.remove(first)
-        blocks.insert(0, first)
-        queue.touch(blocks)
-        self.num_taken_blocks += number
-        return blocks
 
     def _can_attach(self, sequence: Sequence, position: int) -> bool:
         """Whether a checkpoint can be found at a position from now on. Counts it if not."""
@@ -440,17 +425,16 @@ class StateSlots(GroupSlots):
         return True
 
     def _attach(self, sequence: Sequence, state: LiveState, position: int, checkpoint: Checkpoint) -> None:
-        if self._can_attach(sequence, position):
-            number = position // self._block_size
-            self._group_index.attach_checkpoint(sequence.blocks[number - 1], checkpoint)
-            if self._index.events is not None:
-                first = 4 * (position - self.alignment)
-                tokens = bytes(sequence.packed_tokens()[first : 4 * position])
-                self._group_index.note_checkpoint(sequence.blocks, number, checkpoint, tokens, sequence.sequence_id)
-            state.made.append(checkpoint)
-            self.states.num_saved += 1
-            if self.soft_holds is not None:
-                self.soft_holds.extend(sequence)  # now, since nobody owns the checkpoint later
+        number = position // self._block_size
+        self._group_index.attach_checkpoint(sequence.blocks[number - 1], checkpoint)
+        if self._index.events is not None:
+            first = 4 * (position - self.alignment)
+            tokens = bytes(sequence.packed_tokens()[first : 4 * position])
+            self._group_index.note_checkpoint(sequence.blocks, number, checkpoint, tokens, sequence.sequence_id)
+        state.made.append(checkpoint)
+        self.states.num_saved += 1
+        if self.soft_holds is not None:
+            self.soft_holds.extend(sequence)  # now, since nobody owns the checkpoint later
 
     def _release(self, blocks: list[KVCacheBlock], *, is_landmark: bool) -> None:
         if not blocks[0].is_cached:

@@ -75,7 +75,7 @@ class PersistentSlots(BlockPool):
         super().__init__(num_blocks, index)
         self._changes = changes
 
-    def requeue_detached(self) -> None:
-        """`BlockPool.requeue_detached`. Lookups no longer find what these slots held; the bytes are still there."""
+    def pop_detached(self) -> list[KVCacheBlock]:
+        """`BlockPool.pop_detached`. Lookups no longer find what these slots held; the bytes are still there."""
         self._changes.note_unstored(self.index.detached)
-        super().requeue_detached()
+        return super().pop_detached()

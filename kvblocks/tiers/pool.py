@@ -3,10 +3,11 @@
 A tier is a pool of ids below the device's, with the same index, free queue and policy (`core`). So a hit in a tier
 compares tokens and keys as on the device, the least recently used blocks make room first, and a prefix's end goes
 before its beginning. A transfer's job owns a slot while it is written or read. Digests are sha256, computed only when
-somebody asks for a block's identity.
+somebody asks for a block's identity; with events or a removal history the index has the device's names instead.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
+from kvblocks.core.hooks import RemovalCause, Watcher
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.core.sequence import Sequence
@@ -26,8 +27,8 @@ class TierPool:
     most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began. At its
     end would be too late to ask: they may be written by then, and cached again. copies: by block of the device, the
     slot that was last stored from it, whatever either holds by now. quotas: of tenants; None without quotas. changes:
-    what is to be remembered if the tier is persistent; else None. num_loading_bytes: of loads that haven't ended, begun
-    or not.
+    what is to be remembered if the tier is persistent; else None. removals: told for which salt slots are taken; None:
+    nobody is. num_loading_bytes: of loads that haven't ended, begun or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -50,6 +51,7 @@ class TierPool:
         self.index = pool.index
         self.changes = changes
         self.quotas: TenantQuotas | None = None
+        self.removals: Watcher | None = None
         self.num_loading_bytes = 0
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
@@ -68,6 +70,8 @@ class TierPool:
         nothing, and slots of tenants beyond their quotas, which include itself. With quotas, also O(blocks that are
         being stored).
         """
+        if self.removals is not None:
+            self.removals.note_taking(num_blocks, salt)
         tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
         if tenant is None:
             return self.pool.take(num_blocks)
@@ -103,9 +107,9 @@ class TierPool:
             self.changes.note_used(blocks)
         self.pool.release_table(blocks)
 
-    def drop(self, blocks: list[KVCacheBlock]) -> None:
+    def drop(self, blocks: list[KVCacheBlock], cause: RemovalCause = "dropped") -> None:
         """Forget what slots hold, and all that is chained to them. O(slots forgotten)."""
-        self.pool.uncache(blocks)
+        self.pool.uncache(blocks, cause)
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
         """Forget block `num_blocks` of a prefix and all that is behind it. One lookup for it and each duplicate."""
@@ -121,7 +125,7 @@ class TierPool:
         slots = self.slots_of(sequence)
         for index, (block, slot) in enumerate(zip(sequence.blocks, slots)):  # noqa: B905  # the shorter one counts
             if block in lost and self.copies.get(block) is slot:
-                self.drop([slot])
+                self.drop([slot], "aborted")
                 return [prefix_in(sequence, index + 1, self.index.block_size)]
         return []
 

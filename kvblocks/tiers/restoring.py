@@ -202,9 +202,9 @@ def has_keys(identity: BlockIdentity) -> bool:
 
 
 def first_names(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | None:
-    """Return the names of a prefix's first blocks for events; None if no events are recorded. O(tokens)."""
+    """Return the names of a prefix's first blocks; None if they aren't needed. O(tokens)."""
     index = pool.index
-    if index.events is None:
+    if not index.needs_digests:
         return None
     keys = prefix.extra_keys or {}
     names = index.epoch.names

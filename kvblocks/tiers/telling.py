@@ -1,7 +1,7 @@
 """Events about tiers. They are like the device's events, with the same names of blocks, but name the tier's medium.
 
-A tier's blocks come from the device's cache, where they have names already. So a store hashes nothing. If nobody asked
-for events (`EventOptions`), nothing here costs anything.
+A tier's blocks come from the device's cache, where they have names already. So a store hashes nothing. A removal
+history needs the names, too. If nobody asked for it, or for events (`EventOptions`), nothing here costs anything.
 """
 
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog 
 
 
 def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
-    """Return the names of cached device blocks that a tier will hold; None if no events are recorded. O(blocks)."""
-    if pool.index.events is None:
+    """Return the names of cached device blocks that a tier will hold; None if they aren't needed. O(blocks)."""
+    if not pool.index.needs_digests:
         return None
     return bytearray(b"".join([block.block_hash or b"" for block in blocks]))
 
@@ -38,7 +38,7 @@ def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
 def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
     """Compute the names of what may be restored. If the hash function raises, nothing has changed yet. O(tokens)."""
     index = pool.index
-    if index.events is None:
+    if not index.needs_digests:
         return
     size, behind = 4 * index.block_size, dict[bytes, list[BlockIdentity]]()
     for identity in identities:
@@ -55,7 +55,9 @@ def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
 
 
 def note_restored(pool: TierPool) -> None:
-    """Record all that a tier holds, parents first, as stored just now. O(its blocks)."""
-    if pool.index.events is not None:
+    """Name all that a tier holds, if names are needed, and record it as stored just now, parents first. O(blocks)."""
+    if pool.index.needs_digests:
         for run in pool.index.runs():
-            pool.index.events.note_stored(run, 0)
+            run.digest(len(run.blocks) - 1)
+            if pool.index.events is not None:
+                pool.index.events.note_stored(run, 0)

@@ -455,7 +455,7 @@ class Traffic:
         else:
             pool.num_failed_blocks += len(transfer.slots)
             first = pool.pool.first_block_id
-            pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots])
+            pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots], "aborted")
 
     def _finish(self, job: Job) -> list[Loaded]:
         """End a job whose transfers are all over."""

@@ -20,7 +20,14 @@ def models(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_weights"), [("llama-3.2-1b", 1.24e9), ("qwen3-1.7b", 1.72e9), ("qwen3-4b", 4.02e9)]
+    ("name", "num_weights"),
+    [
+        ("llama-3.2-1b", 1.24e9),
+        ("llama-3.2-3b", 3.21e9),
+        ("qwen3-1.7b", 1.72e9),
+        ("qwen3-4b", 4.02e9),
+        ("gemma-3-1b", 1.0e9),
+    ],
 )
 def test_shapes_have_as_many_weights_as_they_are_called(models, name, num_weights):
     sizes = expected_shapes(ModelConfig.from_fields(models.SHAPES[name])).values()
@@ -29,7 +36,7 @@ def test_shapes_have_as_many_weights_as_they_are_called(models, name, num_weight
 
 def test_random_models_speak_words_that_are_read_as_they_were_written(models, monkeypatch):
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 700}
-    for name in ("llama-3.2-1b", "qwen3-1.7b"):
+    for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"):
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
         monkeypatch.setitem(models.SHAPES, "tiny", models.SHAPES[name] | small | heads)
         with models.open_model("tiny") as folder:

@@ -40,7 +40,15 @@ def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path,
         "conditions"
     ].keys()
     rows = {row["workload"]: row for row in results["results"]}
-    names = ["shared prefix", "multi-turn chat", "mixed lengths", "long prompts", "pool pressure", "no sharing"]
+    names = [
+        "shared prefix",
+        "full rate",
+        "multi-turn chat",
+        "mixed lengths",
+        "long prompts",
+        "pool pressure",
+        "no sharing",
+    ]
     assert list(rows) == names
     for row in rows.values():
         assert row["is_identical"], row["workload"]
@@ -53,12 +61,13 @@ def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path,
         assert row["without"]["hit_rate"] == row["without"]["num_cached_tokens"] == 0
         assert row["ratios"]["num_computed_tokens"] >= 1
     assert {name: row["with"]["num_answers"] for name, row in rows.items()} == dict(
-        zip(names, (6, 4, 6, 4, 6, 2 * 3), strict=True)
+        zip(names, (6, 4, 4, 6, 4, 6, 2 * 3), strict=True)
     )
     assert rows["shared prefix"]["with"]["num_cached_tokens"] == 5 * 64  # all but the first hit the shared 64 tokens
     assert rows["shared prefix"]["without"]["num_computed_tokens"] == sum(
         (rows["shared prefix"]["without"]["num_prompt_tokens"], 6 * (4 - 1))  # the last token is never computed
     )
+    assert rows["full rate"]["with"]["num_cached_tokens"] == 3 * 64
     assert rows["multi-turn chat"]["with"]["num_cached_tokens"] > 0
     assert rows["mixed lengths"]["with"]["num_cached_tokens"] > 0
     assert rows["long prompts"]["with"]["num_cached_tokens"] == 2 * 256  # each document but once
@@ -181,7 +190,7 @@ def row_of(name, without, caching, is_identical=True, shares=True, num_computed_
     ("row", "expected"),
     [
         (row_of("shared prefix", run_of(5.0), run_of(1.0, 0.6)), [True, True, True, True]),
-        (row_of("shared prefix", run_of(4.9), run_of(1.0, 0.59)), [True, False, True, False]),
+        (row_of("full rate", run_of(4.9), run_of(1.0, 0.59)), [True, False, True, False]),
         (row_of("shared prefix", run_of(5.0), run_of(1.0, 0.29), is_identical=False), [False, False, False, True]),
         (row_of("no sharing", run_of(1.0), run_of(1.09), shares=False), [True, True]),
         (row_of("no sharing", run_of(1.0), run_of(1.11), shares=False), [True, False]),
@@ -205,9 +214,12 @@ def test_percentiles(bench):
 def test_workloads_are_as_large_as_they_say(bench):
     sizes = bench.slowed(bench.Sizes(), 4.0)
     workloads = bench.make_workloads(sizes, lambda text: [len(word) for word in text.split()])
-    shared, chats, mixed, long, pressed, alone = workloads
+    shared, full_rate, chats, mixed, long, pressed, alone = workloads
     prompts = [talk.prompt for talk in shared.conversations]
     assert len(prompts) == 32
+    assert [talk.start_s for talk in full_rate.conversations] == [number / 8 for number in range(48)]
+    assert {talk.prompt[:1024] for talk in full_rate.conversations} == {prompts[0][:1024]}
+    assert {32 <= len(talk.prompt) - 1024 <= 128 for talk in full_rate.conversations} == {True}
     assert len({prompt[:1024] for prompt in prompts}) == 1
     assert len({prompt[1024:] for prompt in prompts}) == 32
     assert {32 <= len(prompt) - 1024 <= 128 for prompt in prompts} == {True}

@@ -278,3 +278,8 @@ main(["fetch"])
     assert process.returncode == 130
     assert "Traceback" not in output + error
     assert [path for path in (tmp_path / "models").iterdir() if path.is_dir()] == []
+
+
+def test_benches_have_names(capsys):
+    expected = "bench: expected one of micro, prefix-cache, serving, got 'all'"
+    assert run(["bench", "all"], capsys) == (2, "", f"kvblocks: {expected}\n")

@@ -24,7 +24,7 @@ VERSIONS = HERE / "versions.txt"
 def run(*command, **more):
     """What a client said, once it has ended well."""
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", **more}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170, env=environment, cwd=HERE)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=360, env=environment, cwd=HERE)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 

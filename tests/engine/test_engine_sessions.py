@@ -68,6 +68,30 @@ def test_a_policy_hears_of_sessions(model):
     assert engine.manager.stats.num_eviction_failures == 0
 
 
+def test_a_policy_hears_the_name_that_a_caller_has_for_stop(model):
+    made, named = [], []
+
+    def make(cache):
+        made.append(Listener(cache))
+        return made[-1]
+
+    def name_stop(token_ids):
+        named.append(token_ids)
+        return "tool_calls"
+
+    engine = Engine(model, num_blocks=64, eviction=make)
+    prompt = random_tokens(model.config, 40, seed=1)
+    (plain,) = engine.generate([prompt], max_tokens=3, ignore_eos=True, name_stop=name_stop, session="cut")
+    options = {"max_tokens": 9, "ignore_eos": True, "stop_token_ids": plain.token_ids[2:], "name_stop": name_stop}
+    engine.generate([prompt], n=2, session="chat", **options)
+    engine.generate([prompt], **options)  # nobody asks why an answer without a session stopped
+    reasons = [told[1::2] for told in made[0].told if told[0] == "pause"]
+    assert reasons == [("cut", "length"), ("chat", "tool_calls"), ("chat", "tool_calls")]
+    assert named == [plain.token_ids[:2]] * 2
+    with pytest.raises(InvalidArgumentError, match="name_stop: expected None or a function, got 5"):
+        engine.generate([prompt], name_stop=5)
+
+
 def test_an_engine_takes_a_policy_by_its_name(model):
     prompts = [random_tokens(model.config, 40, seed=seed) for seed in range(6)]
     plain = Engine(model, num_blocks=12).generate(prompts, max_tokens=4, ignore_eos=True)

@@ -20,7 +20,7 @@ from kvblocks.errors import InvalidArgumentError
 MAX_TOKENS = 6
 
 
-QUICK, ALSO = "lfm2", ("bamba", "qwen3_5_text")  # those take several times as long
+QUICK, ALSO = "lfm2", ("bamba", "qwen3_5_text", "kimi_linear")  # those take several times as long
 ALL = [name if name == QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FIELDS]
 for_every_model = pytest.mark.parametrize("model", ALL, indirect=True)
 
@@ -274,9 +274,10 @@ def test_a_copy_that_fails_loses_the_step_and_nothing_else(lfm2):
         assert engine.generate([prompt], max_tokens=4)[0].token_ids == expected.token_ids
 
 
-def test_explain_names_the_state(lfm2):
-    engine = Engine(lfm2, num_blocks=100)
-    prompt = random_tokens(lfm2.config, 90)
+@for_every_model
+def test_explain_names_the_state(model):
+    engine = Engine(model, num_blocks=100)
+    prompt = random_tokens(model.config, 90)
     engine.generate([prompt], max_tokens=1)
     engine.generate([prompt[:40] + [1] * 40], max_tokens=1)
     explanation = str(engine.manager.inspect.explain(Sequence("asked", prompt[:60] + [2] * 20)))
@@ -322,3 +323,24 @@ class TestMemory:
     def test_a_model_without_states_has_no_slots(self):
         with pytest.raises(InvalidArgumentError, match="num_state_slots: expected None for a model"):
             Engine(LoadedModel(ODD, random_weights(ODD)), num_blocks=9, num_state_slots=2)
+
+
+def test_a_marked_place_is_where_the_second_prompt_begins(lfm2):
+    """Such as the end of a system prompt. Without marks the second prompt finds no state where it parts."""
+    shared = random_tokens(lfm2.config, 130, seed=1)
+    first, second = (shared + random_tokens(lfm2.config, 40, seed=seed) for seed in (2, 3))
+    for marks, num_cached in (((), 0), ((130,), 128), ([50, 130], 128)):
+        engine = Engine(lfm2, num_blocks=300, block_size=16)
+        (completion,) = engine.generate([first], max_tokens=2, marks=marks)
+        assert completion.num_cached_tokens == 0
+        assert engine.generate([second], max_tokens=2, marks=marks)[0].num_cached_tokens == num_cached
+    for marks in ((0,), (171,), "12", (1.5,)):
+        with pytest.raises(InvalidArgumentError, match="marks"):
+            engine.submit(first, marks=marks)
+    assert not engine.has_work
+
+
+def test_marks_are_of_no_effect_on_other_models(tiny_folder):
+    engine = Engine(LoadedModel.load(tiny_folder), num_blocks=64)
+    plain, marked = (engine.generate(["hello"], max_tokens=2, marks=marks)[0] for marks in ((), (1,)))
+    assert plain.token_ids == marked.token_ids

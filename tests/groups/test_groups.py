@@ -21,6 +21,7 @@ from kvblocks import (
     SequenceStateError,
     SlidingWindow,
     StaleHitError,
+    kind_of_layers,
     plan,
 )
 from kvblocks.groups.layout import make_layout
@@ -88,6 +89,12 @@ class TestSpecs:
         for make in (lambda: FullAttention(bad), lambda: SlidingWindow(bad, 4), lambda: SlidingWindow(4, bad)):
             with pytest.raises(InvalidArgumentError, match="expected an int of at least 1"):
                 make()
+
+    def test_the_kind_that_a_config_describes(self) -> None:
+        assert kind_of_layers(4) == FULL and kind_of_layers(4, 6) == kind_of_layers(4, window=6) == WINDOW
+        assert kind_of_layers(4, chunk_size=8) == ChunkedLocal(4, 8)
+        with pytest.raises(InvalidArgumentError, match="expected a window or a chunk_size, got 6 and 8"):
+            kind_of_layers(4, 6, 8)
 
     @pytest.mark.parametrize("groups", [[], [4], None.__class__, [FULL, "window"]])
     def test_bad_groups(self, groups: Any) -> None:

@@ -99,7 +99,7 @@ KERNELS_DOORS = frozenset(
     f"kvblocks.engine.{name}"
     for name in (
         *("attention.attention", "attention.triton_attention", "attention.flash_attention", "attention.cascade"),
-        "run.backends",  # chooses what draws tokens, which takes tensors as it is
+        *("attention.latents", "run.backends"),  # the latter chooses what draws tokens, which takes tensors as it is
     )
 )
 
@@ -107,7 +107,7 @@ CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
-    | {"flash_attn", "xxhash", "llguidance"}
+    | {"flash_attn", "fla", "xxhash", "llguidance"}
 )
 SERVER = "kvblocks.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {
@@ -137,7 +137,8 @@ INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl",
 MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset(
-    {"kvblocks", "kvblocks.hashing", "kvblocks.retention.session_gate", "kvblocks.tiers.disk"}
+    {"kvblocks", "kvblocks.tiers.disk"}
+    | {"kvblocks.retention.session_gate", "kvblocks.retention.gate_rounds"}
     | {"kvblocks.wire.extra_keys"}
 )
 

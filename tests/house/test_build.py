@@ -38,6 +38,7 @@ def test_the_compiled_build_compiles_the_whole_core() -> None:
         "groups/states/in_place.py",
         "prefix_cache/protocol.py",
         "retention/gate_records.py",
+        "retention/gate_rounds.py",
         "prefix_cache/evicted.py",
     }
     plain |= {"retention/pause_lengths.py", "retention/session_gate.py"}

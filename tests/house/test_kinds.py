@@ -7,9 +7,9 @@ from kvblocks.groups.kinds import Group
 
 ROOT = Path(__file__).resolve().parents[2] / "kvblocks"
 KINDS = "|".join(kind.__name__ for kind in Group.__subclasses__() if kind.__module__ == Group.__module__)
-ASKS = re.compile(rf"\.window is (?:not )?None|isinstance\([^()]*\b(?:{KINDS})\b")
-# The room of the kinds, and where a window is an argument of a kernel of somebody else.
-KNOWS = ("groups/kinds.py", "engine/model/layer_attention.py", "engine/attention/flash_attention.py")
+SIZES = "window|chunk_size|window_tokens|chunk_tokens"
+ASKS = re.compile(rf"\b(?:{SIZES}) is (?:not )?None|isinstance\([^()]*\b(?:{KINDS})\b")
+KNOWS = "groups/kinds.py"
 
 
 def questions() -> dict[str, list[str]]:
@@ -20,11 +20,12 @@ def questions() -> dict[str, list[str]]:
 
 
 def test_nobody_asks_a_group_for_its_kind():
-    assert {name: lines for name, lines in questions().items() if name not in KNOWS} == {}
+    assert {name: lines for name, lines in questions().items() if name != KNOWS} == {}
 
 
 def test_the_question_would_be_found():
     assert ASKS.search("        return side_group.window is None")
     assert ASKS.search("if group.window is not None:")
     assert ASKS.search("single = isinstance(groups[0], FullAttention)")
-    assert "engine/model/layer_attention.py" in questions()
+    assert ASKS.search("return FullAttention(size) if window is None else SlidingWindow(size, window)")
+    assert KNOWS in questions()

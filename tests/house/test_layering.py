@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from house import layering
-from house.layering import check_folders, check_imports, check_sizes, count_code_lines
+from house.layering import check_folders, check_imports, check_sizes, count_code_lines, find_imports, is_inside
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +36,20 @@ def tree() -> tuple[dict[str, str], frozenset[str]]:
 def test_imports_keep_to_the_floors(tree):
     problems = check_imports(*tree)
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_no_permission_to_import_is_left_over(tree):
+    sources, packages = tree
+    found = {name: find_imports(name, text, sources, is_package=name in packages) for name, text in sources.items()}
+    targets = {name: {each.target for each in imports} for name, imports in found.items()}
+    ours = set().union(*[targets[name] for name in sources if is_inside(name, layering.INTEGRATIONS)])
+    kernels = {name for name in sources if any(is_inside(target, layering.KERNELS) for target in targets[name])}
+    adapters = set().union(*[targets[name] for name in sources if is_inside(name, layering.VERIFY_ADAPTERS)])
+    assert ours >= layering.FACADE
+    assert kernels >= layering.KERNELS_DOORS
+    assert {target.partition(".")[0] for target in adapters} >= layering.VERIFIED_PACKAGES
+    for name, package in layering.PERMITTED_STDLIB.items():
+        assert package in {target.partition(".")[0] for target in targets[name]}, name
 
 
 def test_files_and_functions_keep_to_their_sizes(tree):

@@ -73,8 +73,12 @@ def read_wheel(path: Path) -> dict[str, bytes]:
 
 
 def expected_files() -> set[str]:
-    """Every file of the two source folders, at the path where the wheel should have it."""
-    files = set()
+    """Every file of the two source folders, at the path where the wheel should have it, and those of some benches."""
+    files = {
+        f"kvblocks/{path.relative_to(ROOT).as_posix()}"
+        for folder in ("bench", "bench/core", "bench/serving")
+        for path in (ROOT / folder).glob("*.py")
+    }
     for folder, package in (("kvblocks", "kvblocks"), ("kernels", "kvblocks/kernels")):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyc", ".so", ".pyd"}:
@@ -135,6 +139,7 @@ def test_the_wheel_says_what_it_needs(metadata):
         "wire",
         "valkey",
         "gpu",
+        "fla",
         "flash-attn",
         "bench",
         "replay",
@@ -253,6 +258,29 @@ def test_the_extra_replay_is_enough_to_replay(tmp_path):
     replayed = ["replay", str(sample), "--sizes", "2%", "--policies", "lru", "--quick", "--json", str(rows)]
     run_python("-c", WITHOUT, ",".join(sorted(refused)), *replayed, cwd=ROOT)
     assert rows.is_file()
+
+
+# Runs `kvblocks` with a command line, as installed in the folder named first, above the folder with what it requires.
+INSTALLED = """
+import sys
+site_folder, requirements, *arguments = sys.argv[1:]
+sys.path += [site_folder, requirements]
+from kvblocks.cli import main
+import kvblocks
+assert kvblocks.__file__.startswith(site_folder), kvblocks.__file__
+main(arguments)
+"""
+
+
+@pytest.mark.parametrize("which", ["micro", "prefix-cache"])
+def test_an_installed_wheel_has_benches(wheel, tmp_path, which):
+    for name, content in wheel.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    command = ["-I", "-S", "-c", INSTALLED, str(tmp_path), sysconfig.get_path("purelib"), "bench", which, "--quick"]
+    said = run_python(*command, cwd=tmp_path)
+    assert "# source: installed" in said
+    assert len(said.splitlines()) > 20
 
 
 def test_an_editable_install_finds_the_kernels_in_their_folder(checkout, tmp_path):

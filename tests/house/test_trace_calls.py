@@ -1,4 +1,4 @@
-"""The tool that counts calls: it runs on this checkout, and says something of every situation."""
+"""The tool that counts calls: it runs on this checkout, which has no more calls than before on any way."""
 
 import json
 import subprocess
@@ -6,11 +6,20 @@ import sys
 from pathlib import Path
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "trace_calls.py"
-SITUATIONS = [
-    *("lookup", "allocate", "allocate, evicting", "free"),
-    *("append, begins a block", "append, fills a block", "append, in mid-block", "append_step"),
-    *("groups, allocate", "groups, append", "groups, free"),
-]
+MOST_CALLS = {
+    "lookup": 3,
+    "allocate": 15,
+    "allocate, evicting": 21,
+    "free": 7,
+    "append, begins a block": 5,
+    "append, fills a block": 5,
+    "append, in mid-block": 1,
+    "append_step": 13,
+    "groups, allocate": 75,
+    "groups, append": 53,
+    "groups, free": 17,
+}
+SITUATIONS = list(MOST_CALLS)
 
 
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,8 +47,9 @@ def test_the_same_as_json() -> None:
     assert answer["modules_loaded"] > 1
 
 
-def test_the_shortest_way_is_one_call() -> None:
+def test_no_way_gets_longer() -> None:
     rows = {row["situation"]: row for row in json.loads(run_tool("--json").stdout)["calls"]}
+    assert {name: row["calls"] for name, row in rows.items() if row["calls"] > MOST_CALLS[name]} == {}
     shortest = {"situation": "append, in mid-block", "calls": 1, "modules": 1, "changes": 0}
     assert rows["append, in mid-block"] == shortest  # 14 of 16 decoded tokens
 

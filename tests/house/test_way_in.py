@@ -69,16 +69,17 @@ def test_the_readme_is_for_newcomers():
     assert num_lines <= 100, f"README.md: expected at most 100 lines, got {num_lines}: move details to docs/"
 
 
-def test_the_fast_tests_are_there():
-    """As make sees the list, which it makes of parts."""
+@pytest.mark.parametrize(("variable", "least"), [("FAST_TESTS", 20), ("COVERED_TESTS", 10)])
+def test_the_tests_of_short_runs_are_there(variable, least):
+    """As make sees the lists, which it makes of parts."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    command = ["make", "-s", "-f", "Makefile", "-f", "-", "show-fast-tests"]
-    rule = "show-fast-tests:\n\t@echo $(FAST_TESTS)\n"
+    command = ["make", "-s", "-f", "Makefile", "-f", "-", "show-tests"]
+    rule = f"show-tests:\n\t@echo $({variable})\n"
     done = subprocess.run(command, cwd=ROOT, input=rule, capture_output=True, text=True, check=True)
     names = done.stdout.split()
-    assert len(names) > 20
+    assert len(names) > least
     for name in names:
         path, _, test = name.partition("::")
-        assert path.startswith("tests/") and (ROOT / path).exists(), f"Makefile: FAST_TESTS: {name} is not there"
-        assert not test or test in definitions(ROOT / path), f"Makefile: FAST_TESTS: {name} is not there"
+        assert path.startswith("tests/") and (ROOT / path).exists(), f"Makefile: {variable}: {name} is not there"
+        assert not test or test in definitions(ROOT / path), f"Makefile: {variable}: {name} is not there"

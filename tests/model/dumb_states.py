@@ -55,6 +55,7 @@ class DumbStates(DumbGroups):
         self.alignment = max(self.alignment, state.block_size)
         self.live: dict[ModelSequence, Live] = {}
         self.marks: dict[ModelSequence, set[int]] = {}
+        self.ending: ModelSequence | None = None  # the one that is being aborted
         self.scheduled: list[ModelSequence] = []  # who saves in this step, in the order of the calls
         self.before: list[Copy] = []
         self.landmark_pages: set[Prefix] = set()  # first pages of checkpoints where hits probably end, or have ended
@@ -315,6 +316,12 @@ class DumbStates(DumbGroups):
 
     # What ends, parts and goes back.
 
+    def abort(self, sequence: ModelSequence, num_computed: int) -> None:
+        """What its copies own is given back behind its blocks."""
+        self.ending = sequence
+        super().abort(sequence, num_computed)
+        self.ending = None
+
     def free(self, sequence: ModelSequence) -> None:
         """Checkpoints are queued anew behind the sequence's blocks: what it began with, then its own."""
         live = self.live[sequence]
@@ -346,10 +353,13 @@ class DumbStates(DumbGroups):
 
     def lose(self, blocks: list[int], cause: str, first: int) -> None:
         """As in `DumbGroups`. A state that is to come from these blocks is lost, and so are saves that wait in them."""
+        is_shared = max((self.owners[block] for block in blocks), default=0) > (cause == "aborted")  # by a pin, too
         super().lose(blocks, cause, first)
-        if max((self.owners[block] for block in blocks), default=0) <= (cause == "aborted"):
+        if not is_shared:
             return  # only the sequence has them that gives them back, and its saves
         for sequence in self.running:
+            if sequence is self.ending:
+                continue
             live = self.live[sequence]
             if live.before is not None and not set(blocks).isdisjoint(live.before.blocks):
                 sequence.lose(live.before.position - 1, self.block_size)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, Sequence, SlidingWindow
-from kvblocks.observe.removal_history import RemovalHistory
+from kvblocks.observe.removal_history import Removal, RemovalHistory
 
 
 def compute(manager: KVCacheManager, name: Any, tokens: Any, **keys: Any) -> None:
@@ -132,7 +132,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert (len(history), history.find(b"a")) == (2, None)
     history.note_removed([b"b", b"d"], "reset")
     assert history.find(b"c") is None
-    assert history.find(b"b") == ("reset", 0, None)
+    assert history.find(b"b") == Removal("reset", 0, None)
 
 
 def test_explaining_changes_nothing() -> None:

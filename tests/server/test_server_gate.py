@@ -6,6 +6,9 @@ import pytest
 from server.server_harness import MODEL, in_background, running_server, tiny_loaded, wait_for
 
 from kvblocks.engine.schedule.entrance import Entrance
+from kvblocks.replay.readers import read_trace
+from kvblocks.retention.session_gate import SessionGate
+from kvblocks.retention.sessions import Sessions
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +45,12 @@ def test_a_request_that_waits_is_shown_with_the_reason(server):
 
     def make_patient():
         entrance.gate.end_session("two")
-        entrance._seconds_per_token = 1e6  # noqa: SLF001  # prompts seem to take days, so places are kept
+        entrance.rounds.seconds_per_token = 1e6  # prompts seem to take days, so places are kept
 
     def give_up():
         entrance.gate.end_session("three")
-        entrance._seconds_per_token, entrance._has_changed = 0.0, True  # noqa: SLF001
+        entrance.rounds.seconds_per_token = 0.0
+        entrance.rounds.note_change()
 
     with server.http() as http:
         server.on_thread(make_patient)
@@ -70,3 +74,59 @@ def test_the_engine_thread_waits_until_the_gate_may_let_somebody_in(server, monk
     monkeypatch.setattr(Entrance, "wake_at", time.monotonic() + 50.0)
     left = server.service.thread._seconds_left()  # noqa: SLF001
     assert 0 < left <= 50.0
+
+
+FIND = {"name": "find", "parameters": {"type": "object", "maxProperties": 0}}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300}
+ONE_CALL = {"tool_choice": "required", "parallel_tool_calls": False, "prompt_cache_key": "agent"}
+
+
+def test_gate_sessions_and_record_are_told_that_an_answer_called_a_tool(tiny_folder, monkeypatch, tmp_path):
+    gate, sessions = [], []
+    ended, pause = SessionGate.ended, Sessions.pause
+
+    def note_ended(self, request_id, num_tokens, reason, now):
+        gate.append(reason)
+        return ended(self, request_id, num_tokens, reason, now)
+
+    def note_pause(self, session, reason, salt=None):
+        sessions.append(reason)
+        return pause(self, session, reason, salt)
+
+    monkeypatch.setattr(SessionGate, "ended", note_ended)
+    monkeypatch.setattr(Sessions, "pause", note_pause)
+    cache = {"session_gate": True, "eviction": "sessions"}
+    path = tmp_path / "trace.jsonl"
+    with (
+        running_server(tiny_loaded(tiny_folder, 4096), cache=cache, record=path) as server,
+        server.http() as http,
+    ):
+        openais = [{"type": "function", "function": FIND}]
+        bodies = {
+            "/v1/chat/completions": {**CHAT, "tools": openais, **ONE_CALL},
+            "/v1/responses": {
+                "model": MODEL,
+                "input": "hi",
+                "max_output_tokens": 300,
+                "tools": [{"type": "function", **FIND}],
+                **ONE_CALL,
+            },
+            "/v1/messages": {
+                **CHAT,
+                "tools": [{"name": "find", "input_schema": FIND["parameters"]}],
+                "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            },
+        }
+        for url, body in bodies.items():
+            response = http.post(url, json=body)
+            assert response.status_code == 200, response.text
+        assert gate == ["tool_calls"] * 3
+        assert sessions == ["tool_calls"] * 2  # a Message without metadata names no session
+        cut = {**bodies["/v1/chat/completions"], "max_tokens": 8}
+        plain = {**CHAT, "max_tokens": 3, "prompt_cache_key": "agent", "tools": openais, "ignore_eos": True}
+        for body in (cut, plain):
+            response = http.post("/v1/chat/completions", json=body)
+            assert response.json()["choices"][0]["finish_reason"] == "length"
+        assert gate[3:] == sessions[2:] == ["length"] * 2
+        server.wait_until_idle()
+    assert read_trace(path).stops == ["tool_calls"] * 3 + ["length"] * 2

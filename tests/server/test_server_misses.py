@@ -75,6 +75,57 @@ def test_evicted_from_the_device_but_still_in_a_tier(model, http):
         assert (cache["reason"], cache["still_in"]) == ("evicted", ["host"])
 
 
+def test_evicted_from_a_tier_says_from_which_and_for_whom(model, http, capsys):
+    """A prompt is evicted from the device, then from the host: first its end, at last all of it."""
+    del http
+    cache = {"num_blocks": 32, "host_cache": "384KiB", "num_history_blocks": 1000}
+    with running_server(model, cache=cache) as server, server.http() as http:
+        old = [(token * 3) % 250 for token in range(16 * 20)]
+        body = {"prompt": old, "max_tokens": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert explain(http, token_ids=old)["cache"]["reason"] == "hit"
+        seen = []
+        for number in range(20):
+            one = [(token * 7 + number) % 250 for token in range(16 * 4)]
+            asked = {"prompt": one, "max_tokens": 1, "cache_salt": "another"}
+            assert http.post("/v1/completions", json=asked).status_code == 200
+            server.wait_until_idle()
+            seen.append(explain(http, token_ids=old)["cache"])
+        places = [(cache.get("evicted_from"), tuple(cache.get("still_in") or ())) for cache in seen]
+        assert ("device", ("host",)) in places
+        assert places[-1] == ("host", ())
+        (*_, last) = [cache for cache in seen if cache.get("behind_tiers")]
+        behind = last["behind_tiers"]
+        assert (behind["removed"], behind["evicted_from"]) == ("evicted", "host")
+        assert last["num_cached_blocks"] < behind["block"] < 20
+        assert 0 <= behind["seconds_since"] < 600
+        assert seen[-1]["reason"] == "evicted"
+        found = explain(http, request_id=http.post("/v1/completions", json=body).json()["id"])
+        assert "block 0 was evicted from 'host' (" in found["text"]
+        with pytest.raises(SystemExit):
+            cli.main(["cache", "explain", "--last", "--url", server.url])
+        assert ", evicted from host; still in: no tier" in capsys.readouterr().out
+
+
+def test_a_tenant_is_told_that_a_tier_evicted_for_another(model, http):
+    del http
+    keys = tuple(TenantKey(Caller(tenant=name), digest_of(key)) for name, key in KEYS.items())
+    cache = {"num_blocks": 32, "host_cache": "384KiB", "num_history_blocks": 1000}
+    with running_server(model, cache=cache, keys=keys, admin_key=ADMIN) as server, server.http() as http:
+        one, two = ({"authorization": f"Bearer {KEYS[name]}"} for name in ("one", "two"))
+        ask(http, headers=one)
+        for _ in range(8):
+            fill(http, 8, two)
+            server.wait_until_idle()
+        told = ask(http, headers=one)
+        mine = explain(http, one, request_id=told["id"])
+        theirs = explain(http, {"authorization": f"Bearer {ADMIN}"}, request_id=told["id"])
+        assert (mine["cache"]["evicted_from"], mine["cache"]["evicted_for"]) == ("host", "another")
+        assert theirs["cache"]["evicted_for"] == "two"
+        assert "isn't cached: evicted from 'host'" in mine["text"]
+        assert "two" not in str(mine)
+
+
 def test_pinned_out_if_pins_hold_more_than_were_taken_since(http):
     ask(http)
     pinned = http.post("/v1/cache/pins", json={"token_ids": [7] * 16 * 30, "priority": 100}).json()

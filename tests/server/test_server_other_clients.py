@@ -4,6 +4,9 @@ import json
 
 import openai
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 from server.server_harness import MODEL, running_server, tiny_loaded
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -141,3 +144,33 @@ def test_hostile_values_for_templates_are_bad_requests(server):
             body = f'{{"messages": {json.dumps(CHAT)}, "max_tokens": 1, "chat_template_kwargs": {value}}}'
             response = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
             assert response.status_code in {200, 400}, response.text
+
+
+def test_a_suffix_that_asks_for_nothing_passes_and_any_other_is_refused(client):
+    """Clients send null by default. An answer that ignores a real one would not fit the text behind it."""
+    options = {"prompt": "The kettle", "max_tokens": 4, **GREEDY}
+    plain = client.completions.create(**options).choices
+    for suffix in (None, ""):
+        assert client.completions.create(suffix=suffix, **options).choices == plain
+        assert client.chat.completions.create(messages=CHAT, max_tokens=2, extra_body={"suffix": suffix}, **GREEDY)
+    with pytest.raises(openai.BadRequestError, match=r"suffix: .*doesn't fill in the middle") as raised:
+        client.completions.create(suffix=" holds 1.2 litres", **options)
+    assert raised.value.param == "suffix"
+
+
+PARAMETERS = {
+    "/v1/completions": (CompletionCreateParamsNonStreaming, {"prompt": "The kettle", "max_tokens": 2}),
+    "/v1/chat/completions": (ChatParams, {"messages": CHAT, "max_tokens": 2}),
+    "/v1/responses": (ResponseCreateParamsNonStreaming, {"input": "hello", "max_output_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_null_is_accepted_for_whatever_openais_client_may_send(server, path):
+    """Some clients send all fields that OpenAI's types have, most of them null."""
+    kind, body = PARAMETERS[path]
+    nulls = dict.fromkeys(kind.__annotations__)
+    assert {"stream", "metadata" if path == "/v1/responses" else "seed"} <= set(nulls)
+    with server.http() as http:
+        response = http.post(path, json={**nulls, **body, "model": MODEL})
+    assert response.status_code == 200, response.text

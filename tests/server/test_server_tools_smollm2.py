@@ -34,7 +34,7 @@ QUESTIONS = ["Order two slate kettles to 12345.", "Is anybody there?", "Write a 
 @contextmanager
 def serving(folder):
     with running_server(LoadedModel.load(folder), name="smollm2") as server, server.client() as client:
-        yield client
+        yield client.with_options(timeout=300)  # on a busy machine an answer takes minutes
         server.wait_until_idle()
 
 

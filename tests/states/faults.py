@@ -29,15 +29,18 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints outlive their prefix": [
         (
             INDEX,
-            "                if first <= position < end:\n                    self._let",
-            "                if False:\n                    self._let",
+            "if first <= position < end], reverse=True):",
+            "if False], reverse=True):",
         )
     ],
     "a page of a checkpoint is evicted, and the others stay": [
         (INDEX, "checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)", "checkpoint = None")
     ],
     "the other pages of an evicted checkpoint aren't reused next": [
-        (INDEX, "self.detached += [other for other in checkpoint.blocks if other is not block]", "pass")
+        (INDEX, "self.detached += others[:-1] if", "self.detached += [] if True or")
+    ],
+    "an abort leaves a checkpoint that was not written, where a copy keeps the K and V": [
+        (INDEX, "            self._detach(block.run, block.index, block.index + 1)\n", "")
     ],
     "a hit may end at the last token": [(HIT, "end = min(end, (num_tokens - 1) // alignment * alignment)", "pass")],
     "a hit needs no checkpoint": [
@@ -127,9 +130,7 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints aren't queued behind their sequence's blocks": [
         (SLOTS, "        for checkpoint in state.made:\n", "        for checkpoint in state.made[:0]:\n")
     ],
-    "a pin doesn't hold the checkpoint at its end": [
-        (SLOTS, "                self.soft_holds.extend(sequence)", "                pass")
-    ],
+    "a pin doesn't hold the checkpoint at its end": [(SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")],
     # Going back.
     "a rewind goes back to where no checkpoint is": [
         (MANAGER, "            end = self._state_slots.floor_of(own, end)\n", "            pass\n"),
@@ -212,7 +213,7 @@ FAULTS: dict[str, list[Change]] = {
         )
     ],
     "where two prompts part nothing is saved": [
-        (SLOTS, "places.add(min(last, hit.num_matched_tokens // step * step))", "pass")
+        (SLOTS, "places.add(min(last, max(hit.num_matched_tokens, hit.num_tier_tokens) // step * step))", "pass")
     ],
     "a chunk may end behind what the scheduler asked for": [
         (SLOTS, "        return min(place, max_end)\n", "        return place if place < 1 << 60 else max_end\n")

@@ -363,3 +363,28 @@ def test_a_disk_keeps_states_with_their_identities_over_a_restart(tmp_path: Any)
     assert ends(manager) == [], "a part is lost"
     assert len(manager.tiers.take_changes()["disk"]) == 2, "and so the others are"
     manager.check()
+
+
+def test_where_a_prompt_parts_from_what_only_a_tier_has_its_state_is_saved() -> None:
+    """The second such prompt finds K and V in the tier, and no state in reach. The third one begins where they part."""
+    manager = stored()
+    parted = [*range(24), *range(500, 516)]
+    sequence, hit, loads = look_up(manager, parted)
+    assert (hit.num_tokens, hit.num_matched_tokens, loads) == (0, 0, [])
+    assert manager.states.next_cut(sequence, 40, hit) == 24
+    assert manager.allocate_slots(sequence, 24, hit) is not None
+    assert [copy.position for copy in manager.states.take_copies()[1]] == [24]
+    third = Sequence("third", [*range(24), 7, 8])
+    assert manager.get_computed_blocks(third).num_tokens == 24
+
+
+def test_behind_a_load_chunks_end_where_the_state_is_to_be_saved() -> None:
+    """Also where the sequence parts from K and V that the tier has behind the load."""
+    manager = stored()
+    sequence, hit, loads = look_up(manager, range(60))
+    assert manager.tiers.allocate(sequence, hit, loads) is not None
+    assert settle(manager)[1][0].num_tokens == sequence.num_computed_tokens == 36
+    assert manager.states.next_cut(sequence, 60) == 40, "the tier has ten blocks"
+    assert manager.allocate_slots(sequence, 4) is not None
+    assert [copy.position for copy in manager.states.take_copies()[1]] == [40]
+    assert (manager.states.next_cut(sequence, 60), manager.states.next_cut(sequence, 50)) == (56, 50)

@@ -131,6 +131,20 @@ def test_marks_stay_with_a_sequence_and_its_forks() -> None:
             manager.states.mark(sequence, position)
 
 
+def test_a_mark_behind_what_is_known_at_a_start_counts_nevertheless() -> None:
+    """A sequence that lost tokens was freed, and gets there again."""
+    manager = make(num_kept=4)
+    sequence = Sequence("a", range(6))
+    sequence.append_tokens([6, 7])
+    assert manager.states.mark(sequence, 8) == 8
+    prefill(manager, "a", sequence)
+    manager.truncate(sequence, 6)
+    manager.free(sequence)
+    prefill(manager, "a", sequence)
+    manager.append_slots(sequence, [20, 21])
+    assert [copy.position for copy in manager.states.take_copies()[1]] == [8]
+
+
 def test_a_chunk_that_runs_over_a_place_is_counted() -> None:
     manager = make()
     sequence = Sequence("a", range(22))
@@ -298,6 +312,20 @@ def test_a_truncation_goes_back_no_further_than_kept_states() -> None:
         manager.allocate_slots(sequence, num_total_tokens=27)
 
 
+def test_a_sequence_that_went_back_to_a_kept_state_can_be_forked() -> None:
+    """Also when debugging, which refuses forks of tokens that no step has computed."""
+    manager = make(num_kept=2)
+    sequence = prefill(manager, "a", range(22))
+    manager.append_slots(sequence, [1, 2])
+    manager.states.take_copies()
+    manager.truncate(sequence, 23)
+    twin = manager.fork(sequence, "b")
+    assert manager.states.take_copies()[0] == [StateCopy("fork", 23, twin.state_slot or 0, sequence.state_slot or 0)]
+    manager.append_slots(sequence, [3])
+    with pytest.raises(SequenceStateError, match="all computed"):
+        manager.fork(sequence, "c")
+
+
 def test_kept_states_begin_where_the_slot_does() -> None:
     manager = make(num_kept=4)
     manager.free(prefill(manager, "a", range(10)))
@@ -361,6 +389,27 @@ def test_a_hit_whose_checkpoint_is_gone_is_stale() -> None:
     with pytest.raises(StaleHitError):
         manager.allocate_slots(sequence, None, hit)
     assert hit_tokens(manager, range(22)) == 0
+    manager.free(prefill(manager, "c", range(22)))
+    assert hit_tokens(manager, range(22)) == 20
+    with pytest.raises(StaleHitError):
+        manager.allocate_slots(sequence, None, hit)
+    assert sequence.state_slot is None
+
+
+def test_a_hit_that_lost_its_end_can_be_cut_to_what_is_left() -> None:
+    """Also if a block that it lost holds another prefix meanwhile, with a state."""
+    manager = make(16)
+    sequence = Sequence("a", range(40))
+    manager.states.mark(sequence, 12)
+    manager.free(prefill(manager, "a", sequence))
+    probe = Sequence("b", range(50))
+    hit = manager.get_computed_blocks(probe)
+    assert hit.num_tokens == 36
+    manager.free(prefill(manager, "c", range(100, 112)))
+    assert [hit.cut(number).num_tokens for number in (35, 12, 11, 0)] == [12, 12, 0, 0]
+    manager.evict_blocks([block.block_id for block in hit.blocks])
+    assert hit.cut(35).num_tokens == 0
+    assert manager.allocate_slots(probe, 1, hit.cut(35)) is not None
 
 
 def test_explain_names_the_state_as_the_limit() -> None:
@@ -378,6 +427,18 @@ def test_explain_names_the_state_as_the_limit() -> None:
     assert manager.stats.num_limited_tokens == 20
 
 
+def test_explain_says_where_the_last_state_is() -> None:
+    manager = make()
+    sequence = Sequence("a", range(40))
+    manager.states.mark(sequence, 12)
+    prefill(manager, "a", sequence)
+    manager.evict_blocks(manager.get_computed_blocks(Sequence("b", range(40))).checkpoint_block_ids)
+    assert str(manager.inspect.explain(Sequence("b", range(50)))) == (
+        "40 tokens of KV are cached, but group 1 (a recurrent state) has no checkpoint behind token 12, where the hit"
+        " ends; as far as is remembered none was saved there"
+    )
+
+
 def test_events_carry_checkpoints() -> None:
     manager = make(enable_events=True)
     prefill(manager, "a", range(22))
@@ -392,10 +453,15 @@ def test_a_pin_has_its_checkpoint_made_and_holds_it() -> None:
     manager = make()
     pin = manager.pins.pin(range(12))
     assert pin.num_wanted_blocks == 5
+    passing = Sequence("over it", range(40))
+    manager.allocate_slots(passing)
+    manager.abort(passing, 16)
+    assert repr(pin).endswith("3 of 3 blocks, 0 of 2 of side groups and states)"), "it has all K and V, and no state"
     sequence = Sequence("a", range(40))
     assert manager.states.next_cut(sequence, 40) == 12, "where the pin ends"
     manager.free(prefill(manager, "a", sequence))
     assert pin.num_held_blocks == 5 and len(pin.attached_blocks) == 2
+    assert repr(pin).endswith("3 of 3 blocks, 2 of 2 of side groups and states)")
     manager.reset_prefix_cache()
     assert pin.num_held_blocks == 0
 
@@ -418,6 +484,17 @@ def test_quotas_count_the_blocks_of_checkpoints() -> None:
     manager.quotas.set("s", 100)
     manager.free(prefill(manager, "a", Sequence("a", range(22), salt="s")))
     assert [usage.num_cached_blocks for usage in manager.quotas] == [7]
+
+
+def test_a_tenant_over_its_quota_gives_a_checkpoint_whole() -> None:
+    manager = make(20)
+    manager.quotas.set("s", 7)
+    for first in (0, 100, 200):
+        manager.free(prefill(manager, "a", Sequence("a", range(first, first + 22), salt="s")))
+        manager.free(prefill(manager, "b", Sequence("b", range(first, first + 6))))
+    kept = [hit_tokens(manager, range(first, first + 6)) for first in (0, 100, 200)]
+    assert kept == [4, 4, 4], "others' checkpoints stay while the tenant has more than its quota"
+    assert manager.inspect.group_usage()[1].num_cached_blocks % 2 == 0
 
 
 def test_what_is_not_supported_says_so() -> None:

@@ -20,12 +20,10 @@ def explain_lines(entry: dict[str, Any]) -> Iterator[str]:
     if cache.get("reason") in _WORDS:
         yield f"  reason: {_WORDS[cache['reason']]}"
     if cache.get("num_blocks_since") is not None:
-        ago = (
-            "longer ago than is remembered" if cache["seconds_since"] is None else f"{cache['seconds_since']:.0f} s ago"
-        )
-        whose = {"own": ", for a request of the same client", "another": ", for another client"}
-        lost = f"  lost {ago}{whose.get(cache.get('evicted_for') or '', '')}"
-        yield f"{lost}; still in: {', '.join(cache.get('still_in') or ()) or 'no tier'}"
+        yield f"  {_lost(cache)}; still in: {', '.join(cache.get('still_in') or ()) or 'no tier'}"
+    behind = cache.get("behind_tiers")
+    if behind is not None:
+        yield f"  block {behind['block']} is in no tier: {_lost(behind)}"
     if cache.get("num_pending_tokens"):
         yield f"  waiting would have hit: another request was computing {cache['num_pending_tokens']} tokens more"
     compared = entry.get("compared")
@@ -36,3 +34,11 @@ def explain_lines(entry: dict[str, Any]) -> Iterator[str]:
     if compared["differs"] is not None:
         before, after = compared["before"]["text"], compared["after"]["text"]
         yield f"  first different token, behind {compared['context']!r}: {before!r} was, {after!r} is"
+
+
+def _lost(loss: dict[str, Any]) -> str:
+    """When and where a block was lost, and for whom."""
+    ago = "longer ago than is remembered" if loss["seconds_since"] is None else f"{loss['seconds_since']:.0f} s ago"
+    whose = {"own": ", for a request of the same client", "another": ", for another client"}
+    place = "" if loss.get("evicted_from") is None else f", evicted from {loss['evicted_from']}"
+    return f"lost {ago}{place}{whose.get(loss.get('evicted_for') or '', '')}"

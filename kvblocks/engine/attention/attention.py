@@ -21,13 +21,16 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
+from kvblocks.engine.attention.latents import attend_latents
 from kvblocks.engine.attention.state_memory import StateMemory
 from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.hybrid.latent import LatentHeads
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
 from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.sampling.weights import to_device
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import Group
 from kvblocks.kernels import reference
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class KVCache:
     """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
+
+    In models with latent attention both are the same tensor, with one entry a token in the place of a head.
 
     Layers of different groups may share tensors, since a block belongs to one group at a time. The tensors are views of
     `memory`. On a CPU that is one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim]: a block is
@@ -76,13 +81,14 @@ class KVCache:
         shape = (block_size, config.num_kv_heads, config.head_dim)
         slots = range(len(config.attending)) if layer_locations is None else [slot for _, slot in layer_locations]
         places = {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
+        each = 2 if config.latent is None else 1  # tensors of a layer
         if torch.device(device).type == "cpu":
-            whole = zeros_when_touched((num_blocks, 2 * len(places), *shape), dtype)
-            parts = [(whole[:, 2 * place], whole[:, 2 * place + 1]) for place in places.values()]
+            whole = zeros_when_touched((num_blocks, each * len(places), *shape), dtype)
+            parts = [(whole[:, each * place], whole[:, each * place + each - 1]) for place in places.values()]
             memory: tuple[Tensor, ...] = (whole,)
         else:
-            memory = tuple(torch.zeros(2, num_blocks, *shape, dtype=dtype, device=device) for _ in places)
-            parts = [(pair[0], pair[1]) for pair in memory]
+            memory = tuple(torch.zeros(each, num_blocks, *shape, dtype=dtype, device=device) for _ in places)
+            parts = [(own[0], own[-1]) for own in memory]
         by_kernel = memory[0].is_cuda and find_spec("triton") is not None and config.head_dim % 8 == 0
         keys, values = zip(*[parts[places[slot]] for slot in slots], strict=True)
         return cls(keys, values, memory, by_kernel)
@@ -252,6 +258,14 @@ class PlacingStep(Protocol):
         """
 
 
+@runtime_checkable
+class LatentStep(Protocol):
+    """A `StepAttention` that can make keys and values of heads from the entries of latent attention."""
+
+    def attend_latents(self, layer: int, query: Tensor, how: LayerAttention, heads: LatentHeads) -> Tensor:
+        """Attention of all the batch's rows: [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
+
+
 class AttentionBackend(Protocol):
     """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
 
@@ -271,12 +285,12 @@ Planner = Callable[[Tensor, Tensor, Tensor, int, reference.Sight], reference.Att
 
 @dataclass(frozen=True)
 class _PlannedStep:
-    """A step of the torch backends: a plan for each group and sight, made when the first layer asks for it."""
+    """A step of the torch backends: a plan for each group and kind of layers, made when the first layer asks for it."""
 
     batch: StepBatch
     kv_cache: KVCache
     planner: Planner
-    plans: dict[tuple[int, int | None, int | None], reference.AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, Group], reference.AttentionPlan] = field(default_factory=dict)
     stores: dict[int, tuple[Tensor, reference.StorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -300,15 +314,17 @@ class _PlannedStep:
         attended = reference.attend(plan, query * key_scale, keys, values, scale=how.scale, softcap=how.softcap)
         return attended * value_scale
 
+    def attend_latents(self, layer: int, query: Tensor, how: LayerAttention, heads: LatentHeads) -> Tensor:
+        return attend_latents(self._plan(how), query, self.kv_cache.slots[layer][0], heads, how.scale)
+
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
-        kind = how.group, how.window, how.chunk_size
+        kind = how.group, how.kind
         if kind not in self.plans:
             batch = self.batch
             block_tables = batch.block_tables[how.group] * self.kv_cache.parts_per_block
             tables = (block_tables, batch.query_start, batch.seq_lens)
-            self.plans[kind] = self.planner(
-                *tables, self.kv_cache.block_size, reference.Sight(how.window, how.chunk_size)
-            )
+            sight = reference.Sight(how.kind.window_tokens, how.kind.chunk_tokens)
+            self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, sight)
         return self.plans[kind]
 
     def _plan_store(self, slot_mapping: Tensor) -> reference.StorePlan:

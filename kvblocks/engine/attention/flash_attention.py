@@ -66,10 +66,11 @@ class _FlashStep:
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         keys, values, batch = self.kv_cache.keys[layer], self.kv_cache.values[layer], self.batch
+        before = (how.kind.window_tokens or 0) - 1  # keys that a row sees before its own; -1: all
         options = {
             "softmax_scale": how.scale,
             "causal": True,
-            "window_size": (-1, -1) if how.window is None else (how.window - 1, 0),
+            "window_size": (before, min(before, 0)),
             "softcap": how.softcap or 0.0,
             "block_table": batch.block_tables[how.group],
         }

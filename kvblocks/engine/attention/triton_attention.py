@@ -179,7 +179,7 @@ class _CascadeStep(_TritonStep):
     cascade_shares: list[CascadeShares] = field(default_factory=list, kw_only=True)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
-        if not how.sees_all or how.group != self.group:
+        if not how.kind.sees_all or how.group != self.group:
             return super().attend(layer, query, how)
         keys, values, tables = (
             self.kv_cache.keys[layer],
@@ -232,4 +232,4 @@ def check_8_bit(device: torch.device) -> None:
 
 
 def _options(how: LayerAttention) -> dict[str, Any]:
-    return {"scale": how.scale, "window": how.window, "softcap": how.softcap}
+    return {"scale": how.scale, "window": how.kind.window_tokens, "softcap": how.softcap}

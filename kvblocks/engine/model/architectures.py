@@ -5,7 +5,8 @@ each model's config.json says. config.json also says which architecture a folder
 AutoModel.
 
 From: Llama (Touvron et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta
-2025), LFM2 (Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025).
+2025), LFM2 (Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025),
+Kimi Linear (Kimi Team 2025).
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ class Architecture:
     has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
     models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are
     called in a folder, and here. has_output_bias: where attention has biases, its output's projection has one, too.
+    experts_name: of the tensors of a layer's experts; empty: `mlp_name`. shared_expert_name: of the one that all rows
+    share. expert_matrices: the gate, up and down projections of the others.
     """
 
     name: str
@@ -53,6 +56,9 @@ class Architecture:
     field_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensor_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     has_output_bias: bool = True
+    experts_name: str = ""
+    shared_expert_name: str = "shared_expert"
+    expert_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 LLAMA = Architecture("LlamaForCausalLM", "llama")
@@ -276,6 +282,48 @@ GRANITE4 = Architecture(
     defaults={**_MAMBA2_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
     tensor_names={".shared_mlp.input_linear.": ".mlp.gate_up_proj.", ".shared_mlp.output_linear.": ".mlp.down_proj."},
 )
+KIMI_LINEAR = Architecture(
+    "KimiLinearForCausalLM",
+    "kimi_linear",
+    parts="states: Kimi delta attention; latent attention, experts",
+    defaults={
+        "vocab_size": 163_840,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.446,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 1_048_576,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 163_586,
+        "num_local_experts": 256,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "linear_conv_kernel_dim": 4,
+        "first_k_dense_replace": 1,
+    },
+    field_names={
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts": "num_local_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    },
+    experts_name="block_sparse_moe",
+    shared_expert_name="shared_experts",
+    expert_matrices=("w1", "w3", "w2"),
+)
 SUPPORTED_ARCHITECTURES = (
     LLAMA,
     QWEN2,
@@ -291,6 +339,7 @@ SUPPORTED_ARCHITECTURES = (
     QWEN3_5_MOE_WITH_IMAGES,
     BAMBA,
     GRANITE4,
+    KIMI_LINEAR,
 )
 
 

@@ -13,6 +13,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.architectures import (
     BAMBA,
     GRANITE4,
+    KIMI_LINEAR,
     LFM2,
     LLAMA,
     LLAMA4,
@@ -32,11 +33,19 @@ from kvblocks.engine.model.fields import (
     read_optional_number,
     read_size,
 )
+from kvblocks.engine.model.hybrid.latent import LatentAttention
 from kvblocks.engine.model.hybrid.mixer import StateMixer
-from kvblocks.engine.model.hybrid_config import read_bamba, read_granite4, read_lfm2, read_qwen3_next
+from kvblocks.engine.model.hybrid_config import (
+    read_bamba,
+    read_granite4,
+    read_kimi_linear,
+    read_lfm2,
+    read_qwen3_next,
+)
 from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
 from kvblocks.engine.model.llama4 import Experts, read_llama4
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes
+from kvblocks.groups.kinds import kind_of_layers
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -46,6 +55,7 @@ _OWN_FIELDS: dict[str, Callable[[Mapping[str, Any], int], dict[str, Any]]] = {
     LFM2.name: read_lfm2,
     BAMBA.name: read_bamba,
     GRANITE4.name: read_granite4,
+    KIMI_LINEAR.name: read_kimi_linear,
     QWEN3_NEXT.name: read_qwen3_next,
     QWEN3_5.name: read_qwen3_next,
     QWEN3_5_MOE.name: read_qwen3_next,
@@ -69,6 +79,9 @@ class ModelConfig:
 
     mixers: for each layer that keeps a state instead of K and V, how it mixes the rows of a sequence; None for layers
     that attend. Empty: all attend.
+
+    latent: how the layers that attend keep one entry a token, without RoPE; None: they keep K and V. The cache then has
+    one head of head_dim elements, which are the entry's.
 
     embedding_scale: a factor of the embeddings, residual_scale: of what a layer adds, logits_scale: of the logits.
     """
@@ -102,6 +115,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    latent: LatentAttention | None = None
 
     @property
     def attending(self) -> tuple[int, ...]:
@@ -122,9 +136,8 @@ class ModelConfig:
         return tuple(
             LayerAttention(
                 scale,
-                window,
+                kind_of_layers(1, window, chunk_size),
                 self.attention_softcap,
-                chunk_size=chunk_size,
                 temperature=self.temperature if layer in self.unrotated_layers else None,
             )
             for layer in self.attending
@@ -139,7 +152,7 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary frequencies of each layer of `attending`. O(layers)."""
-        ropes = [self.rope if how.sees_all else self.local_rope or self.rope for how in self.attention]
+        ropes = [self.rope if how.kind.sees_all else self.local_rope or self.rope for how in self.attention]
         by_layer = zip(self.attending, ropes, strict=True)
         return tuple(NO_ROTATION if layer in self.unrotated_layers else rope for layer, rope in by_layer)
 
@@ -151,6 +164,7 @@ class ModelConfig:
             "layers without RoPE": bool(self.unrotated_layers),
             "experts": self.experts is not None,
             "recurrent states": self.has_states,
+            "latent attention": self.latent is not None,
         }
         return " and ".join(name for name, has_part in parts.items() if has_part)
 
@@ -187,13 +201,13 @@ class ModelConfig:
         windows = _read_windows(fields, num_layers)
         query_scalar = read_optional_number(fields, "query_pre_attn_scalar")
         own: dict[str, Any] = {"query_scale": None if query_scalar is None else query_scalar**-0.5}
+        own |= {"num_kv_heads": _read_kv_heads(fields, num_heads)}
+        own |= {"head_dim": _read_head_dim(fields, hidden_size // num_heads)}
         own |= _OWN_FIELDS.get(architecture.name, _read_mlp_size)(fields, num_layers)
         return cls(
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_read_kv_heads(fields, num_heads),
-            head_dim=_read_head_dim(fields, hidden_size // num_heads),
             vocab_size=read_size(fields, "vocab_size"),
             max_position_embeddings=max_positions,
             rms_norm_eps=read_number(fields, "rms_norm_eps", 1e-6),

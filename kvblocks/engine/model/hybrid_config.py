@@ -3,6 +3,7 @@
 - LFM2: short convolutions, and attention.
 - Bamba and Granite 4: Mamba2, and attention. Granite's attention mostly has no RoPE, and some of its models have
   experts.
+- Kimi Linear: Kimi delta attention, and latent attention without RoPE. Most layers have experts.
 - Qwen3-Next and Qwen3.5: three layers of gated delta nets for each layer of gated attention, whose output is multiplied
   by the sigmoid of a projection. Most of their models have experts.
 
@@ -16,9 +17,21 @@ from typing import Any
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.fields import read_flag, read_number, read_size
 from kvblocks.engine.model.hybrid.gated_delta import GatedDelta
+from kvblocks.engine.model.hybrid.kimi_delta import KimiDelta
+from kvblocks.engine.model.hybrid.latent import LatentAttention
 from kvblocks.engine.model.hybrid.mamba2 import Mamba2
 from kvblocks.engine.model.hybrid.short_conv import ShortConv
 from kvblocks.engine.model.llama4 import Experts
+
+# What Kimi Linear's fields may say, but no published model does, and `transformers` doesn't compute or we don't.
+_KIMI_FIXED = {
+    "q_lora_rank": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "moe_layer_freq": 1,
+}
 
 
 def read_lfm2(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -148,6 +161,103 @@ def read_granite4(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         "residual_scale": read_number(fields, "residual_multiplier", 1.0),
         "logits_scale": 1 / read_number(fields, "logits_scaling", 1.0),
     }
+
+
+def read_kimi_linear(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Read the fields of `ModelConfig` that are Kimi Linear's own, and its MLP's size. Raises ModelError."""
+    num_heads = read_size(fields, "num_attention_heads")
+    for name, value in (*_KIMI_FIXED.items(), ("num_key_value_heads", num_heads)):
+        if fields.get(name, value) != value:
+            raise ModelError(f"expected {name} {value!r}, got {fields[name]!r}")
+    linear = fields.get("linear_attn_config") or {}
+    if not isinstance(linear, Mapping):
+        raise ModelError(f"expected linear_attn_config to be an object, got {linear!r}")
+    sizes = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    sizes |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+    own = {**fields, **{ours: linear[name] for name, ours in sizes.items() if linear.get(name) is not None}}
+    types = _read_layer_types(fields, num_layers, "linear_attention", _kimi_layers(linear, num_layers))
+    delta = KimiDelta(
+        read_size(own, "linear_num_heads"),
+        read_size(own, "linear_head_dim"),
+        read_size(own, "linear_conv_kernel_dim"),
+        read_number(fields, "rms_norm_eps"),
+    )
+    latent = LatentAttention(
+        num_heads,
+        read_size(fields, "kv_lora_rank"),
+        read_size(fields, "qk_nope_head_dim"),
+        read_size(fields, "qk_rope_head_dim"),
+        read_size(fields, "v_head_dim"),
+    )
+    return {
+        "intermediate_size": read_size(fields, "intermediate_size"),
+        "num_kv_heads": 1,
+        "head_dim": latent.entry_dim,
+        "query_scale": latent.key_dim**-0.5,
+        "unrotated_layers": frozenset(range(num_layers)),
+        "mixers": tuple(delta if kind == "linear_attention" else None for kind in types),
+        "latent": latent,
+        "experts": _kimi_experts(fields, num_layers),
+    }
+
+
+def _kimi_layers(linear: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Each layer's kind: by two lists of numbers from 1, or every fourth layer attends, but for the first one."""
+    attends, others = linear.get("full_attn_layers"), linear.get("kda_layers")
+    if attends is None or others is None:
+        return ["full_attention" if layer and layer % 4 == 0 else "linear_attention" for layer in range(num_layers)]
+    if not isinstance(attends, list) or not isinstance(others, list):
+        raise ModelError(f"expected full_attn_layers and kda_layers to be lists, got {attends!r} and {others!r}")
+    if sorted([*attends, *others]) != list(range(1, num_layers + 1)):
+        raise ModelError(
+            f"expected full_attn_layers and kda_layers to have each number from 1 to {num_layers} once, got {attends}"
+            f" and {others}"
+        )
+    return ["full_attention" if layer + 1 in attends else "linear_attention" for layer in range(num_layers)]
+
+
+def _kimi_experts(fields: Mapping[str, Any], num_layers: int) -> Experts | None:
+    """The experts' layers are those that are "sparse" in `mlp_layer_types`, or all behind the first n."""
+    types = fields.get("mlp_layer_types")
+    if types is None:
+        first = fields.get("first_k_dense_replace")
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ModelError(f"expected first_k_dense_replace to be a number of layers, got {first!r}")
+        types = ["dense" if layer < first else "sparse" for layer in range(num_layers)]
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(kind not in ("dense", "sparse") for kind in types)
+    ):
+        raise ModelError(f"expected mlp_layer_types to be a list of {num_layers}, each dense or sparse, got {types!r}")
+    if "sparse" not in types:
+        return None
+    num_experts, num_chosen = read_size(fields, "num_local_experts"), read_size(fields, "num_experts_per_tok")
+    num_groups, num_chosen_groups = read_size(fields, "n_group"), read_size(fields, "topk_group")
+    if num_experts % num_groups or num_chosen_groups > num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
+        raise ModelError(
+            f"expected num_expert_group to divide num_experts ({num_experts}) into groups of two or more, and"
+            f" topk_group of at most as many; got {num_groups} and {num_chosen_groups}"
+        )
+    if num_chosen > num_experts // num_groups * num_chosen_groups:
+        raise ModelError(
+            f"expected num_experts_per_token of at most the experts of topk_group groups"
+            f" ({num_experts // num_groups * num_chosen_groups}), got {num_chosen}"
+        )
+    width = read_size(fields, "moe_intermediate_size")
+    return Experts(
+        frozenset(layer for layer, kind in enumerate(types) if kind == "sparse"),
+        num_experts,
+        num_chosen,
+        width,
+        shared_width=width * read_size(fields, "n_shared_experts"),
+        weighs_outputs=True,
+        normalizes=read_flag(fields, "norm_topk_prob"),
+        chooses_by_sigmoid=True,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        scale=read_number(fields, "routed_scaling_factor"),
+    )
 
 
 def _mamba_layers(fields: Mapping[str, Any], types: Sequence[str]) -> tuple[Mamba2 | None, ...]:

@@ -6,7 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, SlidingWindow
+from kvblocks.groups.kinds import FullAttention, Group
+
+EVERYTHING = FullAttention(1)
+"""The kind of layers whose rows see all keys up to their own position."""
 
 
 class LayerLocation(NamedTuple):
@@ -36,26 +39,15 @@ class Temperature:
 class LayerAttention:
     """How a layer attends.
 
-    A score is `scale * (q . k)`, then `softcap * tanh(score / softcap)` if there is a softcap. A row at position p
-    sees the keys up to p: with a window, from p - window + 1 on; with a chunk size, from its last multiple up to p on.
-    `temperature` is a factor of the queries, which the model applies before it attends. `group` is the KV-cache group
-    that the layer belongs to: its block tables and slots are those of that group.
+    A score is `scale * (q . k)`, then `softcap * tanh(score / softcap)` if there is a softcap. A row sees the keys up
+    to its own position from `kind.first_seen` on. `kind` is that of the layer's KV-cache group, with blocks of one
+    token, since a model doesn't say how large blocks are. `temperature` is a factor of the queries, which the model
+    applies before it attends. `group` is the KV-cache group that the layer belongs to: its block tables and slots are
+    those of that group.
     """
 
     scale: float
-    window: int | None = None
+    kind: Group = EVERYTHING
     softcap: float | None = None
     group: int = 0
-    chunk_size: int | None = None
     temperature: Temperature | None = None
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether a row sees all positions up to its own."""
-        return self.window is None and self.chunk_size is None
-
-    def kind(self, block_size: int) -> Group:
-        """Return the kind of KV-cache group that the layer belongs to. Raises InvalidArgumentError."""
-        if self.chunk_size is not None:
-            return ChunkedLocal(block_size, self.chunk_size)
-        return FullAttention(block_size) if self.window is None else SlidingWindow(block_size, self.window)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.llama4 import Experts
 from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import rotate
 from kvblocks.engine.model.weights import ExpertWeights, LayerWeights, ModelWeights
@@ -107,6 +108,15 @@ class DecoderLayers:
         """The input projection of a layer: [num_rows, columns]. Changes nothing."""
         return self.linear(normed, layer.qkv, layer.qkv_bias)
 
+    def latents(self, layer: LayerWeights, normed: Tensor, *, absorbs: bool) -> tuple[Tensor, Tensor]:
+        """Queries and entries of latent attention: [num_rows, num_heads, dim], [num_rows, 1, entry_dim].
+
+        absorbs: queries are over entries, and not over the keys of the heads. Changes nothing.
+        """
+        assert layer.latent is not None
+        query, entry = layer.latent.split(self.project(layer, normed))
+        return (layer.latent.absorb(query) if absorbs else query), entry
+
     def gates(self, heads: Tensor) -> Tensor | None:
         """The gates of the attention's output, [num_rows, num_heads, head_dim], of `heads`; None in models without."""
         return heads[:, -self.config.num_heads :] if self.config.architecture.has_output_gate else None
@@ -131,15 +141,21 @@ class DecoderLayers:
         attended: Tensor,
         next_norm: Tensor | None,
         gates: Tensor | None = None,
+        *,
+        absorbed: bool = False,
     ) -> Tensor | None:
         """Add the output projection of attention, or of a mixer, and the MLP to `hidden`, which it changes.
 
-        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim], or a mixer's [num_rows, num_outputs];
+        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim], or a mixer's [num_rows, num_outputs]; in
+        latent attention with absorbed queries, sums of entries, [num_rows, num_heads, entry_dim], else value_dim;
         next_norm: the weight of the next layer's input norm; gates: as `gates` returns them. Returns the next layer's
         normed rows, [num_rows, hidden]; None after the last layer.
         """
         if gates is not None:
             attended = attended * gates.sigmoid()
+        if absorbed:
+            assert layer.latent is not None
+            attended = layer.latent.values(attended)
         added = self._scaled(self.linear(attended.flatten(1), layer.output, layer.output_bias))
         normed = self._ops.add(hidden, added, layer.attention_output_norm, layer.mlp_norm)
         assert normed is not None  # every layer has an mlp_norm
@@ -167,11 +183,14 @@ class DecoderLayers:
             logits = logits[:, :-1]
         # On strided rows, for the reason that the module's docstring has.
         logits = F.pad(logits.float(), (0, 1))[:, :-1]
-        chosen = logits.topk(kind.num_chosen).indices
+        by_softmax = kind.weighs_outputs and not kind.chooses_by_sigmoid
+        scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
+        chosen = (logits if experts.bias is None else _ranks(kind, scores + experts.bias)).topk(kind.num_chosen).indices
         is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chosen, value=True)
-        scores = (logits.softmax(-1) if kind.weighs_outputs else logits.sigmoid()).masked_fill(~is_chosen, 0)
+        scores = scores.masked_fill(~is_chosen, 0)
         if kind.normalizes:
             scores = scores / scores.sum(-1, keepdim=True)
+        scores = scores * kind.scale
         scores = scores.to(normed.dtype)
         for expert in chosen.unique().tolist():
             own = is_chosen[:, expert].nonzero().squeeze(1)
@@ -192,3 +211,13 @@ class DecoderLayers:
             logits *= self.config.logits_scale
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _ranks(kind: Experts, ranks: Tensor) -> Tensor:
+    """What rows choose by, [num_rows, num_experts], with -inf for the experts of all but a row's best groups."""
+    if kind.num_groups == kind.num_chosen_groups:
+        return ranks
+    groups: Tensor = ranks.unflatten(1, (kind.num_groups, -1))
+    best = groups.topk(2).values.sum(-1).topk(kind.num_chosen_groups).indices
+    is_left = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, value=False)
+    return groups.masked_fill(is_left[..., None], -torch.inf).flatten(1)

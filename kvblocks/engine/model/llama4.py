@@ -25,6 +25,10 @@ class Experts:
     by the softmax of the router's logits, and not their inputs by a sigmoid. normalizes: the weights of the chosen ones
     are divided by their sum. has_shared_gate: the shared expert's output is multiplied by the sigmoid of a logit, which
     is the router's last row.
+
+    chooses_by_sigmoid: each output's weight is the sigmoid of its logit. A row then chooses by this weight plus a bias
+    of each expert, among the experts of its best num_chosen_groups of num_groups groups: those with the largest sums of
+    their two best. scale: a factor of the weights.
     """
 
     layers: frozenset[int]
@@ -35,6 +39,10 @@ class Experts:
     weighs_outputs: bool = False
     normalizes: bool = False
     has_shared_gate: bool = False
+    chooses_by_sigmoid: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
 
 
 def read_llama4(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.fields import read_json
+from kvblocks.engine.model.hybrid.latent import LatentAttention
 from kvblocks.engine.model.hybrid.mixer import StateMixer
 from kvblocks.engine.model.products import pack, packed_rows
 from kvblocks.engine.model.rope import pair_order
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_SHARED_EXPERT = ".shared_expert"
 _IS_ROTATED = re.compile(r"\.[qk]_proj\.(weight|bias)$")
 
 # The names of a layer's norms. In models with output norms, "post_attention_layernorm" is the attention's output norm;
@@ -108,6 +108,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer's attention. Where the output is gated, a head's gates are behind its queries."""
     hidden, architecture = config.hidden_size, config.architecture
+    if config.latent is not None:
+        return config.latent.shapes(hidden)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = _with_biases(
         {
@@ -147,8 +149,13 @@ def _mlp(config: ModelConfig, layer: int) -> tuple[str, int]:
     name = config.architecture.mlp_name
     if config.experts is None or not _has_experts(config, layer):
         return name, config.intermediate_size
-    own = name if config.architecture.has_fused_mlp else name + _SHARED_EXPERT
+    own = name if config.architecture.has_fused_mlp else f"{_experts(config)}.{config.architecture.shared_expert_name}"
     return own, config.experts.shared_width or config.experts.width
+
+
+def _experts(config: ModelConfig) -> str:
+    """The name of the tensors of a layer's experts."""
+    return config.architecture.experts_name or config.architecture.mlp_name
 
 
 def _has_experts(config: ModelConfig, layer: int) -> bool:
@@ -166,7 +173,7 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     These are [num_experts, out, in] where MLPs are fused, and [num_experts, in, out] elsewhere.
     """
     assert config.experts is not None
-    name, hidden = config.architecture.mlp_name, config.hidden_size
+    name, hidden = _experts(config), config.hidden_size
     num_experts, width = config.experts.num_experts, config.experts.width
     if config.architecture.has_fused_mlp:
         return {
@@ -178,10 +185,13 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (num_experts, hidden)}
         if config.experts.has_shared_gate:
             shapes[f"{name}.shared_expert_gate.weight"] = (1, hidden)
+        gate, up, down = config.architecture.expert_matrices
         for expert in range(num_experts):
             own = f"{name}.experts.{expert}."
-            shapes[own + "gate_proj.weight"] = shapes[own + "up_proj.weight"] = (width, hidden)
-            shapes[own + "down_proj.weight"] = (hidden, width)
+            shapes[f"{own}{gate}.weight"] = shapes[f"{own}{up}.weight"] = (width, hidden)
+            shapes[f"{own}{down}.weight"] = (hidden, width)
+        if config.experts.chooses_by_sigmoid:
+            shapes[f"{name}.gate.e_score_correction_bias"] = (num_experts,)
         return shapes
     return {
         f"{name}.router.weight": (num_experts, hidden),
@@ -242,12 +252,14 @@ class _Reader:
         names = [prefix + name for name in _expert_shapes(self.config)]
         is_fused = self.config.architecture.has_fused_mlp
         if kind.weighs_outputs and not is_fused:
+            bias = self._load(names.pop()).to(self.device, torch.float32) if kind.chooses_by_sigmoid else None
             routers, matrices = names[: 1 + kind.has_shared_gate], names[1 + kind.has_shared_gate :]
             experts = [matrices[first : first + 3] for first in range(0, len(matrices), 3)]
             return ExpertWeights(
                 self.read_matrix(*routers),
                 tuple(self.read_matrix(gate, up) for gate, up, _ in experts),
                 tuple(self.read_matrix(down) for _, _, down in experts),
+                bias,
             )
         router, *stored = names
         gate_up, down = (
@@ -291,6 +303,14 @@ class _Reader:
             "qkv_bias": moved(found.input_bias),
             "output_bias": moved(found.output_bias),
             "mixer": found.weights,
+        }
+
+    def read_latent(self, latent: LatentAttention, prefix: str) -> dict[str, Any]:
+        """The fields of `LayerWeights` that are latent attention's."""
+        return {
+            "qkv": self.read_matrix(*(prefix + name for name in latent.inputs)),
+            "output": self.read_matrix(prefix + latent.output),
+            "latent": latent.load(lambda name: self.read(prefix + name)),
         }
 
     def _load(self, name: str) -> Tensor:
@@ -338,6 +358,8 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     gate_up, down = _gate_up(config, mlp), f"{mlp}.down_proj"
     if config.mixers and config.mixers[index] is not None:
         of_layer: dict[str, Any] = reader.read_mixer(_mixer(config, index), prefix)
+    elif config.latent is not None:
+        of_layer = reader.read_latent(config.latent, prefix)
     else:
         of_layer = {
             "qkv": read_matrix(*qkv),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvblocks.engine.model.hybrid.latent import LatentHeads
 from kvblocks.engine.model.products import take_rows
 
 
@@ -21,12 +22,13 @@ from kvblocks.engine.model.products import take_rows
 class ExpertWeights:
     """The experts of a layer, of which each row chooses some by the router's largest logits.
 
-    If the shared expert has a gate, that is the router's last row.
+    If the shared expert has a gate, that is the router's last row. bias: of what a row chooses by, or None.
     """
 
     router: Tensor  # [num_experts, hidden], or one more
     gate_up: tuple[Tensor, ...]  # of each expert: [2 * width, hidden]
     down: tuple[Tensor, ...]  # of each expert: [hidden, width]
+    bias: Tensor | None = None  # float32 [num_experts]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class LayerWeights:
 
     In a layer that keeps a state, `qkv` and `output` are the mixer's two projections, and `mixer` is what else it
     needs, in float32. Where the attention's output is gated, the gates' projection is the last part of `qkv`.
+
+    In a layer with latent attention, `qkv` is the projection of queries and of the entry, and `latent` has the rest.
 
     `gate_up` and `down` are the MLP's; in a layer with experts, those of the expert that all rows share.
     """
@@ -54,6 +58,7 @@ class LayerWeights:
     mlp_output_norm: Tensor | None = None  # [hidden]
     experts: ExpertWeights | None = None
     mixer: Mapping[str, Tensor] | None = None
+    latent: LatentHeads | None = None
 
 
 @dataclass(frozen=True)

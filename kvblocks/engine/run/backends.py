@@ -27,7 +27,7 @@ from kvblocks.engine.run.rows import NATURAL
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.plan import KVLayer, Plan, StateLayer, plan
+from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
 from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.manager import KVCacheManager
 
@@ -48,9 +48,14 @@ def plan_cache(
     state_dtype: of states, if it isn't that of K and V. Raises InvalidArgumentError for a block_size below 1.
     O(layers ** 2).
     """
-    kinds = [how.kind(block_size) for how in config.attention]
+    kinds = [replace(how.kind, block_size=block_size) for how in config.attention]
     different = list(dict.fromkeys(kinds))
-    layers = [KVLayer(different.index(kind), config.num_kv_heads, config.head_dim) for kind in kinds]
+    numbers = [different.index(kind) for kind in kinds]
+    layers: list[KVLayer | LatentLayer] = (
+        [KVLayer(number, config.num_kv_heads, config.head_dim) for number in numbers]
+        if config.latent is None
+        else [LatentLayer(number, config.latent.entry_dim * dtype.itemsize) for number in numbers]
+    )
     if not config.has_states:
         return plan(different, layers, dtype.itemsize, _NO_LIMIT)
     states = [
@@ -145,6 +150,11 @@ class Backend:
     def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
         """The attention for this model. Raises InvalidArgumentError and ModelError, which name alternatives."""
         chosen, _ = self._choose(model.device, block_size, model)
+        if model.config.latent is not None and is_8_bit(self.kv_cache_dtype):
+            raise InvalidArgumentError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' for {model.config.architecture.name}, whose"
+                " attention keeps latents in the place of K and V"
+            )
         if chosen == "torch":
             return TiledTorchAttention() if self.deterministic else TorchAttention()
         if model.config.needs_torch:

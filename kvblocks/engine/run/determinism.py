@@ -99,16 +99,18 @@ def _row_functions(
         hidden, cos, sin = rows
         if layer.mixer is not None:
             return (layers.project(layer, layers.norm(hidden, layer.input_norm)),)
+        if layer.latent is not None:
+            return layers.latents(layer, layers.norm(hidden, layer.input_norm), absorbs=True)
         return layers.turn(layer, layers.heads(layer, layers.norm(hidden, layer.input_norm)), cos, sin)
 
     def mix(layer: LayerWeights, rows: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, attended = rows[0].clone(), rows[1]
         gates = (
             None
-            if layer.mixer is not None
+            if layer.mixer is not None or layer.latent is not None
             else layers.gates(layers.heads(layer, layers.norm(hidden, layer.input_norm)))
         )
-        normed = layers.mix(layer, hidden, attended, layer.input_norm, gates)
+        normed = layers.mix(layer, hidden, attended, layer.input_norm, gates, absorbed=layer.latent is not None)
         assert normed is not None
         return (hidden, normed)
 

@@ -49,7 +49,7 @@ class DeviceRunner(ModelRunner):
         device = model.weights.embedding.device
         self._device = device
         max_blocks = -(-model.config.max_position_embeddings // block_size)
-        if any(how.sees_all for how in model.layer_attention):  # with only windows, a context may exceed the pool
+        if any(how.kind.sees_all for how in model.layer_attention):  # with only windows, a context may exceed the pool
             max_blocks = min(num_blocks, max_blocks)
         tables = [ResidentTable(num_blocks, max_blocks, device) for _ in range(model.num_groups)]
         self._uploader = StepUploader(tables, block_size)

@@ -14,6 +14,7 @@ from kvblocks.engine.attention.attention import (
     AttentionBackend,
     HeadAngles,
     KVCache,
+    LatentStep,
     PlacingStep,
     StepAttention,
     TiledTorchAttention,
@@ -129,9 +130,10 @@ class DecoderModel:
         # tensor waits for a GPU.
         scale = config.hidden_size**0.5 if config.architecture.scales_embedding else config.embedding_scale
         self._embedding_scale = None if scale == 1.0 else weights.embedding.new_tensor(scale)
+        ropes = () if config.latent is not None else config.ropes  # latents aren't rotated
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
-            for rope in dict.fromkeys(config.ropes)
+            for rope in dict.fromkeys(ropes)
         }
         self._temperature: Tensor | None = None
         if config.temperature is not None:
@@ -213,9 +215,12 @@ class DecoderModel:
                 placed = [self._place(layer, rows, part, step) for rows, part in zip(normed, parts, strict=True)]
                 query = placed[0][0] if len(placed) == 1 else torch.cat([query for query, _ in placed])
                 gates = [gate for _, gate in placed]
-                attended = layout.put_own(step.attend(layer.index, layout.take_own(query), layer.how))
+                attended = layout.put_own(self._attend(layer, layout.take_own(query), step))
+            absorbed = self._absorbs and isinstance(layer, _AttendingLayer)
             normed = [
-                self._layers.mix(layer.weights, part.hidden, attended[part.rows], layer.next_norm, gate)
+                self._layers.mix(
+                    layer.weights, part.hidden, attended[part.rows], layer.next_norm, gate, absorbed=absorbed
+                )
                 for part, gate in zip(parts, gates, strict=True)
             ]
             yield
@@ -238,6 +243,19 @@ class DecoderModel:
         )
         return layout.put_own(mixed)
 
+    @property
+    def _absorbs(self) -> bool:
+        """Whether queries of latent attention are over entries from the start: where a row has one form only."""
+        return self.config.latent is not None and self.strategy.is_deterministic
+
+    def _attend(self, layer: _AttendingLayer, query: Tensor, step: StepAttention) -> Tensor:
+        """Attention of the batch's rows in a layer, whose `query` is as `_place` returns it."""
+        heads = layer.weights.latent
+        if heads is None or self._absorbs:
+            return step.attend(layer.index, query, layer.how)
+        assert isinstance(step, LatentStep)  # other attention is refused with such a model
+        return step.attend_latents(layer.index, query, layer.how, heads)
+
     def _place(
         self, layer: _AttendingLayer, normed: Tensor | None, part: _Part, step: StepAttention
     ) -> tuple[Tensor, Tensor | None]:
@@ -246,7 +264,12 @@ class DecoderModel:
         normed: the layer's normed input.
         """
         assert normed is not None  # it is None only after the last layer
-        heads, slots = self._layers.heads(layer.weights, normed), part.slot_mappings[layer.how.group]
+        slots = part.slot_mappings[layer.how.group]
+        if layer.weights.latent is not None:
+            query, entry = self._layers.latents(layer.weights, normed, absorbs=self._absorbs)
+            step.store(layer.index, entry, entry, slots)
+            return query, None
+        heads = self._layers.heads(layer.weights, normed)
         if isinstance(step, PlacingStep):
             rope, eps = self._ropes[layer.rope], self.config.rms_norm_eps
             angles = HeadAngles(rope, part.positions, layer.weights.qk_norm, eps)

@@ -10,17 +10,14 @@ has come that it named.
 """
 
 from dataclasses import dataclass
-from math import inf
 
 from kvblocks.engine.schedule.capacity import most_pool_tokens
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.gate_records import GateStats, SessionKey, Waiting
+from kvblocks.retention.gate_rounds import NUM_LOOKED_UP, GateRounds
 from kvblocks.retention.session_gate import HOST_SHARE, SessionGate
-
-_NUM_LOOKED_UP = 32  # waiting requests whose cached tokens are counted again, and which `EntranceView` names
-_WEIGHT = 0.1  # of the last step in the mean of seconds per token
 
 
 def make_gate(manager: KVCacheManager, num_step_tokens: int) -> SessionGate:
@@ -57,67 +54,59 @@ class _Prompt:
 class Entrance:
     """The requests before a gate. Requests come by `add` and leave by `let_in`, or by `note_end` if they end before.
 
-    gate: None: nothing waits here. It is replaced by a new one in `recover`. held: requests that wait here, in the
-    order of arrival; only read it. view: of the gate; never changed, only replaced, so that any thread may read it.
+    rounds: of the gate; None: there is no gate, and nothing waits here. held: requests that wait here, in the order of
+    arrival; only read it. view: of the gate; never changed, only replaced, so that any thread may read it.
     """
 
     def __init__(self, gate: SessionGate | None, manager: KVCacheManager, lookups: Lookups) -> None:
-        self.gate = gate
+        self.rounds = None if gate is None else GateRounds(gate)
         self.held: dict[Request, None] = {}
         self._manager = manager
         self._lookups = lookups
         self._prompts: dict[Request, _Prompt] = {}
         self._unasked: dict[_Prompt, None] = {}
-        self._seconds_per_token = 0.0
-        self._has_changed = False
-        self._was_busy = False
-        self._wake_at: float | None = None
         self.view = self._look()
+
+    @property
+    def gate(self) -> SessionGate | None:
+        """The gate. `recover` replaces it by a new one. O(1)."""
+        return None if self.rounds is None else self.rounds.gate
 
     @property
     def wake_at(self) -> float | None:
         """When `let_in` may have something to do; None if only other requests can change that. O(1)."""
-        if not self.held:
-            return None
-        return -inf if self._has_changed else self._wake_at
+        return self.rounds.wake_at if self.rounds is not None and self.held else None
 
     def add(self, request: Request) -> bool:
         """Take a new request, with its siblings. False, and nothing has changed: there is no gate. O(samples)."""
-        if self.gate is None:
+        if self.rounds is None:
             return False
         prompt = _Prompt(request, 1 + len(request.siblings), request.sequence.num_prompt_tokens)
         for sample in (request, *request.siblings):
             self._prompts[sample] = prompt
         self.held[request] = None
         self._unasked[prompt] = None
-        self._has_changed = True
+        self.rounds.note_change()
         return True
 
     def let_in(self, num_busy: int) -> list[Request]:
         """Return the requests that may come into the queue now, and hold them no more.
 
         If nobody has to wait, they are in the order of arrival, as without a gate. num_busy: requests that run or are
-        in the queue. O(1) if nothing has changed, else O(sessions) and at most _NUM_LOOKED_UP lookups.
+        in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
         """
-        if self.gate is None:
+        rounds, now = self.rounds, float(self._manager.now)
+        if rounds is None or not rounds.is_due(num_busy, now):
             return []
-        now, is_busy = float(self._manager.now), num_busy > 0
-        is_due = self._wake_at is not None and now >= self._wake_at
-        if not (self._has_changed or is_due or is_busy != self._was_busy):
-            return []
-        passing = []
+        passing: list[_Prompt] = []
         for prompt in list(self._unasked):
-            sequence = prompt.first.sequence
-            num_cached, num_tokens = self._lookups.find(prompt.first).num_tokens, sequence.num_prompt_tokens
+            sequence, num_cached = prompt.first.sequence, self._count_cached(prompt)
             prompt.was_asked = True
             del self._unasked[prompt]
-            if self.gate.ask(prompt, sequence.session, sequence.salt, num_tokens, min(num_cached, num_tokens), now):
+            num_tokens = sequence.num_prompt_tokens
+            if rounds.gate.ask(prompt, sequence.session, sequence.salt, num_tokens, num_cached, now):
                 passing.append(prompt)
-        self._count_cached(self.gate)
-        decision = self.gate.release(num_busy + len(passing), self._seconds_per_token, now)
-        passing += [prompt for prompt in decision.admitted if isinstance(prompt, _Prompt)]
-        self._has_changed, self._was_busy = False, is_busy or bool(passing)
-        self._wake_at = decision.wake_at
+        passing += rounds.decide(num_busy + len(passing), now, self._count_cached)
         if len(passing) == len(self.held):
             passing = [self._prompts[request] for request in self.held]
         for prompt in passing:
@@ -138,27 +127,27 @@ class Entrance:
     def note_end(self, request: Request) -> None:
         """Note that a sample has ended, wherever it was. When the last one has, its session pauses. O(1)."""
         prompt = self._prompts.pop(request, None)
-        if prompt is None or self.gate is None:  # there was no gate, or `recover` has replaced it
+        if prompt is None or self.rounds is None:  # there was no gate, or `recover` has replaced it
             return
         prompt.num_left -= 1
         prompt.num_tokens = max(prompt.num_tokens, request.sequence.num_tokens)
         if prompt.num_left:
             return
-        self._has_changed = True
+        gate = self.rounds.gate
+        self.rounds.note_change()
         if not prompt.waits:
-            self.gate.ended(prompt, prompt.num_tokens, request.finish_reason or "stop", float(self._manager.now))
+            gate.ended(prompt, prompt.num_tokens, request.pause_reason or "stop", float(self._manager.now))
             return
         del self.held[prompt.first]
         if prompt.was_asked:
-            self.gate.cancel(prompt)
+            gate.cancel(prompt)
         else:
             del self._unasked[prompt]
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long prompts' tokens took. O(1)."""
-        each = seconds / num_tokens
-        old = self._seconds_per_token
-        self._seconds_per_token = old + _WEIGHT * (each - old) if old else each
+        if self.rounds is not None:
+            self.rounds.note_computed(num_tokens, seconds)
 
     def recover(self) -> list[Request]:
         """Begin anew after an interruption, which may have left the gate in any state. Returns the held requests.
@@ -166,27 +155,23 @@ class Entrance:
         They pass, and no request that is known now counts any more.
         """
         held, self.held = list(self.held), {}
-        self._prompts, self._unasked, self._wake_at, self._has_changed = {}, {}, None, False
-        old = self.gate
-        if old is not None:
-            self.gate = SessionGate(old.num_tokens, fill=old.fill, max_overtakes=old.max_overtakes, turn_s=old.turn_s)
+        self._prompts, self._unasked = {}, {}
+        if self.rounds is not None:
+            self.rounds.restart()
             self.view = self._look()
         return held
 
-    def _count_cached(self, gate: SessionGate) -> None:
-        """Tell the gate what the cache has of the prompts that wait, since others may have evicted it."""
-        for prompt in gate.waiting()[:_NUM_LOOKED_UP] if self.held else ():
-            assert isinstance(prompt, _Prompt), "all ids are such"
-            num_cached = self._lookups.find(prompt.first).num_tokens
-            gate.note_cached(prompt, min(num_cached, prompt.first.sequence.num_prompt_tokens))
+    def _count_cached(self, prompt: _Prompt) -> int:
+        return min(self._lookups.find(prompt.first).num_tokens, prompt.first.sequence.num_prompt_tokens)
 
     def _look(self) -> EntranceView | None:
-        if self.gate is None:
+        gate = self.gate
+        if gate is None:
             return None
-        waiting = [self.gate.why(prompt) for prompt in self.gate.waiting()[:_NUM_LOOKED_UP]]
+        waiting = [gate.why(prompt) for prompt in gate.waiting()[:NUM_LOOKED_UP]]
         return EntranceView(
             now=float(self._manager.now),
-            stats=self.gate.stats,
-            members=tuple(self.gate.members()),
+            stats=gate.stats,
+            members=tuple(gate.members()),
             waiting=tuple([each for each in waiting if each is not None]),
         )

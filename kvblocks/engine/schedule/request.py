@@ -8,7 +8,7 @@ Several samples of one prompt are requests of their own. Until the prompt is com
 Then all get a token from its logits, and the others get its blocks, by forking.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +38,8 @@ class Request:
     - priority: among waiting requests of its salt, those with smaller numbers go first.
     - prompt_key: the key by which its first token is remembered (`RememberedPrompts`), if the token depends only on the
       prompt. None: it isn't remembered.
+    - name_stop: gives a more exact name to the reason "stop", from the generated tokens without the stop token. It must
+      not raise. None: there is none.
 
     What became of it:
     - finish_reason: None while it is unfinished; "stop" or "length" if it has all its tokens; otherwise why it ended
@@ -76,6 +78,7 @@ class Request:
     is_sought: bool = False
     prompt_key: PromptKey | None = None
     priority: int = 0
+    name_stop: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 0)
@@ -95,6 +98,14 @@ class Request:
         """The tokens generated so far, a stop token included. O(tokens generated)."""
         return self.sequence.token_ids(self.sequence.num_prompt_tokens)
 
+    @property
+    def pause_reason(self) -> str | None:
+        """Why its session pauses: the finish_reason, for which `name_stop` may have a name. O(tokens generated)."""
+        if self.finish_reason != "stop" or self.name_stop is None:
+            return self.finish_reason
+        tokens = self.output_token_ids
+        return self.name_stop(tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens)
+
     def add_sample(self, sequence_id: Hashable) -> "Request":
         """Return a request for one more sample of the prompt. It is queued together with this request.
 
@@ -108,7 +119,7 @@ class Request:
                 f"add_sample: expected a request that has generated nothing, got {self.num_output_tokens} tokens"
             )
         sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids, deadline=self.deadline)
-        sample.priority = self.priority
+        sample.priority, sample.name_stop = self.priority, self.name_stop
         self.siblings.append(sample)
         return sample
 

@@ -487,8 +487,8 @@ class Scheduler:
 
     def _pause_session(self, request: Request) -> None:
         """Tell the manager that a session's request has ended."""
-        sequence, reason = request.sequence, request.finish_reason
-        if sequence.session is not None and reason is not None:
+        sequence, reason = request.sequence, None if request.sequence.session is None else request.pause_reason
+        if reason is not None:
             self.manager.sessions.pause(sequence.session, reason, sequence.salt)
 
     def _preempt_youngest(self) -> None:

@@ -48,13 +48,20 @@ class Checkpoints:
     def of(self, block: KVCacheBlock) -> Checkpoint | None:
         """Return the checkpoint that `block` is a part of, None if it is of none. O(its blocks)."""
         found = self.at(block)
-        if found is None or (found.blocks[-1] is not block and block not in found.blocks):  # the last is reused first
+        if found is None or found.run is None or found.run.blocks[found.index] is block:  # mostly it is the primary one
+            return None
+        if found.blocks[-1] is not block and block not in found.blocks:  # the last is reused first
             return None
         return found
 
     def in_run(self, run: Run) -> dict[int, Checkpoint]:
         """Return the checkpoints of a run, by position. Don't change them. O(1)."""
         return self._by_run.get(run, {})
+
+    def num_with_last(self, run: Run) -> int:
+        """Return how many first blocks of a run end with its last checkpoint; 0 if it has none. O(its checkpoints)."""
+        found = self._by_run.get(run)
+        return max(found) + 1 if found else 0
 
     def all(self) -> list[Checkpoint]:
         """Return all checkpoints. O(their number)."""

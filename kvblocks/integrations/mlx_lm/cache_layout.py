@@ -1,5 +1,6 @@
 """`CacheLayout`: all layers of a prompt cache together, and how its arrays are stacked."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from kvblocks.integrations.mlx_lm import layers
 from kvblocks.integrations.mlx_lm.layers import Arrays, Held, Layer, Stack
 
 State = tuple[Arrays, tuple[int, ...]]
-"""The state of one layer: its arrays, and the options that go with them."""
+"""The state of one layer: its arrays, or the one object that is kept whole, and the options that go with them."""
 
 
 class CacheLayout:
@@ -17,14 +18,19 @@ class CacheLayout:
 
     stacks: all of them. Rows come first. num_rows: how many of the stacks are rows; the others are windows, which reach
     back `most_reach` tokens at most.
-    block_bytes: the bytes of the rows of a block, at least 1. has_states: whether there are layers with states.
+    block_bytes: the bytes of the rows of a block, at least 1. has_states: whether there are layers with states, or kept
+    whole. whole_names: the classes of those. can_trim: whether there are such ones, and none with states or windows.
     """
 
     def __init__(self, shape: tuple[Any, ...], found: Sequence[Layer], block_size: int) -> None:
         self.key = shape, tuple(found)
         self._shape = shape
         self._layers = list(found)
-        self.has_states = any(layer.kind == layers.STATE for layer in found)
+        kinds = {layer.kind for layer in found}
+        self.whole_names = sorted({layer.class_name for layer in found if layer.kind == layers.WHOLE})
+        self.has_whole = bool(self.whole_names)
+        self.has_states = self.has_whole or layers.STATE in kinds
+        self.can_trim = self.has_whole and not kinds & {layers.STATE, layers.WINDOW}
         members: dict[Stack, list[tuple[int, int]]] = {}
         for number, layer in enumerate(found):
             for place, stack in enumerate(layer.stacks):
@@ -64,8 +70,13 @@ class CacheLayout:
             parts.append(one.arrays[place][..., first - one.first : end - one.first, :])
         return mx.stack(parts)
 
-    def build(self, rows: Sequence[mx.array], states: Sequence[State], end: int) -> list[Any]:
-        """Return a new prompt cache of `end` tokens. rows: of each stack, those that its layers need."""
+    def build(
+        self, rows: Sequence[mx.array], states: Sequence[State], end: int, num_excess: int = 0
+    ) -> list[Any] | None:
+        """Return a new prompt cache of `end` tokens. rows: of each stack, those that its layers need, and perhaps room.
+
+        num_excess: by how many tokens layers that are kept whole are to be trimmed. None: one of them wasn't.
+        """
         left = iter(states)
         made = []
         arrays: list[list[mx.array]] = [[rows[0]] * len(layer.stacks) if rows else [] for layer in self._layers]
@@ -73,7 +84,12 @@ class CacheLayout:
             for index, (number, place) in enumerate(members):
                 arrays[number][place] = array[index]
         for layer, own in zip(self._layers, arrays, strict=True):
-            if layer.kind == layers.STATE:
+            if layer.kind == layers.WHOLE:
+                whole = copy.deepcopy(next(left)[0][0])
+                if num_excess and whole.trim(num_excess) != num_excess:
+                    return None
+                made.append(whole)
+            elif layer.kind == layers.STATE:
                 kept, options = next(left)
                 made.append(layers.make(layer, [mx.contiguous(array) for array in kept], end, options))
             else:

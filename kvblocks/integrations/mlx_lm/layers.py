@@ -1,15 +1,18 @@
 """What the layers of a prompt cache hold, and how it is cut in rows and put together again.
 
-mlx-lm keeps one cache object a layer. There are three kinds of them:
+mlx-lm keeps one cache object a layer. There are four kinds of them:
 
 - *rows*: a row for each token, from the first on. Any beginning of them is right by itself.
 - *windows*: rows of the latest tokens. Going on at a token needs the `reach` rows before it.
 - *states*: what a layer keeps instead of rows. It is right at exactly one token.
+- *whole objects*: those of a class that isn't known here. A copy of the object is kept, as mlx-lm's own prompt cache
+  does with all classes. It is right at exactly one token and, if it can be trimmed, at all before.
 
 Arrays of one kind, shape and dtype are stacked, so that the number of arrays doesn't grow with the layers. Everything
 here copies: what is kept is never part of an array that somebody else has.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ from mlx_lm.models import cache as theirs
 from kvblocks.integrations import probing
 
 NAME = "kvblocks.integrations.mlx_lm"
-ROWS, WINDOW, STATE, UNUSED = "rows", "window", "state", "unused"
+ROWS, WINDOW, STATE, WHOLE, UNUSED = "rows", "window", "state", "whole", "unused"
 
 Arrays = list[mx.array]
 
@@ -44,7 +47,8 @@ class Layer(NamedTuple):
 class Held(NamedTuple):
     """What one cache object has: arrays of the rows from `first` to `end`, or of a state.
 
-    end: None if unknown. options: those that differ from one state of the layer to another.
+    end: None if unknown. options: those that differ from one state of the layer to another. Of a whole object, arrays
+    is its copy alone.
     """
 
     layer: Layer
@@ -95,7 +99,23 @@ def read(cache: Any) -> Held:
             raise probing.refuse(NAME, "an ArraysCache with padding", "take it out of its batch with `extract`")
         present = tuple([int(state is not None) for state in states])
         return _held(STATE, cache, present, [state for state in states if state is not None], 0, None)
-    raise probing.refuse(NAME, kind.__name__, "it can't be cut in blocks of tokens")
+    return _whole(cache)
+
+
+def _whole(cache: Any) -> Held:
+    """Copy an object of an unknown class, by the calls that mlx-lm's own prompt cache uses."""
+    kind = type(cache)
+    if kind in (theirs.BatchKVCache, theirs.BatchRotatingKVCache):
+        raise probing.refuse(NAME, kind.__name__, "take its sequences out with `extract`")
+    end = getattr(cache, "offset", None)
+    if end is not None and type(end) is not int:
+        raise probing.refuse(NAME, kind.__name__, f"its offset isn't an int, but {type(end).__name__}")
+    try:
+        own = copy.deepcopy(cache)
+        _ = int(own.nbytes), own.is_trimmable() and own.trim
+    except Exception as error:  # a stranger's code; nothing was changed
+        raise probing.refuse(NAME, kind.__name__, f"it can't be kept: {type(error).__name__}: {error}") from error
+    return Held(Layer(WHOLE, f"{kind.__module__}.{kind.__qualname__}", (), ()), [own], 0, end)
 
 
 def _held(kind: str, cache: Any, options: tuple[int, ...], arrays: Arrays, first: int, end: int | None) -> Held:
@@ -120,14 +140,17 @@ def _in_order(array: mx.array, end: int, index: int) -> mx.array:
 
 
 def make(layer: Layer, arrays: Arrays, end: int, options: tuple[int, ...] = ()) -> Any:
-    """Return a new cache object. arrays: its own from now on. end: how many tokens. options: as `Held` has them."""
+    """Return a new cache object. arrays: its own from now on; rows may have room behind them. end: how many tokens.
+
+    options: as `Held` has them.
+    """
     kind: Any = getattr(theirs, layer.class_name)
     if layer.kind == UNUSED:
         return kind(len(layer.options)) if kind is theirs.ArraysCache else kind(*layer.options)
     if kind is theirs.KVCache:
         return kind.from_state((*arrays, end))
     if kind is theirs.ConcatenateKVCache:
-        return kind.from_state(tuple(arrays))
+        return kind.from_state(tuple([array[..., :end, :] for array in arrays]))
     if kind is theirs.QuantizedKVCache:
         half = len(arrays) // 2
         return kind.from_state((arrays[:half], arrays[half:], end, *layer.options))

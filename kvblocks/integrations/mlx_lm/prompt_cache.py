@@ -12,6 +12,7 @@ from kvblocks import InvalidArgumentError, PrefixCache, PrefixInsert, PrefixMatc
 from kvblocks.integrations.mlx_lm import layers
 from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
 from kvblocks.integrations.mlx_lm.disk import Disk, DiskOptions, StoredPiece
+from kvblocks.integrations.mlx_lm.ends import CACHE_TYPES, Ends
 from kvblocks.integrations.mlx_lm.layers import Held
 from kvblocks.integrations.mlx_lm.resuming import Resumption, Space
 from kvblocks.integrations.mlx_lm.shelf import Block, KeptPiece
@@ -19,7 +20,6 @@ from kvblocks.integrations.mlx_lm.tokens import PromptTokens
 
 _LOG = logging.getLogger(layers.NAME)
 _MOST = 2**63 - 1
-CACHE_TYPES = ("assistant", "user", "system")
 _BLOCKS_AT_ONCE = 64  # are cut and computed together, so that little is held twice
 
 
@@ -56,13 +56,12 @@ class BlockPromptCache:
         self._num_spaces = 0
         self._blocks: dict[int, Block] = {}
         self._next_id = 0
-        self._num_ends = dict.fromkeys(CACHE_TYPES, 0)
-        self._num_bytes = dict.fromkeys(CACHE_TYPES, 0)
-        self._refused: set[str] = set()
+        self._ends = Ends()
+        self._warned: set[str] = set()
         self._disk = None if disk is None else Disk(disk, self.block_size)
 
     def __len__(self) -> int:
-        return sum(self._num_ends.values())
+        return len(self._ends)
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +71,9 @@ class BlockPromptCache:
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Return, by the type of insertions, how many ends of prompts are kept, and the bytes that they added."""
         with self._lock:
+            ends = self._ends
             return {
-                name: {"n_sequences": self._num_ends[name], "n_bytes": self._num_bytes[name]} for name in CACHE_TYPES
+                name: {"n_sequences": ends.num_of_type(name), "n_bytes": ends.num_bytes[name]} for name in CACHE_TYPES
             }
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, list[int]]:
@@ -81,17 +81,19 @@ class BlockPromptCache:
 
         model: the caller's name of the model, as given to `insert_cache`. The cache is the caller's own: nothing of it
         is shared. If exactly these tokens were inserted, no token is left; else at least one is, for its logits. What
-        was found becomes the most recently used. O(tokens), and a copy of the KV.
+        was found becomes the most recently used. O(tokens found), with a disk O(tokens), and a copy of the KV.
         """
         with self._lock:
-            prompt = PromptTokens(tokens)
+            prompt = self._beginning(model, tokens)
             if self._disk is not None and prompt.num_tokens and not prompt.keys:
                 self._load(self._disk, model, prompt)
-            plans = [self._plan(space, prompt) for space in self._spaces.get(model, {}).values()]
-            best = max(plans, key=lambda plan: plan.num_tokens, default=None)
-            if best is None or (not best.num_tokens and not best.is_exact):
-                return None, list(tokens)
-            return best.build(), list(tokens[best.num_tokens :])
+            plans = [(self._plan(space, prompt), space) for space in self._spaces.get(model, {}).values()]
+            best, space = max(plans, key=lambda plan: plan[0].num_tokens, default=(None, None))
+            made = None if best is None or not best.is_of_use else best.build(len(tokens) - best.num_tokens)
+            if made is None or best is None or space is None:
+                return None, tokens if type(tokens) is list else list(tokens)
+            self._renew(space, prompt, best)
+            return made, list(tokens[best.num_tokens :])
 
     def insert_cache(
         self, model: Hashable, tokens: Sequence[int], prompt_cache: Sequence[Any], *, cache_type: str = "assistant"
@@ -107,9 +109,7 @@ class BlockPromptCache:
             try:
                 held = [layers.read(cache) for cache in layers.unnested(prompt_cache)]
             except UnsupportedEngineError as error:
-                if str(error) not in self._refused:
-                    self._refused.add(str(error))
-                    _LOG.warning("not kept: %s", error)
+                self._warn_once(f"not kept: {error}")
                 return
             ends = [one.end for one in held if one.end is not None and one.layer.kind != layers.UNUSED]
             num_tokens = min([len(tokens), *ends])
@@ -117,10 +117,10 @@ class BlockPromptCache:
             if layout.has_states and max(ends, default=num_tokens) > num_tokens:
                 return  # the states are those of another token
             space = self._space(model, layout)
-            if num_tokens:
+            if num_tokens or not layout.stacks:
                 prompt = PromptTokens(tokens[:num_tokens])
                 self._insert(space, prompt, held, cache_type)
-                if self._disk is not None and not prompt.keys and self._disk.open(model, layout):
+                if self._disk is not None and self._can_store(prompt, layout) and self._disk.open(model, layout):
                     self._store(self._disk, space, prompt)
             if self.max_size is not None:
                 self._trim(self.max_size, _MOST)
@@ -136,8 +136,7 @@ class BlockPromptCache:
             self.index.clear()
             self._spaces.clear()
             self._blocks.clear()
-            self._num_ends = dict.fromkeys(CACHE_TYPES, 0)
-            self._num_bytes = dict.fromkeys(CACHE_TYPES, 0)
+            self._ends = Ends()
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, pieces and counters are those of the index. For tests. O(all)."""
@@ -151,7 +150,7 @@ class BlockPromptCache:
             blocks = sum([block.num_bytes for block in self._blocks.values()])
             for block in self._blocks.values():
                 assert block.num_bytes == max(1, sum([array.nbytes for array in block.rows])), "bytes of a block"
-            assert sum(self._num_bytes.values()) == self.nbytes == total + blocks, "bytes"
+            assert sum(self._ends.num_bytes.values()) == self.nbytes == total + blocks, "bytes"
             assert self.nbytes <= self.max_bytes, "more than max_bytes"
 
     def _pieces(self) -> Iterator[KeptPiece]:
@@ -163,9 +162,47 @@ class BlockPromptCache:
 
     # Looking up.
 
+    def _beginning(self, model: Hashable, tokens: Sequence[int]) -> PromptTokens:
+        """Return a prompt's beginning, as long as anything of it can be known; with images or a disk, all of it."""
+        if self._disk is None:
+            depths = [space.depth(tokens) for space in self._spaces.get(model, {}).values()]
+            num_tokens = (max(depths, default=0) + 2) * self.block_size
+            if num_tokens < len(tokens):
+                beginning = PromptTokens(tokens[:num_tokens])
+                if not beginning.keys:
+                    return beginning
+        return PromptTokens(tokens)
+
     def _plan(self, space: Space, prompt: PromptTokens) -> Resumption:
         match = self.index.match_prefix(prompt.packed, lora=space.name, extra_keys=prompt.keys)
         return space.plan(prompt, [self._blocks[number] for number in match.matched_kv_blocks], match.payloads)
+
+    def _renew(self, space: Space, prompt: PromptTokens, plan: Resumption) -> None:
+        """Make the pieces that were used the most recently used, as the index has done with the blocks."""
+        if plan.last is not None:
+            self._ends.renew(plan.last)
+        pieces = plan.pieces()
+        if not pieces:
+            return
+        num_tokens = pieces[-1].num_tokens
+        if num_tokens > plan.num_tokens:
+            self._renew_pieces(space, PromptTokens.of_wide(pieces[-1].wide_tokens()), pieces)
+        elif all(end <= num_tokens or start >= num_tokens for start, end, _ in prompt.keys):  # of no image cut in two
+            self._renew_pieces(space, prompt, pieces)
+
+    def _renew_pieces(self, space: Space, prompt: PromptTokens, pieces: Sequence[KeptPiece]) -> None:
+        """Make pieces of a prompt, the deepest last, the most recently used, and the blocks before them."""
+        num_tokens = pieces[-1].num_tokens
+        self.index.insert_prefix(
+            prompt.packed[:num_tokens],
+            (),
+            num_cached_tokens=num_tokens // self.block_size * self.block_size,
+            payloads=[(piece.num_tokens, piece, piece.num_bytes) for piece in pieces],
+            lora=space.name,
+            extra_keys=prompt.keys_before(num_tokens),
+        )
+        for piece in pieces:
+            self._ends.renew(piece)
 
     # Inserting.
 
@@ -200,15 +237,16 @@ class BlockPromptCache:
     ) -> None:
         """Enter a prompt whose blocks and pieces are made. ids: of the new blocks, the prompt's last ones."""
         num_found = prompt.num_tokens // self.block_size - len(ids)
-        self._num_bytes[cache_type] += space.layout.block_bytes * len(ids)
+        self._ends.num_bytes[cache_type] += space.layout.block_bytes * len(ids)
         for piece in pieces:
-            if not piece.is_kept:
+            if piece.is_kept:
+                self._ends.remove(piece)
+            else:
                 piece.cache_type = cache_type
-            self._count(piece, -1)
             piece.is_end = piece.is_end or piece.num_tokens == prompt.num_tokens
             piece.measure()
             piece.keep()
-            self._count(piece, 1)
+            self._ends.add(piece)
         done = self.index.insert_prefix(
             prompt.packed,
             array("q", ids),
@@ -219,7 +257,7 @@ class BlockPromptCache:
             extra_keys=prompt.keys,
         )
         self._forget(done, pieces)
-        self._drop_superseded(space, prompt, done.match)
+        self._drop_superseded(space, prompt, done.match, pieces[-1] if pieces else None)
 
     def _cut_rows(self, layout: CacheLayout, held: list[Held], first: int, last: int) -> list[list[mx.array]]:
         """Return the rows of blocks `first` to `last` - 1, copied."""
@@ -232,12 +270,17 @@ class BlockPromptCache:
         mx.eval(rows)
         return rows
 
-    def _drop_superseded(self, space: Space, prompt: PromptTokens, match: PrefixMatch) -> None:
-        """If all layers have rows, ends of the prompt's beginnings are of no use any more: its blocks say it all."""
-        if space.layout.has_states or len(space.layout.stacks) > space.layout.num_rows:
+    def _drop_superseded(self, space: Space, prompt: PromptTokens, match: PrefixMatch, end: KeptPiece | None) -> None:
+        """If all layers have rows, ends of the prompt's beginnings are of no use any more: its blocks say it all.
+
+        So they are if layers are kept whole that can be trimmed, and `end`, the prompt's, has them.
+        """
+        has_rows = not space.layout.has_states and len(space.layout.stacks) == space.layout.num_rows
+        if not has_rows and (end is None or not end.is_kept or not space.can_trim(end)):
             return
         kept = match.match_length if match.payload is None else prompt.num_tokens - 1  # if not all of it fitted
-        for num_tokens, piece in match.payloads:
+        at_none = [] if space.root.piece is None else [(0, space.root.piece)]
+        for num_tokens, piece in [*at_none, *match.payloads]:
             if num_tokens <= kept:
                 keys = prompt.keys_before(num_tokens)
                 self.index.attach(prompt.packed[:num_tokens], None, lora=space.name, extra_keys=keys)
@@ -291,6 +334,17 @@ class BlockPromptCache:
             stored.insert(0, piece)
         return end, stored
 
+    def _can_store(self, prompt: PromptTokens, layout: CacheLayout) -> bool:
+        """Whether the disk can have a prompt. Warns once that it can't have objects that are kept whole."""
+        if layout.has_whole:
+            self._warn_once(f"not on the disk: {', '.join(layout.whole_names)}, whose objects are kept whole")
+        return not layout.has_whole and not prompt.keys and prompt.num_tokens > 0
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _LOG.warning("%s", text)
+
     def _store(self, disk: Disk, space: Space, prompt: PromptTokens) -> None:
         path = space.path(prompt)
         pieces = []
@@ -313,13 +367,9 @@ class BlockPromptCache:
 
     # Bookkeeping.
 
-    def _count(self, piece: KeptPiece, sign: int) -> None:
-        if piece.is_kept:
-            self._num_ends[piece.cache_type] += sign * piece.is_end
-            self._num_bytes[piece.cache_type] += sign * piece.num_bytes
-
     def _drop(self, piece: KeptPiece) -> None:
-        self._count(piece, -1)
+        if piece.is_kept:
+            self._ends.remove(piece)
         piece.forget()
 
     def _forget(self, done: PrefixInsert, pieces: Sequence[KeptPiece]) -> None:
@@ -332,15 +382,32 @@ class BlockPromptCache:
     def _forget_blocks(self, ids: Sequence[int]) -> None:
         for number in ids:
             block = self._blocks.pop(number)
-            self._num_bytes[block.cache_type] -= block.num_bytes
+            self._ends.num_bytes[block.cache_type] -= block.num_bytes
             block.forget()
 
     def _trim(self, most_ends: int, most_bytes: int) -> None:
-        while len(self) > max(most_ends, 0) or self.nbytes > max(most_bytes, 0):
-            evicted = self.index.evict(num_bytes=max(1, self.nbytes - max(most_bytes, 0)))
-            for piece in evicted.payloads:
-                self._drop(piece)
-            self._forget_blocks(evicted)
+        while len(self) > max(most_ends, 0):
+            piece, older = self._ends.next_to_go()
+            for other in older:  # of types that keep theirs
+                prompt = PromptTokens.of_wide(other.wide_tokens())
+                self._renew_pieces(self._space_of(other), prompt, [other])
+            while piece.is_kept:
+                self._evict(1)
+        if self.nbytes > max(most_bytes, 0):
+            self._evict(self.nbytes - max(most_bytes, 0))
+
+    def _evict(self, num_bytes: int) -> None:
+        evicted = self.index.evict(num_bytes=num_bytes)
+        for piece in evicted.payloads:
+            self._drop(piece)
+        self._forget_blocks(evicted)
+
+    def _space_of(self, piece: KeptPiece) -> Space:
+        block = piece.block
+        while block.above is not None:
+            block = block.above
+        spaces = [space for spaces in self._spaces.values() for space in spaces.values()]
+        return next(space for space in spaces if space.root is block)
 
 
 def check_model(model: Any) -> None:

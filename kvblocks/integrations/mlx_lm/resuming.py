@@ -13,18 +13,22 @@ from kvblocks.integrations.mlx_lm import layers
 from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout, State
 from kvblocks.integrations.mlx_lm.disk import StoredPiece
 from kvblocks.integrations.mlx_lm.layers import Held
-from kvblocks.integrations.mlx_lm.shelf import Block, KeptPiece
+from kvblocks.integrations.mlx_lm.shelf import TOKEN_BYTES, Block, KeptPiece
 from kvblocks.integrations.mlx_lm.tokens import PromptTokens
 
 _MOST_SIBLINGS = 16  # are looked at, where the first one may lack the rows of windows
+_BLOCKS_OF_A_STRETCH = 64  # are compared at once, when a prompt's beginning is looked for
+_ROOM = 256  # rows, as mlx-lm's own caches grow by
+_MOST_ROOM = 4096  # more rows: two of the chunks in which mlx-lm computes prompts
 
 
 class Resumption:
     """A beginning of a prompt that is of use: its first `num_tokens` tokens. 0: nothing is.
 
     blocks: its blocks, a last one of which may be used in part. part: a piece with the tokens behind them; None: none
-    are needed. states: by layer with states. is_exact: whether a prompt that was inserted ends there, and no token is
-    left.
+    are needed. states: by layer with states. num_excess: by how many tokens the layers that are kept whole are to be
+    trimmed. end: the piece that the states are of. last: the deepest piece of the whole prompt. is_exact: whether a
+    prompt that was inserted ends there, and no token is left.
     """
 
     def __init__(
@@ -34,14 +38,31 @@ class Resumption:
         self.blocks = blocks
         self.part = part
         self.states: list[State] = []
+        self.num_excess = 0
+        self.end: KeptPiece | None = None
+        self.last: KeptPiece | None = None
         self.is_exact = False
         self._layout = layout
         self._block_size = block_size
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether there is something to go on from."""
+        return self.num_tokens > 0 or self.is_exact or bool(self.states)
 
     def windows(self, number: int, stack: int) -> tuple[int, Any] | None:
         """Return the window rows of a stack in block `number`: the position of the first, and the rows."""
         piece = self.blocks[number].piece if number < len(self.blocks) else self.part
         return None if piece is None else piece.windows.get(stack)
+
+    def pieces(self) -> list[KeptPiece]:
+        """Return the pieces that it needs, of one chain of blocks, the deepest last. O(blocks of windows)."""
+        if self.end is not None and self.num_excess:
+            return [self.end]
+        reach, size = self._layout.most_reach, self._block_size
+        first = max(self.num_tokens - reach, 0) // size if reach else len(self.blocks)
+        found = dict.fromkeys([*[block.piece for block in self.blocks[first:]], self.part, self.end])
+        return [piece for piece in found if piece is not None]
 
     def shorten(self) -> None:
         """Set `num_tokens` to the most, of those and fewer, at which all windows are there. O(blocks of windows)."""
@@ -64,13 +85,18 @@ class Resumption:
         shortened, self.num_tokens = self.num_tokens, num_tokens
         return shortened == num_tokens
 
-    def build(self) -> list[Any]:
-        """Return a new prompt cache of the tokens. O(KV)."""
-        arrays = [self._join(stack, self._layout.stacks[stack].reach) for stack in range(len(self._layout.stacks))]
-        return self._layout.build(arrays, self.states, self.num_tokens)
+    def build(self, num_more: int) -> list[Any] | None:
+        """Return a new prompt cache of the tokens; None if a layer that is kept whole can't be trimmed. O(KV).
 
-    def _join(self, stack: int, reach: int) -> mx.array:
-        """Return the rows of a stack, as far back as `reach`; 0: all of them."""
+        num_more: how many tokens come next. Rows have room for them, up to a limit, and for the beginning of an answer.
+        """
+        room = min(num_more, _MOST_ROOM) + _ROOM
+        stacks = range(len(self._layout.stacks))
+        arrays = [self._join(stack, self._layout.stacks[stack].reach, room) for stack in stacks]
+        return self._layout.build(arrays, self.states, self.num_tokens, self.num_excess)
+
+    def _join(self, stack: int, reach: int, room: int) -> mx.array:
+        """Return the rows of a stack, as far back as `reach`; 0: all of them, and room for `room` more."""
         size, end = self._block_size, self.num_tokens
         first = max(end - reach, 0) if reach else 0
         parts = []
@@ -86,6 +112,9 @@ class Resumption:
                 assert self.part is not None, "plan: no rows"
                 array = self.part.rows[stack]
             parts.append(array[..., max(first - start, 0) : end - start, :])
+        if not reach:
+            shape = parts[0].shape
+            parts.append(mx.zeros((*shape[:-2], room, shape[-1]), parts[0].dtype))
         return mx.concatenate(parts, axis=-2) if len(parts) > 1 else mx.contiguous(parts[0])
 
 
@@ -103,11 +132,13 @@ class Space:
         is_exact = bool(pieces) and pieces[-1][0] == prompt.num_tokens and pieces[-1][1].is_end
         most = prompt.num_tokens if is_exact else prompt.num_tokens - 1
         own = [piece for end, piece in pieces if end <= most]
-        plan = Resumption(self.layout, self._block_size, [], None)
-        if not self.layout.has_states:
-            plan = self._plan_rows(prompt, blocks, most)
+        plans = [] if self.layout.has_states else [self._plan_rows(prompt, blocks, most)]
         if self.layout.has_states or len(self.layout.stacks) > self.layout.num_rows:
-            plan = max(plan, self._plan_piece(blocks, own), key=lambda found: found.num_tokens)
+            plans.append(self._plan_piece(blocks, own))
+        if self.layout.can_trim:
+            plans.append(self._plan_trimmed(prompt, blocks, most))
+        plan = max(plans, key=lambda found: (found.num_tokens, bool(found.states)))
+        plan.last = pieces[-1][1] if pieces else None
         plan.is_exact = is_exact and plan.num_tokens == prompt.num_tokens
         return plan
 
@@ -123,17 +154,28 @@ class Space:
             last = block
         return found
 
+    def depth(self, tokens: Sequence[int]) -> int:
+        """Return how many blocks are kept of a prompt. O(their tokens)."""
+        size, last, depth = self._block_size, self.root, 0
+        stretch = size
+        start = 0
+        while start < len(tokens):
+            wide = PromptTokens.widened(tokens[start : start + stretch])
+            for first in range(0, len(wide) - TOKEN_BYTES * size + 1, TOKEN_BYTES * size):
+                last = last.siblings.get(wide[first : first + TOKEN_BYTES * size])
+                if last is None:
+                    return depth
+                depth += 1
+            start += stretch
+            stretch = min(2 * stretch, _BLOCKS_OF_A_STRETCH * size)
+        return depth
+
     def _plan_rows(self, prompt: PromptTokens, blocks: list[Block], most: int) -> Resumption:
         """Plan without states: the last block may be one that only begins as the prompt does."""
         size = self._block_size
         found = len(blocks) * size
-        number = 0
-        items: list[Any] = []
-        if found < most:
-            last = blocks[-1] if blocks else self.root
-            has_windows = len(self.layout.stacks) > self.layout.num_rows
-            wanted = prompt.wide(found, min(found + size, prompt.num_tokens))
-            number, items = last.siblings.nearest(wanted, _MOST_SIBLINGS if has_windows else 1)
+        has_windows = len(self.layout.stacks) > self.layout.num_rows
+        number, items = self._nearest(prompt, blocks, _MOST_SIBLINGS if has_windows else 1)
         plans = [Resumption(self.layout, size, list(blocks), None, num_tokens=min(most, found))]
         for item in items:
             own, part = ([*blocks, item], None) if isinstance(item, Block) else (list(blocks), item)
@@ -141,6 +183,30 @@ class Space:
         for plan in plans:
             plan.shorten()
         return max(plans, key=lambda plan: plan.num_tokens)
+
+    def _nearest(self, prompt: PromptTokens, blocks: list[Block], most: int) -> tuple[int, list[Any]]:
+        """Return how many tokens behind its blocks a prompt shares, and `most` blocks or pieces that have them."""
+        found = len(blocks) * self._block_size
+        wanted = prompt.wide(found, min(found + self._block_size, prompt.num_tokens))
+        return (blocks[-1] if blocks else self.root).siblings.nearest(wanted, most)
+
+    def _plan_trimmed(self, prompt: PromptTokens, blocks: list[Block], most: int) -> Resumption:
+        """Plan with objects that are kept whole at a later token, and can be trimmed."""
+        number, items = self._nearest(prompt, blocks, _MOST_SIBLINGS)
+        ends = [end for end in map(_first_end, items if number else blocks[-1:]) if end is not None]
+        plan = Resumption(self.layout, self._block_size, [], None)
+        if ends:
+            end = min(ends, key=lambda piece: piece.num_tokens)
+            rows = self._plan_rows(prompt, blocks, most)
+            if self.can_trim(end) and (rows.num_tokens or not self.layout.stacks):
+                plan = rows
+                plan.states, plan.end = end.states or [], end
+                plan.num_excess = end.num_tokens - plan.num_tokens
+        return plan
+
+    def can_trim(self, piece: KeptPiece) -> bool:
+        """Whether a piece is of use for all beginnings of its prompt that have rows: its layers can be trimmed."""
+        return self.layout.can_trim and all(own[0].is_trimmable() for own, _ in piece.states or ())
 
     def _plan_piece(self, blocks: list[Block], pieces: list[KeptPiece]) -> Resumption:
         """Plan the end of a piece that has all states and windows."""
@@ -150,7 +216,7 @@ class Space:
                 part = piece if piece.tail else None
                 plan = Resumption(self.layout, self._block_size, own, part, num_tokens=piece.num_tokens)
                 if plan.has_windows():
-                    plan.states = piece.states or []
+                    plan.states, plan.end = piece.states or [], piece
                     return plan
         return Resumption(self.layout, self._block_size, [], None)
 
@@ -185,12 +251,13 @@ class Space:
         if last.tail and not last.rows:
             last.rows = [copied(stack, len(path) * size, num_tokens) for stack in range(layout.num_rows)]
         if layout.has_states and last.states is None:
-            last.states = [
-                ([mx.contiguous(array) for array in one.arrays], one.options)
-                for one in held
-                if one.layer.kind == layers.STATE
-            ]
-            new += [array for arrays, _ in last.states for array in arrays]
+            last.states = []
+            for one in held:
+                if one.layer.kind == layers.STATE:
+                    new += (arrays := [mx.contiguous(array) for array in one.arrays])
+                    last.states.append((arrays, one.options))
+                elif one.layer.kind == layers.WHOLE:  # `read` has copied it
+                    last.states.append((one.arrays, one.options))
         mx.eval(new)
         del pieces[num_tokens]
         return [*pieces.values(), last]
@@ -214,3 +281,17 @@ class Space:
             piece.states = one.states if piece.states is None else piece.states
             pieces.append(piece)
         return pieces
+
+
+def _first_end(start: Block | KeptPiece) -> KeptPiece | None:
+    """Return the piece with states that ends first, at or behind a block or piece. O(blocks behind it, up to that)."""
+    if isinstance(start, KeptPiece):
+        return None if start.states is None else start
+    level = [start]
+    while level:
+        ends = [block.piece for block in level if block.piece is not None and block.piece.states is not None]
+        ends = ends or [piece for block in level for piece in block.siblings.pieces() if piece.states is not None]
+        if ends:
+            return min(ends, key=lambda piece: piece.num_tokens)
+        level = [child for block in level for child in block.siblings.blocks()]
+    return None

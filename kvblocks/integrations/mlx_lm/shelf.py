@@ -38,6 +38,10 @@ class Siblings:
         """Return the pieces. O(siblings)."""
         return [item for item in self._items if isinstance(item, KeptPiece)]
 
+    def blocks(self) -> "list[Block]":
+        """Return the blocks. O(siblings)."""
+        return [item for item in self._items if isinstance(item, Block)]
+
     def nearest(self, tokens: bytes, most: int) -> tuple[int, list[Any]]:
         """Return how many of the first tokens one has, the most, and at most `most` of those that have so many.
 
@@ -104,8 +108,8 @@ class KeptPiece:
     """What is kept at one token. block: the last whole block before it. tail: the packed tokens behind that.
 
     rows: of the tail, by stack. windows: by stack, the position in the block of the first row, and the rows up to the
-    token. states: by layer, None: none were kept. is_end: whether a prompt that was inserted ends here. is_kept:
-    whether the cache still has it.
+    token. states: by layer, arrays or one object that is kept whole, and options; None: none were kept. is_end:
+    whether a prompt that was inserted ends here. is_kept: whether the cache still has it.
     """
 
     __slots__ = (
@@ -133,8 +137,16 @@ class KeptPiece:
         self.is_kept = False
         self.num_bytes = 1
 
+    def wide_tokens(self) -> bytes:
+        """Return all tokens before its end, 8 bytes each. O(tokens)."""
+        parts, block = [self.tail], self.block
+        while block.above is not None:
+            parts.append(block.tokens)
+            block = block.above
+        return b"".join(reversed(parts))
+
     def measure(self) -> None:
-        """Set `num_bytes`; what holds nothing counts as one. O(arrays)."""
+        """Set `num_bytes`, of arrays and objects; what holds nothing counts as one. O(arrays)."""
         arrays = [*self.rows, *[rows for _, rows in self.windows.values()]]
         for own, _ in self.states or ():
             arrays += own

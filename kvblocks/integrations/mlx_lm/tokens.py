@@ -18,7 +18,7 @@ class PromptTokens:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.num_tokens = len(tokens)
         self._tokens = tokens
-        self._wide = array("q", tokens).tobytes()
+        self._wide = self.widened(tokens)
         self.keys: list[tuple[int, int, str]] = []
         try:
             self.packed = array("I", tokens)
@@ -34,6 +34,18 @@ class PromptTokens:
     def beginning(self, num_tokens: int) -> "PromptTokens":
         """Return the first tokens as a prompt of its own."""
         return PromptTokens(self._tokens[:num_tokens])
+
+    @staticmethod
+    def widened(tokens: Sequence[int]) -> bytes:
+        """Return tokens as 8 bytes each. O(tokens)."""
+        return array("q", tokens).tobytes()
+
+    @classmethod
+    def of_wide(cls, wide: bytes) -> "PromptTokens":
+        """Return the prompt of tokens of 8 bytes each."""
+        tokens = array("q")
+        tokens.frombytes(wide)
+        return cls(tokens)
 
     def wide(self, first: int, end: int) -> bytes:
         """Return tokens as 8 bytes each, with the ids of images. O(tokens)."""

@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 
-from kvblocks import FullAttention, Group, SlidingWindow
+from kvblocks import Group, kind_of_layers
 from kvblocks.integrations.transformers.records import count_needed_blocks
 from kvblocks.integrations.transformers.rows import FullRows, Geometry, Rows, SlidingRows
 
@@ -31,7 +31,7 @@ def plan_groups(cache: Any) -> tuple[list[Group], list[Geometry], int]:
     for number, allocator in enumerate(allocators):
         block_size = allocator.tokens_per_page * used[number]
         window = getattr(allocator, "sliding_window", None)
-        groups.append(FullAttention(block_size) if window is None else SlidingWindow(block_size, window))
+        groups.append(kind_of_layers(block_size, window))
         geometries.append(Geometry(number, pages[number], used[number]))
     return groups, geometries, 2 if is_mixed else 2 * allocators[0].blocks_per_sector
 

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cache_manager import (
     SlidingAttentionCacheAllocator,
 )
 
-from kvblocks import FullAttention, Group, KVCacheManager, SlidingWindow
+from kvblocks import Group, KVCacheManager, kind_of_layers
 from kvblocks.integrations.transformers.bookkeeping import Bookkeeping, Nothing
 from kvblocks.integrations.transformers.probe import refuse
 from kvblocks.integrations.transformers.records import Records
@@ -69,7 +69,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         theirs: list[Any] = list(self.group_cache_managers)
         windows = [getattr(allocator, "sliding_window", None) for allocator in theirs]
         size = self.block_size
-        groups: list[Group] = [FullAttention(size) if w is None else SlidingWindow(size, w) for w in windows]
+        groups: list[Group] = [kind_of_layers(size, window) for window in windows]
         if any(windows):
             self.max_blocks_per_request = 0  # 5.15's cache doesn't set it: windows have no tables for kernels
         self.keep_books(continuous_batching_config, groups, self.num_blocks, 0)

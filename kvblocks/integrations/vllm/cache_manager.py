@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
 from kvblocks.integrations.vllm.admission import Admission, RoomNeeded
-from kvblocks.integrations.vllm.events import EventMaker
+from kvblocks.integrations.vllm.events import EventMaker, NamedBlocks
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups, make_manager, zeroed_groups
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
@@ -49,8 +49,8 @@ RUNNING = RequestStatus.RUNNING
 class KVBlocksCacheManager(UnusedCalls):
     """Replaces vLLM's KVCacheManager. manager: the kvblocks one, with all calls that vLLM lacks.
 
-    The parameters are vLLM's, except two. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for the
-    names of blocks in events. Raises UnsupportedEngineError for anything unsupported.
+    The parameters are vLLM's, except three. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for
+    the names of blocks in events, and for who asks for a hash (is_asked_for_hashes). Raises UnsupportedEngineError.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class KVBlocksCacheManager(UnusedCalls):
         num_hash_lookahead_tokens: int = 0,
         debug: bool = False,
         hash_algorithm: str = "sha256",
+        is_asked_for_hashes: bool = False,
     ) -> None:
         check_calls(KVBlocksCacheManager)
         match_unit = hash_block_size if enable_caching else None
@@ -88,10 +89,11 @@ class KVBlocksCacheManager(UnusedCalls):
         self.num_kv_cache_groups = len(groups)
         self.empty_kv_cache_blocks = NoBlocks(len(groups))
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
-        named = hash_algorithm if self.enable_kv_cache_events else None
+        named = hash_algorithm if self.enable_kv_cache_events or is_asked_for_hashes else None
         self.manager = make_manager(kv_cache_config, groups, enable_caching, named, debug)
         self._append_slots = self.manager.append_slots  # looked up once, since it is called for each token
-        self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
+        self._named = NamedBlocks(self.manager, is_asked=is_asked_for_hashes, is_read=enable_kv_cache_events)
+        self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks, hash_block_size, self._named)
         self._groups = groups
         self._block_size = self.manager.block_size
         self._states = CachedStates(groups)
@@ -109,6 +111,7 @@ class KVBlocksCacheManager(UnusedCalls):
             [group.block_size if group.has_tokens else None for group in groups],
             self._sequences,
             block_pool=self.block_pool,
+            full_attention_group_id=next((number for number, group in enumerate(groups) if group.sees_all), None),
             scheduler_block_size=scheduler_block_size,
             eagle_group_ids={0} if use_eagle else set(),
             get_num_blocks_to_allocate=self._admission.get_num_blocks_to_allocate,
@@ -140,7 +143,7 @@ class KVBlocksCacheManager(UnusedCalls):
         if not num_hit:
             return self.empty_kv_cache_blocks, 0, boundary
         if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
-            self._events.collect(self.manager.take_events(), None)
+            self._events.collect(self._named.take(), None)
             self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
         return HitBlocks(hit, self.num_kv_cache_groups), num_hit, boundary
 
@@ -328,7 +331,7 @@ class KVBlocksCacheManager(UnusedCalls):
     def _tell(self, request: Any) -> None:
         """Make vLLM's events for what a request's call changed in the cache. Events name that request."""
         if self.enable_kv_cache_events:
-            self._events.collect(self.manager.take_events(), request)
+            self._events.collect(self._named.take(), request)
 
     def _given_one(self, blocks: list[KVCacheBlock]) -> GivenBlocks:
         if self._zeroed:
@@ -477,7 +480,7 @@ class KVBlocksCacheManager(UnusedCalls):
         """Return what changed in the cache since the last call, as vLLM's events."""
         if not self.enable_kv_cache_events:
             return []
-        return self._events.take(self.manager.take_events())
+        return self._events.take(self._named.take())
 
     def take_new_block_ids(self) -> list[int]:
         """Return the ids of blocks that the worker has to zero before the step."""
@@ -493,3 +496,4 @@ class KVBlocksCacheManager(UnusedCalls):
     def new_step_starts(self) -> None:
         """Take note that the states of the last step are there, once the next one runs."""
         self._states.new_step_starts()
+        self._named.update()

@@ -3,6 +3,7 @@
 The rest is known when vLLM has made its groups of layers: `groups.find_groups`, `probe.check_options`.
 """
 
+import os
 from inspect import signature
 from typing import Any
 
@@ -18,6 +19,7 @@ REFUSED_CONNECTORS = {
     "MooncakeStoreConnector": "it takes references in vLLM's pool",
     "HiSparseConnector": "it has pools and groups of its own behind vLLM's coordinator",
 }
+EXPERTS = "--enable-return-routed-experts"
 NARROW = {"sliding_attention", "chunked_attention"}  # what transformers calls layers that don't see all tokens
 
 
@@ -35,10 +37,8 @@ def check_engine_config(config: Any) -> None:
     check_options(num_groups, drops_block, config.num_prefill_lookahead_tokens, num_ahead, has_events)
     if config.attention_config.hisparse_config is not None:
         raise refuse("HiSparse", REFUSED_CONNECTORS["HiSparseConnector"])
-    if config.aux_output_config.enabled and "kv_cache_manager" in signature(AuxOutputSchedulerConnector).parameters:
-        raise refuse(  # as of vLLM 0.33
-            "--enable-return-routed-experts", "this vLLM looks for the experts of cached tokens in its own block pool"
-        )
+    if asks_for_hashes(config):
+        _check_hashes(config, num_ahead)
     if config.model_config.has_inner_state:
         _check_states(config)
     for connector in _connectors(config.kv_transfer_config):
@@ -50,6 +50,28 @@ def check_engine_config(config: Any) -> None:
             raise refuse_ranks("sliding windows", "window")
         if "OffloadingConnector" in _connectors(config.kv_transfer_config):
             raise refuse_offloading()
+
+
+def asks_for_hashes(config: Any) -> bool:
+    """Whether vLLM asks its block pool which hashes are cached: with --enable-return-routed-experts, since 0.33."""
+    is_new = "kv_cache_manager" in signature(AuxOutputSchedulerConnector).parameters
+    return bool(config.aux_output_config.enabled) and is_new
+
+
+def _check_hashes(config: Any, num_ahead: int) -> None:
+    """Raise UnsupportedEngineError if kvblocks' names of blocks aren't the hashes that vLLM asks for."""
+    if num_ahead:
+        raise refuse(
+            f"{EXPERTS} with lookahead hashes",
+            "vLLM asks which of them are cached, and kvblocks doesn't have them",
+            '"disable_lookahead_block_hashes": true in --speculative-config is served',
+        )
+    if "xxhash" in config.cache_config.prefix_caching_hash_algo and os.getenv("PYTHONHASHSEED") is None:
+        raise refuse(
+            f"{EXPERTS} with xxhash and a random seed",
+            "vLLM asks which hashes are cached, and kvblocks doesn't know the seed",
+            "set PYTHONHASHSEED",
+        )
 
 
 def _check_states(config: Any) -> None:
@@ -69,6 +91,12 @@ def check_scheduler(scheduler: Any) -> None:
     check_engine_config(scheduler.vllm_config)
     if scheduler.kv_cache_config.has_mamba_layers:
         _check_states(scheduler.vllm_config)
+    if asks_for_hashes(scheduler.vllm_config) and scheduler.hash_block_size != scheduler.block_size:
+        raise refuse(
+            f"{EXPERTS} with KV cache groups of several block sizes",
+            f"vLLM asks for hashes of {scheduler.hash_block_size} tokens each",
+            ONE_GROUP,
+        )
     connectors = _connectors(scheduler.vllm_config.kv_transfer_config)
     if "OffloadingConnector" in connectors and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
         raise refuse_offloading()

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvblocks import InvalidArgumentError
+from kvblocks.retention.gate_rounds import GateRounds
 from kvblocks.retention.session_gate import SessionGate
-
-_NUM_LOOKED_UP = 32  # waiting requests whose cached tokens are counted again before each decision
-_WEIGHT = 0.1  # of the last step in the mean of seconds per token
 
 OPTION = "kvblocks_session_gate"
 """The name in --additional-config."""
@@ -40,8 +38,8 @@ class SchedulerEntrance:
     """The requests before a gate, by their ids, and what the gate is told of the others.
 
     held: requests that wait here, in the order of arrival; only read it. gate: `gate.why(request_id)` says why one
-    waits. find_cached: returns how many tokens of a request's prompt are cached. min_step_tokens: the time of a step is
-    looked at if it computes so many tokens of prompts. seconds_per_token: what came of it. clock: in seconds.
+    waits. rounds: of the gate. find_cached: returns how many tokens of a request's prompt are cached. min_step_tokens:
+    the time of a step is looked at if it computes so many tokens of prompts. clock: in seconds.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class SchedulerEntrance:
         clock: Callable[[], float],
     ) -> None:
         self.gate = gate
+        self.rounds = GateRounds(gate)
         self.held: dict[str, Any] = {}
         self._find_cached = find_cached
         self.min_step_tokens = min_step_tokens
@@ -60,9 +59,6 @@ class SchedulerEntrance:
         self._admitted: set[str] = set()
         self._begun: deque[tuple[Any, float]] = deque()
         self._step_ended = float("-inf")
-        self.seconds_per_token = 0.0
-        self._has_changed = self._was_busy = False
-        self._wake_at: float | None = None
 
     def holds(self, request: Any) -> bool:
         """Take a request that comes into the queue. False: the gate has admitted it already, and this is a later turn.
@@ -74,7 +70,7 @@ class SchedulerEntrance:
             return False
         self.held[name] = request
         self._unasked[name] = None
-        self._has_changed = True
+        self.rounds.note_change()
         return True
 
     def let_in(self, num_busy: int) -> list[Any]:
@@ -83,22 +79,16 @@ class SchedulerEntrance:
         If nobody has to wait, they are in the order of arrival, as without a gate. num_busy: requests that run or are
         in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
         """
-        now, is_busy = self.clock(), num_busy > 0
-        is_due = self._wake_at is not None and now >= self._wake_at
-        if not (self._has_changed or is_due or is_busy != self._was_busy):
+        now = self.clock()
+        if not self.rounds.is_due(num_busy, now):
             return []
         passing = [name for name in self._unasked if self._ask(self.held[name], now)]
         self._unasked.clear()
-        for name in self.gate.waiting()[:_NUM_LOOKED_UP]:
-            request = self.held[str(name)]
-            self.gate.note_cached(name, self._count_cached(request))
-        decision = self.gate.release(num_busy + len(passing), self.seconds_per_token, now)
-        passing += [str(name) for name in decision.admitted]
+        count_cached = lambda name: self._count_cached(self.held[name])  # noqa: E731
+        passing += self.rounds.decide(num_busy + len(passing), now, count_cached)
         if len(passing) == len(self.held):
             passing = list(self.held)
         self._admitted.update(passing)
-        self._has_changed, self._was_busy = False, is_busy or bool(passing)
-        self._wake_at = decision.wake_at
         return [self.held.pop(name) for name in passing]
 
     def _ask(self, request: Any, now: float) -> bool:
@@ -127,7 +117,7 @@ class SchedulerEntrance:
                 del self._unasked[name]
             else:
                 self.gate.cancel(name)
-        self._has_changed = True
+        self.rounds.note_change()
 
     def note_begun(self, step: Any) -> None:
         """Note that a step (a SchedulerOutput) begins to be computed. O(1)."""
@@ -146,7 +136,5 @@ class SchedulerEntrance:
         num_decoded = 1 + max([len(drafts) for drafts in step.scheduled_spec_decode_tokens.values()], default=0)
         num_tokens = sum([number for number in step.num_scheduled_tokens.values() if number > num_decoded])
         if began is not None and num_tokens >= self.min_step_tokens:
-            each = (now - max(began, self._step_ended)) / num_tokens
-            old = self.seconds_per_token
-            self.seconds_per_token = old + _WEIGHT * (each - old) if old else each
+            self.rounds.note_computed(num_tokens, now - max(began, self._step_ended))
         self._step_ended = now

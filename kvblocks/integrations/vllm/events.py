@@ -1,4 +1,4 @@
-"""vLLM's own events, made from kvblocks' records of what is cached, for `--kv-events-config`.
+"""vLLM's own events, made from kvblocks' records of what is cached, for `--kv-events-config`, and questions by hash.
 
 The block hashes are those that vLLM would compute (`kvblocks.wire.names`) with its `--prefix-caching-hash-algo`.
 """
@@ -9,8 +9,50 @@ from typing import Any
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvblocks import AllBlocksCleared, BlockStored, CacheEvent, CacheHit
+from kvblocks import AllBlocksCleared, BlockStored, CacheEvent, CacheHit, KVCacheManager
 from kvblocks.wire.extra_keys import block_extra_keys, split_lora
+
+
+class NamedBlocks:
+    """A manager's records, and by them which hashes are cached, for a part of vLLM that asks.
+
+    is_asked: whether `has` is called; if not, nothing is remembered. is_read: whether `take` is called.
+    """
+
+    def __init__(self, manager: KVCacheManager, *, is_asked: bool, is_read: bool) -> None:
+        self._manager = manager
+        self._is_asked = is_asked
+        self._is_read = is_read
+        self._untaken: list[CacheEvent] = []
+        self._cached: dict[int, set[bytes]] = {}
+
+    def take(self) -> list[CacheEvent]:
+        """Return the records since the last call. O(records)."""
+        if not self._is_asked:
+            return self._manager.take_events()
+        self.update()
+        taken, self._untaken = self._untaken, []
+        return taken
+
+    def update(self) -> None:
+        """Learn from the records since the last call, so that they don't pile up. O(records)."""
+        if not self._is_asked:
+            return
+        events = self._manager.take_events()
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._cached.clear()
+            elif isinstance(event, BlockStored):
+                self._cached.setdefault(event.group_idx or 0, set()).update(event.block_hashes)
+            else:
+                self._cached[event.group_idx or 0].difference_update(event.block_hashes)
+        if self._is_read:
+            self._untaken += events
+
+    def has(self, block_hash: bytes, group: int) -> bool:
+        """Return whether a block with this hash is cached in a group. O(records since the last call)."""
+        self.update()
+        return block_hash in self._cached.get(group, ())
 
 
 class EventMaker:

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
-from kvblocks.integrations.vllm.early import check_scheduler
+from kvblocks.integrations.vllm.early import asks_for_hashes, check_scheduler
 from kvblocks.integrations.vllm.encoders import manager_class
 from kvblocks.integrations.vllm.entrance import SchedulerEntrance, gate_option
 from kvblocks.integrations.vllm.probe import falls_back
@@ -44,6 +45,10 @@ class _KVBlocks:
         try:
             check_scheduler(scheduler)
             scheduler.kv_cache_manager = _make_manager(scheduler)
+            if asks_for_hashes(scheduler.vllm_config):  # of whom it was given, which was vLLM's own manager
+                scheduler.aux_output_connector = AuxOutputSchedulerConnector(
+                    scheduler.kv_cache_manager, scheduler.connector
+                )
             # Kernels that can save a state within a chunk (Mamba2) don't have to: chunks end where states are saved.
             scheduler.mamba_has_prefill_checkpoint_blocks = False
         except UnsupportedEngineError as error:
@@ -159,6 +164,7 @@ def _make_manager(scheduler: Any) -> KVBlocksCacheManager:
         watermark=scheduler.scheduler_config.watermark,
         num_hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),  # new in 0.33
         hash_algorithm=scheduler.cache_config.prefix_caching_hash_algo,
+        is_asked_for_hashes=asks_for_hashes(scheduler.vllm_config),
     )
 
 

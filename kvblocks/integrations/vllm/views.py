@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
+from kvblocks.integrations.vllm.events import NamedBlocks
 
 Tables = tuple[Items[KVCacheBlock | None], ...]
 
@@ -186,11 +187,13 @@ class CachedCounts:
 
 
 class PoolView:
-    """What vLLM reads of `kv_cache_manager.block_pool`. manager: kvblocks'."""
+    """What vLLM reads of `kv_cache_manager.block_pool`. manager: kvblocks'. named: what is cached, by vLLM's hashes."""
 
-    def __init__(self, manager: Any, num_gpu_blocks: int) -> None:
+    def __init__(self, manager: Any, num_gpu_blocks: int, hash_block_size: int, named: NamedBlocks) -> None:
         self._manager = manager
+        self._named = named
         self.num_gpu_blocks = num_gpu_blocks
+        self.hash_block_size = hash_block_size
         self.null_block = NULL_BLOCK
 
     @property
@@ -217,6 +220,13 @@ class PoolView:
         """Return the share of blocks that have owners, 0.0 to 1.0."""
         total = self._manager.num_blocks
         return 1.0 - self._manager.num_free_blocks / total if total else 0.0
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Items[int]) -> bool | None:
+        """Return True if these groups have a block with this hash cached, else None, where vLLM returns the blocks.
+
+        Only who returns the experts of cached tokens asks (`early.asks_for_hashes`).
+        """
+        return all(self._named.has(block_hash, group) for group in kv_cache_group_ids) or None
 
     def free_blocks(self, ordered_blocks: Iterable[BlockHold]) -> None:
         """Give back what `pop_blocks_for_free` returned."""
@@ -262,6 +272,7 @@ def make_coordinator(
             kv_cache_group_id=number,
             req_to_blocks=TablesView(sequences, number),
             num_cached_block=CachedCounts(sequences),
+            block_pool=block_pool,
             _null_block=block_pool.null_block,
         )
         for number, (block_size, given) in enumerate(zip(block_sizes, config.kv_cache_groups, strict=True))

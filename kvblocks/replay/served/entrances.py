@@ -4,12 +4,11 @@ from collections import deque
 from collections.abc import Callable
 
 from kvblocks.arguments import check_count, wrong
+from kvblocks.retention.gate_rounds import GateRounds
 from kvblocks.retention.session_gate import SessionGate
 
 NONE, GATE, INFINITE, CAP = "none", "gate", "infinite", "cap"
 """Names of entrances. INFINITE is as NONE, with a pool for all blocks of the trace. "cap 8" admits 8 sessions."""
-
-_NUM_LOOKED_UP = 32  # waiting requests whose cached tokens are counted again before each decision
 
 
 class Open:
@@ -80,12 +79,11 @@ class Cap(Open):
 
 
 class GateEntrance(Open):
-    """The session gate, asked as the engine asks it: when something has changed, and when it said so."""
+    """The session gate, asked as the engine asks it."""
 
     def __init__(self, num_tokens: int, seconds_per_token: float) -> None:
         self.gate = SessionGate(num_tokens)
-        self._seconds_per_token = seconds_per_token
-        self._has_changed = self._was_busy = False
+        self._rounds = GateRounds(self.gate, seconds_per_token)
 
     @property
     def has_waiting(self) -> bool:
@@ -99,27 +97,20 @@ class GateEntrance(Open):
 
     def ask(self, request: int, session: int | None, tokens: tuple[int, int], now: float) -> bool:
         """Ask the gate."""
-        self._has_changed = True
+        self._rounds.note_change()
         return self.gate.ask(request, session, None, *tokens, now)
 
     def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:
         """Tell the gate what the cache has of those that wait, and let it decide."""
-        is_due = self.wake_at is not None and now >= self.wake_at
-        if not (self._has_changed or is_due or (num_busy > 0) != self._was_busy):
+        if not self._rounds.is_due(num_busy, now):
             return []
-        waiting = self.gate.waiting()
-        for request in waiting[:_NUM_LOOKED_UP]:
-            assert isinstance(request, int), "all ids are numbers"
-            self.gate.note_cached(request, find(request))
-        decision = self.gate.release(num_busy, self._seconds_per_token, now)
-        self.wake_at = decision.wake_at
-        admitted = [request for request in decision.admitted if isinstance(request, int)]
-        self._has_changed, self._was_busy = False, num_busy + len(admitted) > 0
+        admitted = self._rounds.decide(num_busy, now, find)
+        self.wake_at = self._rounds.wake_at
         return admitted
 
     def ended(self, request: int, num_tokens: int, reason: str, now: float) -> None:
         """Tell the gate."""
-        self._has_changed = True
+        self._rounds.note_change()
         self.gate.ended(request, num_tokens, reason, now)
 
 

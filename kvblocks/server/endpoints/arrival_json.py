@@ -1,6 +1,7 @@
 """The record of one request in JSON, as far as its caller may know it."""
 
 from kvblocks.observe.explanation import Explanation
+from kvblocks.observe.removal_history import Removal
 from kvblocks.server.access.callers import Caller
 from kvblocks.server.arrivals import Arrival
 from kvblocks.server.misses.comparison import Comparison
@@ -48,5 +49,14 @@ def _explain(explanation: Explanation, caller: Caller) -> str:
     if caller.sees_others:
         return str(explanation)
     stored = [f"tokens {part.first_token} to {part.end_token - 1} are on {part.tier!r}" for part in explanation.tiers]
+    if explanation.behind_tiers is not None:
+        lost = explanation.behind_tiers
+        stored.append(f"block {lost.block} is in no tier: {_removed(lost.removal)}")
     why = "was never cached, as far as is remembered" if cause == "never cached" else f"isn't cached: {cause}"
+    if explanation.removal is not None and cause == explanation.removal.cause:
+        why = f"isn't cached: {_removed(explanation.removal)}"
     return "; ".join([found if cause == "no miss" else f"{found}; block {number} {why}", *stored])
+
+
+def _removed(removal: Removal) -> str:
+    return removal.cause if removal.tier is None else f"{removal.cause} from {removal.tier!r}"

@@ -39,21 +39,32 @@ _MAX_TIMES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """When a block was removed, and for whom.
+
+    at: as `time.time`; None: longer ago than is remembered. tenant: for whose prompt it was evicted; None: nobody's
+    that is known. is_own: whether that was the asker's own; None: it isn't known.
+    """
+
+    at: float | None = None
+    tenant: str | None = None
+    is_own: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """The cache when a prompt came.
 
     num_pinned_blocks: that pins held. is_over_quota: whether the salt was over its quota.
-    num_pending_tokens: of the prompt, behind its hit, that others were about to compute. evicted_at: when its first
-    missing block was evicted, as `time.time`; None: longer ago than is remembered. evicted_for: the tenant for whose
-    request; is_own: whether that was the prompt's own.
+    num_pending_tokens: of the prompt, behind its hit, that others were about to compute. loss: of the prompt's first
+    missing block. loss_behind_tiers: of the first one that no tier has either.
     """
 
     num_pinned_blocks: int = 0
     is_over_quota: bool = False
     num_pending_tokens: int = 0
-    evicted_at: float | None = None
-    evicted_for: str | None = None
-    is_own: bool | None = None
+    loss: Loss = field(default_factory=Loss)
+    loss_behind_tiers: Loss = field(default_factory=Loss)
 
 
 NOTHING_KNOWN = Surroundings()
@@ -65,9 +76,11 @@ def reason_of(explanation: Explanation, around: Surroundings, *, sees_others: bo
     found = _REASONS[explanation.cause]
     if found == "salt_differs" and not sees_others:
         return "never_cached"
-    if found == "evicted" and around.is_over_quota:
+    if found != "evicted" or explanation.removal is None or explanation.removal.tier is not None:
+        return found  # neither the device's quotas nor pins have to do with what a tier evicts
+    if around.is_over_quota:
         return "over_quota"
-    if found == "evicted" and around.num_pinned_blocks > explanation.num_blocks_since:
+    if around.num_pinned_blocks > explanation.num_blocks_since:
         return "pinned_out"
     return found
 

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from kvblocks.observe.explanation import Explanation
+from kvblocks.observe.removal_history import Removal
 from kvblocks.server.misses.comparison import Comparison
-from kvblocks.server.misses.reasons import Surroundings, reason_of
+from kvblocks.server.misses.reasons import Loss, Surroundings, reason_of
 
 Json = dict[str, Any]
 
@@ -46,17 +47,32 @@ def cache_json(explanation: Explanation | None, around: Surroundings, *, sees_ot
         "num_pending_tokens": around.num_pending_tokens,
     }
     if explanation.removal is not None:
-        at = around.evicted_at
-        found["num_blocks_since"] = explanation.num_blocks_since
-        found["seconds_since"] = None if at is None else round(max(0.0, time.time() - at), 1)
-    if explanation.cause == "evicted":
-        found["evicted_from"] = "device"
-        found["still_in"] = [part.tier for part in explanation.tiers]
-        whose = "own" if around.is_own else "another"
-        found["evicted_for"] = None if around.is_own is None else around.evicted_for if sees_others else whose
-        found["num_pinned_blocks"] = around.num_pinned_blocks if sees_others else None
+        found |= _loss_json(explanation.removal, explanation.num_blocks_since, around.loss, sees_others=sees_others)
+        if explanation.removal.cause == "evicted":
+            found["still_in"] = [part.tier for part in explanation.tiers]
+            found["num_pinned_blocks"] = around.num_pinned_blocks if sees_others else None
     if explanation.kind is not None:
         found["kind"] = explanation.kind
+    if explanation.missing_tokens is not None:
+        found["missing_tokens"] = list(explanation.missing_tokens)
+    behind = explanation.behind_tiers
+    if behind is not None:
+        loss = _loss_json(behind.removal, behind.num_blocks_since, around.loss_behind_tiers, sees_others=sees_others)
+        found["behind_tiers"] = {"block": behind.block, **loss}
+    return found
+
+
+def _loss_json(removal: Removal, num_blocks_since: int, loss: Loss, *, sees_others: bool) -> Json:
+    """What became of a block, when, and if it was evicted, where and for whom."""
+    found: Json = {
+        "removed": removal.cause,
+        "num_blocks_since": num_blocks_since,
+        "seconds_since": None if loss.at is None else round(max(0.0, time.time() - loss.at), 1),
+    }
+    if removal.cause == "evicted":
+        whose = "own" if loss.is_own else "another"
+        found["evicted_from"] = removal.tier or "device"
+        found["evicted_for"] = None if loss.is_own is None else loss.tenant if sees_others else whose
     return found
 
 

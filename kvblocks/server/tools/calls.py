@@ -6,6 +6,7 @@ import string
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+_SEPARATORS = " \n\r\t;,"
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -33,27 +34,37 @@ def new_call_id(length: int = 0) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def read_calls(text: str, separators: str = " \n\r\t;,") -> list[Written] | None:
-    """Return the calls in a text of JSON objects or lists of them, with only `separators` between; None: it isn't that.
+def read_calls(text: str, *, may_go_on: bool = False, needs_arguments: bool = False) -> list[Written] | None:
+    """Return the calls in a text of JSON objects or lists of them, with only separators between; None: it isn't that.
 
-    O(text).
+    may_go_on: whether other text may follow, which is dropped. needs_arguments: whether an object that names no
+    arguments isn't a call. O(text).
     """
-    decoder, index = json.JSONDecoder(parse_constant=_refuse), 0
+    index = 0
     found: list[Written] = []
     while True:
-        while index < len(text) and text[index] in separators:
+        while index < len(text) and text[index] in _SEPARATORS:
             index += 1
-        if index == len(text):
+        if index == len(text) or (may_go_on and found and text[index] not in "{["):
             return found or None
         try:
-            value, index = decoder.raw_decode(text, index)
+            value, index = _DECODER.raw_decode(text, index)
         except (ValueError, RecursionError):
             return None
         for item in value if isinstance(value, list) else [value]:
             call = as_call(item)
-            if call is None:
+            if call is None or (needs_arguments and item.keys().isdisjoint(("arguments", "parameters"))):
                 return None
             found.append(call)
+
+
+def read_named_call(name: str, text: str) -> Written | None:
+    """Return the call of a function whose arguments a text begins with; None if it begins with no JSON. O(text)."""
+    try:
+        arguments, _ = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return as_call({"name": name, "arguments": arguments})
 
 
 def as_call(value: Any) -> Written | None:
@@ -76,3 +87,6 @@ def write_json(value: Any) -> str:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"expected JSON, got {constant}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvblocks.engine.text.tokenizer import Tokenizer
-from kvblocks.server.tools.calls import Written, read_calls
+from kvblocks.server.tools.calls import Written, read_calls, read_named_call
 from kvblocks.server.tools.gemma import read_gemma_call
 from kvblocks.server.tools.pythonic import read_python_calls
 
@@ -36,8 +36,11 @@ class ToolFormat:
     is_taught: bool = False
 
     def read(self, text: str) -> list[Written] | None:
-        """Return the calls in a text, from behind a mark to before `end`; None if it isn't one of calls. O(text)."""
-        return read_calls(text)
+        """Return the calls in a text, from behind a mark to before `end`; None if it isn't one of calls. O(text).
+
+        Without such an end, text behind the calls is dropped.
+        """
+        return read_calls(text, may_go_on=not self.end, needs_arguments=not self.is_list)
 
     def call_parts(self, name: str) -> tuple[str, str]:
         """Return what a required call of a tool writes before its arguments, and behind them."""
@@ -92,7 +95,11 @@ class MistralFormat(ToolFormat):
             name, brace, rest = part.partition("{")
             name = name.removesuffix("[ARGS]").strip()
             is_named = brace and name and not set(name) & set(' "[],')
-            calls = read_calls(f'{{"name": "{name}", "arguments": {brace}{rest}}}') if is_named else read_calls(part)
+            if is_named:
+                call = read_named_call(name, brace + rest)
+                calls = None if call is None else [call]
+            else:
+                calls = read_calls(part, may_go_on=True)
             if calls is None:
                 return None
             found += calls

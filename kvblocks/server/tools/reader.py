@@ -2,7 +2,7 @@
 
 Invariants. What is read doesn't depend on how the text comes in pieces. A call is given when it is whole. Text that
 begins like calls but isn't any is text, with its marks. As in vLLM, text before calls is given as it is, and text
-behind them isn't given.
+behind them isn't given. tests/clients/test_vllm_parsers.py compares both, and has what differs.
 """
 
 from kvblocks.server.tools.calls import ToolCall, new_call_id
@@ -78,6 +78,17 @@ class CallReader:
             self._has_begun = True
             if is_broken or not self.num_calls:
                 texts.append(text)
+
+
+def name_stop(tool_format: ToolFormat, text: str, stops: tuple[str, ...]) -> str:
+    """Return why an answer that may call tools stopped: "tool_calls" if it has called one, else "stop".
+
+    text: of all its tokens but the stop token. stops: strings of which the first ends the text. O(text).
+    """
+    ends = [at for at in map(text.find, stops) if at >= 0]
+    reader = CallReader(tool_format)
+    reader.feed(text[: min(ends, default=len(text))], is_last=True)
+    return "tool_calls" if reader.num_calls else "stop"
 
 
 def _num_shared(text: str, mark: str) -> int:

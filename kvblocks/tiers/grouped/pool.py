@@ -24,10 +24,10 @@ class PersistentGroupSlots(GroupPool):
         super().__init__(num_blocks, index)
         self._changes = changes
 
-    def requeue_detached(self) -> None:
-        """`GroupPool.requeue_detached`. Lookups no longer find what these slots held; the bytes are still there."""
+    def pop_detached(self) -> list[KVCacheBlock]:
+        """`GroupPool.pop_detached`. Lookups no longer find what these slots held; the bytes are still there."""
         self._changes.note_unstored(self.index.detached)
-        super().requeue_detached()
+        return super().pop_detached()
 
 
 class GroupTierPool(TierPool):
@@ -49,7 +49,7 @@ class GroupTierPool(TierPool):
             if block in lost and block in self.copies and position < len(slots):
                 slot = self.group_index.attached(slots[position], column)
                 if slot is not None and self.copies[block] is slot:
-                    self.drop([slot])
+                    self.drop([slot], "aborted")
                     prefixes.append(prefix_in(sequence, position + 1, self.index.block_size))
         return prefixes
 
@@ -68,7 +68,7 @@ class GroupTierPool(TierPool):
                 is_lost = sequence.blocks[number - 1] in lost or not lost.isdisjoint(made.blocks)
                 stored = checkpoints.at(slots[number - 1]) if is_lost else None
                 if stored is not None and [self.copies.get(block) for block in made.blocks] == stored.blocks:
-                    self.drop(stored.blocks[:1])
+                    self.drop(stored.blocks[:1], "aborted")
 
     @property
     def part_columns(self) -> range:

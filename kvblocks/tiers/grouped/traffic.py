@@ -31,7 +31,9 @@ class GroupTraffic(Traffic):
     # What `Tiers` asks.
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers and the device have together behind a hit. Changes nothing. A lookup in each of them.
+        """Return what the tiers and the device have together behind a hit. A lookup in each of them.
+
+        The hit learns how much K and V the tiers have, even if they lack its state. Nothing else changes.
 
         Each part ends where all groups have what the next token sees. A part is left out if it moves more than a longer
         one.
@@ -48,6 +50,8 @@ class GroupTraffic(Traffic):
         for number, pool in enumerate(self.pools, 1):
             places.append(PrefixHolder(_index_of(pool), pool.match(memoryview(sequence.tokens), keys, most)))
             num_blocks = max([len(place.blocks) for place in places])
+            if isinstance(hit, GroupHit):
+                hit.num_tier_tokens = max(hit.num_tier_tokens, len(places[-1].blocks) * size)
             longest, tables = find_longest(index.layout, places, num_blocks, sequence.num_tokens)
             if longest <= end:
                 continue

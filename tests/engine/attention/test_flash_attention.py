@@ -18,6 +18,7 @@ from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.flash_attention import FlashAttention
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import SlidingWindow
 from kvblocks.kernels import oracle
 
 TINY = replace(
@@ -58,7 +59,7 @@ def test_the_same_tokens_as_through_torch():
 
 @pytest.mark.parametrize("rows", [ROWS, [ROWS[0], ROWS[2]]], ids=["mixed", "decodes"])
 @pytest.mark.parametrize(
-    "how", [LayerAttention(0.125), LayerAttention(0.3, window=40), LayerAttention(0.125, softcap=3.0)]
+    "how", [LayerAttention(0.125), LayerAttention(0.3, SlidingWindow(1, 40)), LayerAttention(0.125, softcap=3.0)]
 )
 def test_what_the_package_is_given(rows, how):
     cache = KVCache.allocate(TINY, 6, 256, dtype=torch.bfloat16)
@@ -74,7 +75,7 @@ def test_what_the_package_is_given(rows, how):
     expected, _ = oracle.attention(
         *(query, cache.keys[1], cache.values[1], batch.block_tables[0], batch.query_start, batch.seq_lens),
         scale=how.scale,
-        window=how.window,
+        window=how.kind.window_tokens,
         softcap=how.softcap,
     )
     assert torch.equal(step.attend(1, query, how), expected.bfloat16())

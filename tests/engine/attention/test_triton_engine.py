@@ -24,6 +24,7 @@ from kvblocks.engine.run.decode_step import run_in_place
 from kvblocks.engine.run.device_runner import DeviceRunner
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import SlidingWindow
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.table import CascadeThreshold
 
@@ -274,11 +275,11 @@ class OracleStep:
 
         tensors = (self.batch.block_tables[0], self.batch.query_start, self.batch.seq_lens)
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
-        options = {"scale": how.scale, "window": how.window, "softcap": how.softcap}
+        options = {"scale": how.scale, "window": how.kind.window_tokens, "softcap": how.softcap}
         return oracle.attention(query, *caches, *tensors, **options)[0].to(query.dtype)
 
 
-HOW = (LayerAttention(0.125), LayerAttention(0.2, window=7), LayerAttention(0.125, softcap=2.0))
+HOW = (LayerAttention(0.125), LayerAttention(0.2, SlidingWindow(1, 7)), LayerAttention(0.125, softcap=2.0))
 LAYERED = LayeredConfig(**vars(TINY) | {"num_layers": len(HOW)}, how=HOW)
 
 

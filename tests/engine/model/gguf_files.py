@@ -49,8 +49,26 @@ def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
     )
 
 
+def random_blocks(rows: np.ndarray, kind: Kind) -> np.ndarray:
+    """As many blocks as these rows take, of random bytes that mean small numbers: for kinds that can't be quantised."""
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_blocks = rows.size // num_values
+    random, found = np.random.default_rng(rows.size), np.empty((0, num_bytes), dtype=np.uint8)
+    while len(found) < num_blocks:
+        blocks = random.integers(0, 256, (512, num_bytes), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            largest = np.abs(gguf.quants.dequantize(blocks, kind)).max(axis=1)
+        found = np.concatenate([found, blocks[(largest < 1) & (largest > 1e-3)]])
+    return found[:num_blocks].reshape(len(rows), -1)
+
+
 def write_gguf(
-    folder: Path, path: Path, architecture: str, kind: Kind = Kind.F32, change: Callable[[Any], None] | None = None
+    folder: Path,
+    path: Path,
+    architecture: str,
+    kind: Kind = Kind.F32,
+    change: Callable[[Any], None] | None = None,
+    quantize: Callable[[np.ndarray, Kind], np.ndarray] = gguf.quants.quantize,
 ) -> Path:
     """Write the model of a folder. kind: of matrices whose rows are long enough. change: gets the writer last."""
     fields = json.loads((folder / "config.json").read_text())
@@ -80,8 +98,8 @@ def write_gguf(
         weight = saved + np.float32(1.0) if is_centered else saved
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         rows = interleaved(weight, fields[heads]) if architecture == "llama" and heads else weight
-        its_kind = kind if rows.ndim > 1 and rows.shape[1] % 32 == 0 else Kind.F32
-        stored = rows if its_kind is Kind.F32 else gguf.quants.quantize(rows, its_kind)
+        its_kind = kind if rows.ndim > 1 and rows.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.F32
+        stored = rows if its_kind is Kind.F32 else quantize(rows, its_kind)
         writer.add_tensor(ours, stored, raw_dtype=its_kind)
     if change is not None:
         change(writer)

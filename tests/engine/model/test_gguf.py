@@ -1,13 +1,18 @@
 """`--model FILE.gguf`: the logits of the folder's weights, the file's own quantisation, tokenizers, and refusals."""
 
+import os
+
 import gguf
 import numpy as np
 import pytest
 import torch
-from engine.model.gguf_files import BYTES, add_tokenizer, write_gguf
+from engine.model.gguf_files import BYTES, add_tokenizer, random_blocks, write_gguf
 from engine.small_models import prefill, random_tokens
 from gguf import GGMLQuantizationType as Kind
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -67,10 +72,18 @@ MODELS = {
 }
 
 
-def save(folder, name):
-    """Save a random model of transformers'."""
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+# What the gguf package reads and can't write.
+ONLY_READ = (
+    *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS),
+    *(Kind.IQ2_S, Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ4_NL, Kind.IQ4_XS),
+)
+
+
+def save(folder, name, **more):
+    """Save a random model of transformers'. more: fields that it has otherwise."""
     model_type, config_type, fields = MODELS[name]
-    model = model_type(config_type(**BASE | fields))
+    model = model_type(config_type(**BASE | fields | more))
     torch.manual_seed(0)
     with torch.no_grad():
         for key, weights in model.named_parameters():
@@ -148,6 +161,27 @@ def test_weights_are_what_the_gguf_package_makes_of_them(kind, tmp_path):
     assert torch.equal(last_logits(of_folder, tokens), last_logits(of_file, tokens))
 
 
+@pytest.mark.parametrize("kind", ONLY_READ, ids=lambda kind: kind.name)
+def test_blocks_that_are_only_read_are_what_the_gguf_package_makes_of_them(kind, tmp_path):
+    """K-quants and the like: blocks of random bytes, in a model of the architecture whose rows are put in order."""
+    save(tmp_path, "llama", **WIDE)
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", "llama", kind, quantize=random_blocks)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert {stored[f"blk.0.{name}.weight"].tensor_type for name in ("attn_q", "ffn_up", "ffn_down")} == {kind}
+    up, queries = (gguf.quants.dequantize(stored[f"blk.0.{name}.weight"].data, kind) for name in ("ffn_up", "attn_q"))
+    read = {tensor.name: tensor.read() for tensor in GGUFModel(path).tensors}
+    assert np.array_equal(read["model.layers.0.mlp.up_proj.weight"], up.astype(np.float32))
+    pairs = queries.astype(np.float32).reshape(4, 32, 2, 256)  # each head's halves are interleaved
+    halves = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(256, 256)
+    assert np.array_equal(read["model.layers.0.self_attn.q_proj.weight"], halves)
+    (tmp_path / "made").mkdir()
+    convert_gguf(path, tmp_path / "made")
+    of_folder, of_file = decoder(tmp_path / "made"), decoder(GGUFModel(path))
+    logits = last_logits(of_file, random_tokens(of_file.config, 40))
+    assert torch.isfinite(logits).all()
+    assert torch.equal(logits, last_logits(of_folder, random_tokens(of_file.config, 40)))
+
+
 def test_an_engine_answers_from_a_file_whatever_its_name(tmp_path):
     save(tmp_path / "folder", "qwen3")
     path = write_gguf(tmp_path / "folder", tmp_path / "sha256-5d", "qwen3", Kind.Q8_0)
@@ -157,6 +191,30 @@ def test_an_engine_answers_from_a_file_whatever_its_name(tmp_path):
         (completion,) = engine.generate(["hello"], max_tokens=5, ignore_eos=True)
         assert (completion.num_prompt_tokens, len(completion.token_ids)) == (5, 5)
     assert LoadedModel.load(path, dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_published_file_answers_as_transformers_does():
+    """The user's own file: KVBLOCKS_TEST_GGUF=FILE. Nothing is fetched."""
+    path = os.environ.get("KVBLOCKS_TEST_GGUF")
+    if not path:
+        pytest.skip("needs a published GGUF file, named by KVBLOCKS_TEST_GGUF")
+    text = "The capital of France is the city of"
+    with Engine(path, num_blocks=64) as engine:
+        prompt = engine.model.tokenizer.encode(text)
+        (completion,) = engine.generate([text], max_tokens=8, ignore_eos=True)
+        folder, name = os.path.split(path)
+        theirs = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        assert theirs(text)["input_ids"] == prompt
+        assert engine.model.tokenizer.decode(prompt, skip_special_tokens=True) == text
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=name)).float().eval()
+    weights = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    missing, unknown = reference.load_state_dict(weights, strict=False)
+    assert not unknown and set(missing) <= {"lm_head.weight"}
+    reference.tie_weights()
+    with torch.inference_mode():
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert completion.token_ids == expected[0, len(prompt) :].tolist()
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------

@@ -57,12 +57,25 @@ KINDS = {
         "full_attention_interval": 2,
     },
     "qwen3_next, whole heads": {"partial_rotary_factor": 1.0, "linear_conv_kernel_dim": 2, "decoder_sparse_step": 2},
+    "kimi_linear": {},
+    "kimi_linear, one group, two layers attend": {
+        "linear_attn_config": {},
+        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_head_dim": 12,
+        "linear_num_heads": 2,
+        "linear_conv_kernel_dim": 2,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": False,
+        "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"],
+        "rms_norm_eps": 0.01,  # but for the latents' norm
+    },
     "qwen3_5_text": {},
     "qwen3_5_moe_text": {},
 }
 
 
-QUICK = ("lfm2", "qwen3_next", "granitemoehybrid")
+QUICK = ("lfm2", "qwen3_next", "granitemoehybrid", "kimi_linear")
 some_models = pytest.mark.parametrize(
     "pair",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in KINDS],
@@ -132,7 +145,8 @@ def test_sequences_of_one_step(pair):
 def test_the_engine_with_hits_and_preemptions(pair):
     """What the engine samples from, under a scarce pool, is what transformers computes from all tokens before."""
     reference, model = pair
-    engine = Engine(model, num_blocks=40)
+    # A block of latents has half the bytes of one of K and V, and a state takes as many more blocks.
+    engine = Engine(model, num_blocks=40 if model.config.latent is None else 60)
     logits = {}
     run = engine.runner.run
 
@@ -198,6 +212,19 @@ def test_bfloat16_keeps_matrices_in_float32(tmp_path):
         ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers to be a list"),
         ("qwen3_next", {"partial_rotary_factor": 2}, "partial_rotary_factor above 0 and at most 1"),
         ("qwen3_next", {"hidden_act": "gelu"}, "expected hidden_act 'silu'"),
+        ("kimi_linear", {"q_lora_rank": 8}, "expected q_lora_rank None, got 8"),
+        ("kimi_linear", {"mla_use_nope": False}, "expected mla_use_nope True, got False"),
+        ("kimi_linear", {"attention_bias": True}, "expected attention_bias False"),
+        ("kimi_linear", {"tie_word_embeddings": True}, "expected tie_word_embeddings False"),
+        ("kimi_linear", {"num_key_value_heads": 1}, "expected num_key_value_heads 2, got 1"),
+        ("kimi_linear", {"linear_attn_config": [1]}, "linear_attn_config to be an object"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": 3, "kda_layers": []}}, "kda_layers to be lists"),
+        ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 3]}}, "1 to 4 once"),
+        ("kimi_linear", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types to be a list of 4"),
+        ("kimi_linear", {"first_k_dense_replace": -1}, "first_k_dense_replace to be a number of layers"),
+        ("kimi_linear", {"num_expert_group": 4}, r"num_expert_group to divide num_experts \(6\)"),
+        ("kimi_linear", {"topk_group": 4}, "and topk_group of at most as many"),
+        ("kimi_linear", {"num_experts_per_token": 5}, r"num_experts_per_token of at most .*\(4\), got 5"),
     ],
 )
 def test_configs_that_cannot_be_computed(model_type, fields, message):

@@ -24,6 +24,7 @@ from kvblocks.engine.model.llama4 import Experts
 from kvblocks.engine.model.loader import expected_shapes, load_weights
 from kvblocks.engine.model.products import pack
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig
+from kvblocks.groups.kinds import FullAttention, SlidingWindow
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -168,8 +169,8 @@ class TestConfig:
         assert config.local_rope == RopeConfig("default", 1e4)
         assert config.query_scale == 1 / 16
         assert config.tie_word_embeddings and config.eos_token_ids == (1, 106)
-        assert config.attention[5] == LayerAttention(1 / 16, None)
-        assert config.attention[6] == LayerAttention(1 / 16, 1024)
+        assert config.attention[5] == LayerAttention(1 / 16, FullAttention(1))
+        assert config.attention[6] == LayerAttention(1 / 16, SlidingWindow(1, 1024))
 
     def test_defaults_of_llama4(self):
         config = ModelConfig.from_fields({"model_type": "llama4_text", "num_hidden_layers": 8, "moe_layers": None})

@@ -5,7 +5,7 @@ import shutil
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from integrations.mlx_lm.driver import decode, forward
 from integrations.mlx_lm.models import CONFIGS, make_model
@@ -145,3 +145,24 @@ def test_a_folder_that_cannot_be_used_is_said(tmp_path, caplog):
     nameless = BlockPromptCache(model, block_size=8, disk=DiskOptions(tmp_path / "other", BYTES))
     fill(nameless, model, number=1)
     assert "names no files of a model" in caplog.text
+
+
+def test_objects_that_are_kept_whole_stay_in_memory(tmp_path, caplog):
+    cache = make(tmp_path, None)
+    tokens = [*range(30)]
+    for number in (10, 30):
+        cache.insert_cache("m", tokens[:number], [ArraysCacheBelow(number)])
+    assert cache.fetch_nearest_cache("m", [*tokens, 7])[1] == [7]
+    cache.close()
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1 and told[0].startswith("not on the disk: ") and "ArraysCacheBelow" in told[0]
+    assert not [*tmp_path.iterdir()]
+    assert make(tmp_path, None).fetch_nearest_cache("m", tokens) == (None, tokens)
+
+
+class ArraysCacheBelow(ArraysCache):
+    """A class below a known one is unknown."""
+
+    def __init__(self, number):
+        super().__init__(1)
+        self[0] = mx.arange(number)

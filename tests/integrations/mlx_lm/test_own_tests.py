@@ -1,7 +1,7 @@
 """mlx-lm's own tests of its prompt cache and its server, with ours put in.
 
-Its tests download a model; here they get a tiny random one. Five of its six tests of `LRUPromptCache` keep objects that
-have no arrays, so they can't be cut in blocks: they are about mlx-lm's bookkeeping of whole objects.
+Its tests download a model; here they get a tiny random one. Five of its six tests of `LRUPromptCache` keep objects
+without arrays; ours keeps a copy of each, as it does with all classes that it doesn't know.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from kvblocks.integrations.mlx_lm import BlockPromptCache, install, uninstall
 
 SOURCES = Path(mlx_lm.server.__file__).parents[4] / f"mlx-lm-{mlx_lm.__version__}" / "tests"
 SUITES = ("TestServer", "TestServerWithDraftModel", "TestServerKVCacheQuantization")
-SUITES += ("TestServerWithoutKVCacheQuantization",)
+SUITES += ("TestServerWithoutKVCacheQuantization", "TestGenerationThreadDeath")
 ELSEWHERE = {"test_handle_models", "test_handle_models_local"}  # need the hub's folder of downloaded models
 
 
@@ -49,8 +49,9 @@ def run(suite) -> unittest.TestResult:
     return result
 
 
-def test_its_test_of_kv_caches_passes(theirs):
-    assert run(unittest.TestSuite([theirs.TestLRUPromptCache("test_caching")])).testsRun == 1
+def test_its_tests_of_the_prompt_cache_pass(theirs):
+    names = unittest.TestLoader().getTestCaseNames(theirs.TestLRUPromptCache)
+    assert run(unittest.TestSuite([theirs.TestLRUPromptCache(name) for name in names])).testsRun == len(names) == 6
 
 
 @pytest.mark.slow

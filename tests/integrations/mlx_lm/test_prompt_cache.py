@@ -1,6 +1,7 @@
 """The calls of `BlockPromptCache`, one by one, and every class of cache objects."""
 
 import logging
+import random
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
+    LRUPromptCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -98,6 +100,30 @@ def test_any_beginning_of_rows_is_of_use(name):
         assert contents(found[0]) == contents(expected)
 
 
+@pytest.mark.parametrize("number", [8, 60])
+def test_rows_have_room_for_what_comes_next(number):
+    """So that going on copies them once."""
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS[:number], [filled(KVCache(), number), quantized(number)])
+    found, rest = cache.fetch_nearest_cache("m", [*TOKENS[:number], *[7] * 30])
+    assert len(rest) == 30 and all(one.offset == number for one in found)
+    assert found[0].keys.shape[-2] == found[1].keys[0].shape[-2] == number + 30 + 256
+    found, _ = cache.fetch_nearest_cache("m", [*TOKENS[:number], *[7] * 99_000])
+    assert found[0].keys.shape[-2] == number + 4096 + 256
+    cache.insert_cache("m", [*TOKENS[:number], 7], found)  # room is no token
+    assert len(cache.fetch_nearest_cache("m", [*TOKENS[:number], 7])[1]) == 1
+    cache.check()
+
+
+def test_the_tokens_behind_what_is_known_are_not_looked_at():
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS, [filled(KVCache(), 60)])
+    for known in (0, 1, 8, 30, 60):
+        tokens = [*TOKENS[:known], *[7] * 100, "no token"]
+        found, rest = cache.fetch_nearest_cache("m", tokens)
+        assert (found is None) == (known == 0) and rest == tokens[known:]
+
+
 def test_states_are_of_use_where_they_were_kept_and_nowhere_else():
     def states(number):
         made = ArraysCache(3)
@@ -166,12 +192,42 @@ def test_what_was_used_least_recently_goes_first():
     cache.check()
 
 
+def test_a_hit_renews_all_that_it_needs():
+    """With windows it needs more pieces than the last one."""
+    prompt = [filled(KVCache(), 60), filled(RotatingKVCache(30), 60)]
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS, prompt)
+    cache = BlockPromptCache(block_size=SIZE, max_bytes=5 * cache.nbytes // 2)
+    cache.insert_cache("m", TOKENS, prompt)
+    for user in range(200, 208):
+        assert cache.fetch_nearest_cache("m", [*TOKENS, user])[1] == [user]
+        cache.insert_cache("m", [user, *TOKENS[:59]], prompt)
+        cache.check()
+
+
 def test_the_number_of_ends_may_be_bounded():
     cache = BlockPromptCache(block_size=SIZE, max_size=2)
     for user in range(5):
         cache.insert_cache("m", [user, *TOKENS], [filled(KVCache(), 61)])
         cache.check()
     assert len(cache) == 2
+
+
+def test_a_bound_of_the_number_of_ends_goes_by_types_as_mlx_lm_s():
+    """A type with more ends than the next one loses first, however lately they were used."""
+    ours, theirs = BlockPromptCache(block_size=SIZE, max_size=4), LRUPromptCache(max_size=4)
+    source = random.Random(3)
+    for number in range(60):
+        tokens = [number, *TOKENS[:10]]
+        cache_type = source.choice(["assistant", "assistant", "user", "system"])
+        for cache in (ours, theirs):
+            cache.insert_cache("m", tokens, [filled(KVCache(), 11)], cache_type=cache_type)
+        ours.check()
+        counts = [[one["n_sequences"] for one in cache.stats_by_type().values()] for cache in (ours, theirs)]
+        assert counts[0] == counts[1] and len(ours) == min(number + 1, 4)
+    prompts = [[number, *TOKENS[:10]] for number in range(60)]
+    kept = [[not cache.fetch_nearest_cache("m", prompt)[1] for prompt in prompts] for cache in (ours, theirs)]
+    assert kept[0] == kept[1] and sum(kept[0]) == 4
 
 
 def test_images_with_equal_tokens_are_told_apart():
@@ -211,33 +267,106 @@ def test_layers_that_hold_nothing_stay_empty():
     assert all(one.empty() for one in found[1:]) and found[2].keep == 2 and found[4].bits == 4
 
 
-class Unknown:
-    """A class that nobody knows."""
+class Strange:
+    """A class that nobody knows: one value a token."""
 
-    offset = 60
-    nbytes = 5
+    def __init__(self, number: int = 0, is_trimmable: bool = False, least: int = 0) -> None:
+        self.array = mx.arange(number)
+        self._is_trimmable = is_trimmable
+        self._least = least
+
+    @property
+    def nbytes(self):
+        return self.array.nbytes
 
     def is_trimmable(self):
-        return False
+        return self._is_trimmable
+
+    def trim(self, number):
+        number = min(number, self.array.size - self._least)
+        self.array = self.array[: self.array.size - number]
+        return number
 
 
-def test_what_cannot_be_cut_is_refused_by_its_name(caplog):
+class Closed(Strange):
+    """One that can't be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+
+class Halves(Strange):
+    """One that counts in its own way."""
+
+    offset = mx.array([30])
+
+
+@pytest.mark.parametrize("number", [5, 16, 33])
+def test_an_unknown_class_is_kept_whole(number):
+    cache = BlockPromptCache(block_size=SIZE)
+    given = [filled(KVCache(), number), CacheList(Strange(number), filled(KVCache(), number))]
+    cache.insert_cache("m", TOKENS[:number], given)
+    cache.check()
+    given[1][0].array[...] = 0  # its owner goes on
+    for tokens in (TOKENS[:number], TOKENS[: number + 9], [*TOKENS[:number], 7]):
+        found, rest = cache.fetch_nearest_cache("m", tokens)
+        assert rest == tokens[number:] and found[1][0].array.tolist() == list(range(number))
+        assert contents(found[0]) == contents(found[1][1]) == contents(filled(KVCache(), number))
+        found[1][0].array[...] = 0
+    assert cache.fetch_nearest_cache("m", TOKENS[: number - 1]) == (None, TOKENS[: number - 1])
+    cache.insert_cache("m", TOKENS[:40], [filled(KVCache(), 40), CacheList(Strange(40), filled(KVCache(), 40))])
+    assert len(cache) == 2  # each of them is right at its end alone
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_an_unknown_class_that_can_be_trimmed_is_of_use_before_its_end(has_rows):
+    def made(number: int):
+        return [Strange(number, is_trimmable=True), *([filled(KVCache(), number)] if has_rows else [])]
+
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS[:24], made(24))
+    cache.insert_cache("m", TOKENS[:45], made(45))
+    assert len(cache) == 1
+    cache.insert_cache("m", [*TOKENS[:20], *range(200, 240)], made(60))
+    cache.check()
+    for number in (1, 7, 8, 19, 20, 21, 24, 40, 44):
+        tokens = [*TOKENS[:number], 7]
+        found, rest = cache.fetch_nearest_cache("m", tokens)
+        assert rest == [7] and found[0].array.tolist() == list(range(number))
+        assert not has_rows or contents(found[1]) == contents(filled(KVCache(), number))
+    assert cache.fetch_nearest_cache("m", TOKENS[:24])[1] == TOKENS[23:24]  # for its logits
+    found, rest = cache.fetch_nearest_cache("m", TOKENS[:1])
+    assert rest == TOKENS[:1] and (found is None if has_rows else found[0].array.size == 0)
+    assert cache.fetch_nearest_cache("m", TOKENS[:45])[1] == []
+    assert cache.fetch_nearest_cache("m", [1, *TOKENS]) == (None, [1, *TOKENS])
+
+
+def test_an_object_that_trims_less_than_it_was_told_is_not_used():
+    cache = BlockPromptCache(block_size=SIZE)
+    cache.insert_cache("m", TOKENS, [Strange(60, is_trimmable=True, least=30)])
+    assert cache.fetch_nearest_cache("m", TOKENS[:35])[1] == TOKENS[34:35]
+    assert cache.fetch_nearest_cache("m", TOKENS[:20]) == (None, TOKENS[:20])
+
+
+def test_what_cannot_be_kept_is_refused_by_its_name(caplog):
     class Model:
         layers = ()
 
         def make_cache(self):
-            return [KVCache(), CacheList(KVCache(), Unknown())]
+            return [KVCache(), CacheList(KVCache(), object())]
 
-    with pytest.raises(UnsupportedEngineError, match="got Unknown: it can't be cut in blocks of tokens"):
+    with pytest.raises(UnsupportedEngineError, match=r"got object: it can't be kept: AttributeError.*nbytes"):
         BlockPromptCache(Model())
     cache = BlockPromptCache(block_size=SIZE)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            cache.insert_cache("m", TOKENS, [filled(KVCache(), 60), Unknown()])  # a server goes on
+            cache.insert_cache("m", TOKENS, [filled(KVCache(), 60), Closed(60)])  # a server goes on
+            cache.insert_cache("m", TOKENS, [Halves(60)])
             cache.insert_cache("m", TOKENS, [BatchKVCache([0, 3])])
             cache.insert_cache("m", TOKENS, [ArraysCache(2, left_padding=[1, 2])])
     assert [record.message.split("got ")[1].split(":")[0] for record in caplog.records] == [
-        "Unknown",
+        "Closed",
+        "Halves",
         "BatchKVCache",
         "an ArraysCache with padding",
     ]

@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from integrations.mlx_lm.driver import Walk, decode, forward
-from integrations.mlx_lm.models import CONFIGS, make_model
+from integrations.mlx_lm.models import CONFIGS, KEPT_WHOLE, make_model
 from kvblocks.integrations.mlx_lm import BlockPromptCache
 
 # Where mlx computes a token in the same way whatever chunk it is in, nothing differs at all. The others differ without
@@ -27,6 +27,17 @@ def test_resumed_equals_cold_and_no_fewer_tokens_are_found(name):
         assert walk.num_worse == 0 and walk.num_computed <= walk.num_theirs
     if name != "mamba2":  # whose states are all that it has
         assert walk.ours.nbytes < walk.theirs.nbytes / 2
+
+
+@pytest.mark.parametrize("name", KEPT_WHOLE)
+def test_layers_that_are_kept_whole_are_found_as_by_mlx_lm(name):
+    """Exactly what mlx-lm's own cache finds: the ends of prompts."""
+    model = make_model(name)
+    walk = Walk(model, BlockPromptCache(model, block_size=8), LRUPromptCache(max_size=10**6), seed=5)
+    for _ in range(6):
+        walk.step()
+    assert walk.worst <= CLOSE and walk.num_hits >= 2
+    assert walk.num_computed == walk.num_theirs
 
 
 @pytest.mark.parametrize(

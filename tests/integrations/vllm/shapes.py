@@ -20,7 +20,8 @@ VOCABULARY = 512
 WINDOW = 64
 NUM_BLOCKS = 400
 # Random weights are between minus and plus this, so that answers vary.
-WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3, "lfm2": 0.3}
+WEIGHTS = {"gemma 3": 0.3, "gpt-oss": 1.0, "mistral": 0.3, "lfm2": 0.3, "qwen3-next": 0.3}
+DTYPES = {"qwen3-next": "bfloat16"}  # vLLM's kernel of gated delta nets for CPUs has no other
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -70,6 +71,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 256,  # so that a block of attention, which is as large as a state, has few tokens
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-6,
+    },
     "bert": {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 1, "type_vocab_size": 2},
 }
 
@@ -90,7 +110,7 @@ def make_prompts() -> list[list[list[int]]]:
     return rounds
 
 
-def run(folder: str, scheduler: str | None, weights: float) -> dict[str, Any]:
+def run(folder: str, scheduler: str | None, weights: float, dtype: str) -> dict[str, Any]:
     """Return what is seen of an engine with this scheduler; None: vLLM's own. weights: their largest size."""
     from vllm import LLM, SamplingParams
     from vllm.model_executor.model_loader import dummy_loader
@@ -103,7 +123,7 @@ def run(folder: str, scheduler: str | None, weights: float) -> dict[str, Any]:
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
+        dtype=dtype,
         block_size=32,
         max_model_len=512,
         max_num_seqs=4,
@@ -168,7 +188,7 @@ def main(names: list[str]) -> None:
     for name in names:
         folder = Path(tempfile.mkdtemp(prefix="kvblocks-vllm-shape-"))
         (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[name]), encoding="utf-8")
-        look = partial(run, weights=WEIGHTS[name]) if name in WEIGHTS else embed
+        look = partial(run, weights=WEIGHTS[name], dtype=DTYPES.get(name, "float32")) if name in WEIGHTS else embed
         answers[name] = [look(str(folder), scheduler) for scheduler in (None, OURS)]
     print(MARK + json.dumps(answers), flush=True)
 

@@ -10,9 +10,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from bench.vllm.schedulers import OPT, model_folder
 from kvblocks import UnsupportedEngineError
-from kvblocks.integrations.vllm import KVBlocksScheduler, early
-from kvblocks.integrations.vllm.early import check_engine_config
-from kvblocks.integrations.vllm_plugin import names_ours, register
+from kvblocks.integrations.vllm import KVBlocksAsyncScheduler, KVBlocksScheduler
+from kvblocks.integrations.vllm_plugin import choose, names_ours, register
 
 OURS = "kvblocks.integrations.vllm.KVBlocksAsyncScheduler"
 REFUSED = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
@@ -49,6 +48,33 @@ def test_other_schedulers_are_not_checked():
     assert make_config(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler", kv_transfer_config=REFUSED)
 
 
+def test_the_variable_chooses_ours_where_no_scheduler_is_named(monkeypatch):
+    """With vLLM's own manager where something is unsupported, so that nothing that ran before fails."""
+    monkeypatch.setenv("KVBLOCKS_AUTO", "mlx_lm,vllm")
+    given = {"mine": 1}
+    made = make_config(additional_config=given, kv_transfer_config=REFUSED, seed=0)
+    kinds = {True: KVBlocksAsyncScheduler, False: KVBlocksScheduler}
+    assert made.scheduler_config.get_scheduler_cls() is kinds[made.scheduler_config.async_scheduling]
+    for is_async, kind in kinds.items():  # on a CPU vLLM always turns it off
+        made.scheduler_config.async_scheduling = is_async
+        choose(made)
+        assert made.scheduler_config.get_scheduler_cls() is kind
+    assert made.additional_config == {"mine": 1, "kvblocks_fallback": True} and given == {"mine": 1}
+    named = "vllm.v1.core.sched.scheduler.Scheduler"
+    assert make_config(scheduler_cls=named).scheduler_config.scheduler_cls == named
+    monkeypatch.setenv("KVBLOCKS_AUTO", "mlx_lm")
+    assert make_config().scheduler_config.scheduler_cls is None
+
+
+def test_the_variable_leaves_a_configuration_alone_that_cannot_say_what_it_needs(monkeypatch):
+    monkeypatch.setenv("KVBLOCKS_AUTO", "vllm")
+    made = make_config()
+    made.scheduler_config.scheduler_cls, made.additional_config = None, object()
+    with pytest.warns(UserWarning, match="vllm was not installed: expected a dict as additional_config, got object"):
+        choose(made)
+    assert made.scheduler_config.scheduler_cls is None
+
+
 def test_who_may_fall_back_is_not_refused():
     make_config(scheduler_cls=OURS, kv_transfer_config=REFUSED, additional_config={"kvblocks_fallback": True}, seed=0)
 
@@ -67,16 +93,6 @@ def test_windows_beside_full_attention_are_seen_in_the_configuration(tmp_path):
     with pytest.raises(UnsupportedEngineError, match=r"several KV cache groups.*--disable-hybrid-kv-cache-manager"):
         make_config(scheduler_cls=OURS, **what)
     make_config(scheduler_cls=OURS, **(what | {"disable_hybrid_kv_cache_manager": True}))
-
-
-def test_experts_that_vllm_looks_for_in_its_pool_are_refused(monkeypatch):
-    config = make_config()
-    config.aux_output_config.enable_return_routed_experts = True
-    monkeypatch.setattr(early, "AuxOutputSchedulerConnector", lambda: None)  # as 0.32's
-    check_engine_config(config)
-    monkeypatch.setattr(early, "AuxOutputSchedulerConnector", lambda kv_cache_manager: None)  # as 0.33's
-    with pytest.raises(UnsupportedEngineError, match="--enable-return-routed-experts"):
-        check_engine_config(config)
 
 
 def test_nothing_is_imported_for_the_check(monkeypatch):

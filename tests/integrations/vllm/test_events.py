@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from bench.vllm import schedulers
 from bench.vllm.schedulers import Settings, make_vllm_config
-from integrations.vllm.configurations import CONFIGURATIONS, WINDOWS_SMALL
+from integrations.vllm.configurations import CACHED_STATES_SMALL, CONFIGURATIONS, WINDOWS_SMALL
 from integrations.vllm.stand import BLOCK, WHOSE, Stand, adapter, image, request
 from integrations.vllm.workload import make_asks
 from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow
@@ -26,7 +26,7 @@ from kvblocks.integrations.vllm.events import _as_stored
 
 PROMPT = range(100, 100 + 3 * BLOCK + 5)
 
-SMALL = {configuration.name: configuration for configuration in [*CONFIGURATIONS, *WINDOWS_SMALL]}
+SMALL = {each.name: each for each in [*CONFIGURATIONS, *WINDOWS_SMALL, *CACHED_STATES_SMALL]}
 
 
 @pytest.fixture(params=["sha256", "sha256_cbor", "xxhash_cbor"])
@@ -128,6 +128,36 @@ def test_replayed_events_are_what_is_cached_at_every_step(name, seed_of_asks):
     assert not replay.tokens
 
 
+@pytest.mark.parametrize("name", [each.name for each in CACHED_STATES_SMALL])
+def test_replayed_events_of_states_are_as_many_as_are_cached_at_every_step(name):
+    """A state is told of with the name of its prefix, which full attention has cached."""
+    configuration = SMALL[name]
+    stand, events = make_stand(configuration.settings)
+    asks = make_asks(configuration.mix, 0, 80)
+    replay, number, num_removed = Replay(), 0, 0
+    while asks or stand.scheduler.has_unfinished_requests():
+        while asks and asks[0].arrival <= number:
+            stand.add(asks.pop(0).make_request(configuration.settings))
+        stand.step()
+        number += 1
+        for event in [*events, *stand.manager.take_events()]:
+            num_removed += isinstance(event, BlockRemoved) and event.group_idx == 1
+            replay.apply(event)
+        events.clear()
+        names = [{name for told, name in replay.tokens if told == group} for group in (0, 1)]
+        assert names[1] <= names[0]
+        assert len(replay.tokens) <= stand.manager.manager.stats.num_cached_blocks  # which has copies, too
+        for asked in stand.scheduler.waiting:
+            hit = stand.manager.manager.get_computed_blocks(stand.manager._sequence(asked))  # noqa: SLF001
+            found = maybe_convert_block_hash(hit.blocks[-1].block_hash) if hit.blocks else None
+            assert found is None or found in names[1], "a hit starts from a state that no event told of"
+    assert num_removed > 10
+    assert stand.scheduler.reset_prefix_cache()
+    for event in stand.manager.take_events():
+        replay.apply(event)
+    assert not replay.tokens
+
+
 def test_replayed_prefixes_are_those_of_their_requests():
     stand, events = make_stand()
     for number in range(3):
@@ -184,6 +214,34 @@ def test_events_say_what_vllms_own_say(settings, mode):
     theirs, ours = ([one for event in events for one in blocks_of(event)] for events in said)
     assert ours == theirs
     assert len({one["name"] for one in ours}) > 20
+
+
+@pytest.mark.usefixtures("algorithm")
+def test_events_of_states_have_vllms_names_and_their_own_tokens():
+    """vLLM gives a state the tokens of all that its request computed before it, and no parent."""
+    said = []
+    for whose in WHOSE:
+        stand, events = make_stand(Settings(num_states=1, keeps_windows=True), whose)
+        for made in make_requests():
+            stand.cached(made)
+        said.append([event for event in events if isinstance(event, BlockStored)])
+    theirs, ours = (
+        [(event.group_idx, name, event.lora_id, event.session_id) for event in stored for name in event.block_hashes]
+        for stored in said
+    )
+    assert ours == theirs and sum(group for group, *_ in ours) >= 8
+    told = {
+        block["name"]: block
+        for event in said[1]
+        if not event.group_idx
+        for block in blocks_of(msgspec.structs.asdict(event))
+    }
+    for event in said[1]:
+        if event.group_idx == 1:
+            (state,) = blocks_of(msgspec.structs.asdict(event))
+            of_attention = told[state["name"]]
+            assert (state["parent"], state["tokens"]) == (of_attention["parent"], of_attention["tokens"])
+            assert len(event.token_ids) == BLOCK and event.kv_cache_spec_kind == "mamba"
 
 
 @pytest.mark.usefixtures("algorithm")

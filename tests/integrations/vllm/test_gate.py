@@ -5,7 +5,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from bench.vllm.schedulers import Settings, make_scheduler, make_vllm_config, our_scheduler
-from integrations.vllm.configurations import CONFIGURATIONS
+from integrations.vllm.configurations import CACHED_STATES, CACHED_STATES_SMALL, CONFIGURATIONS
 from integrations.vllm.decisions import Driver, decide, first_difference
 from integrations.vllm.stand import BLOCK, Stand, request
 from integrations.vllm.workload import make_asks
@@ -13,7 +13,7 @@ from kvblocks import InvalidArgumentError
 from kvblocks.integrations.vllm.early import check_engine_config
 
 MODES = pytest.mark.parametrize("is_async", [False, True])
-CACHING = [each for each in CONFIGURATIONS if each.settings.has_caching]
+CACHING = [each for each in CONFIGURATIONS if each.settings.has_caching] + [CACHED_STATES[0], *CACHED_STATES_SMALL]
 NUM_TOKENS = 20 * BLOCK
 
 
@@ -39,7 +39,7 @@ def make_stand(value=NUM_TOKENS, **settings):
     stand = Stand(made, config=config_with(made, value))
     entrance = stand.scheduler.entrance
     stand.clock = entrance.clock = Clock()
-    entrance.seconds_per_token, entrance.min_step_tokens = 1.0, 1 << 30
+    entrance.rounds.seconds_per_token, entrance.min_step_tokens = 1.0, 1 << 30
     return stand
 
 
@@ -140,19 +140,42 @@ def test_the_room_is_the_pool_or_what_is_said():
     assert make_stand(True, num_blocks=401, windows=(64,)).scheduler.entrance.gate.num_tokens > 390 * BLOCK // 2
 
 
+def test_a_state_takes_two_blocks_of_the_room_however_long_a_prompt_is():
+    gate = make_stand(True, num_blocks=401, num_states=1, max_model_len=100 * BLOCK).scheduler.entrance.gate
+    assert gate.num_tokens == 400 * BLOCK * 100 // 102
+
+
+def test_a_session_of_a_model_with_states_goes_on_from_its_last_state():
+    """What the gate counts as cached is what a lookup finds: up to the last state."""
+    stand = make_stand(num_states=1)
+    first = stand.add(request("a1", prompt(100, 15), 4, session_id="one"))
+    stand.run_all()
+    stand.add(request("b1", prompt(200, 10), 4, session_id="two"))
+    stand.step()
+    assert why(stand, "b1").reason == "idle"
+    said = stand.add(request("a2", [*first.all_token_ids, *prompt(400, 1)], 4, session_id="one"))
+    assert stand.manager.num_cached(said) == 15 * BLOCK
+    stand.step()
+    stand.step()
+    assert stand.result.cached["a2"] == 15 * BLOCK
+    stand.clock.now += 1e6
+    stand.run_all()
+    assert len(stand.result.tokens["b1"]) == 4
+
+
 def test_the_time_of_a_token_is_learned_from_steps_that_compute_prompts():
     stand = make_stand()
     entrance = stand.scheduler.entrance
-    entrance.seconds_per_token, entrance.min_step_tokens = 0.0, BLOCK
+    entrance.rounds.seconds_per_token, entrance.min_step_tokens = 0.0, BLOCK
     stand.add(request("a", prompt(100, 10), 5, session_id="one"))
     step = stand._schedule()  # noqa: SLF001
     stand.clock.now += 8.0
     stand._finish(step)  # noqa: SLF001
-    assert entrance.seconds_per_token == 8.0 / (10 * BLOCK)
+    assert entrance.rounds.seconds_per_token == 8.0 / (10 * BLOCK)
     step = stand._schedule()  # noqa: SLF001
     stand.clock.now += 5.0
     stand._finish(step)  # noqa: SLF001  a step of decodes alone
-    assert entrance.seconds_per_token == 8.0 / (10 * BLOCK)
+    assert entrance.rounds.seconds_per_token == 8.0 / (10 * BLOCK)
 
 
 def with_sessions(asks, settings, config):

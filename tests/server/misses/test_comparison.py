@@ -9,7 +9,7 @@ from kvblocks.observe.explanation import Explanation
 from kvblocks.observe.removal_history import Removal
 from kvblocks.server.misses.comparison import compare
 from kvblocks.server.misses.prompts import MAX_BYTES, MAX_KEPT, KeptMessage, KeptPrompt, KeptPrompts, KeptTool
-from kvblocks.server.misses.reasons import Surroundings, TakenTimes, reason_of
+from kvblocks.server.misses.reasons import Loss, Surroundings, TakenTimes, reason_of
 from kvblocks.server.misses.record import anthropics, cache_json, openais
 
 
@@ -195,7 +195,7 @@ def test_the_caches_reasons(explanation, around, reason):
 
 def test_who_may_not_know_others_is_told_own_or_another():
     for is_own, name, whose in ((True, "a", "own"), (False, "b", "another"), (None, None, None)):
-        around = Surroundings(evicted_for=name, is_own=is_own, num_pinned_blocks=5)
+        around = Surroundings(loss=Loss(None, name, is_own), num_pinned_blocks=5)
         assert cache_json(EVICTED, around, sees_others=False)["evicted_for"] == whose
         assert cache_json(EVICTED, around, sees_others=False)["num_pinned_blocks"] is None
         assert cache_json(EVICTED, around, sees_others=True)["evicted_for"] == name

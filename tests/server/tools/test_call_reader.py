@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvblocks.server.tools.formats import FORMATS
-from kvblocks.server.tools.reader import CallReader
+from kvblocks.server.tools.reader import CallReader, name_stop
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the <tool hat"}}\n</tool_call>'
 LLAMA = '{"name": "look", "parameters": {"at": "the <tool hat"}}'
@@ -86,3 +86,18 @@ def test_a_long_answer_that_never_ends_its_call_costs_its_length():
     assert reader._looked > 99_000  # noqa: SLF001  # where the next search begins
     text, calls = reader.feed("", is_last=True)
     assert (len(text), calls) == (11 + 100_000, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "reason"),
+    [
+        (CALL, (), "tool_calls"),
+        (f"I look.\n{CALL}", ("I feel.",), "tool_calls"),
+        ("I don't look.", (), "stop"),
+        ("", ("x",), "stop"),
+        (CALL.replace("{", "("), (), "stop"),
+        (f"Stop here. {CALL}", ("here", "Nowhere"), "stop"),  # the text ends before the call
+    ],
+)
+def test_why_an_answer_stopped(text, stops, reason):
+    assert name_stop(FORMATS["hermes"], text, stops) == reason

@@ -49,7 +49,7 @@ def test_a_format_reads_what_its_models_write(name, text):
         '{"name": "weather", "arguments": [1]}',
         '{"name": "weather", "arguments": "Bergen"}',
         '{"name": "weather", "arguments": {"a": NaN}}',
-        '{"name": "weather", "arguments": {}} and more',
+        '{"name": "weather", "arguments": {}} {and more',
         "[" * 100_000,
         '{"a":' * 100_000,
         "[__import__('os').system('true')]",
@@ -81,6 +81,20 @@ def test_a_format_reads_what_a_required_call_writes(name):
             mark = next((mark for mark in one.marks if text.startswith(mark)), "")
             found = one.read(text[len(mark) :])
         assert found == [WEATHER] * number
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3", f'{{"name": "weather", "parameters": {ARGUMENTS}}}'),
+        ("granite", f'[{{"name": "weather", "arguments": {ARGUMENTS}}}]'),
+        ("mistral", f'[{{"name": "weather", "arguments": {ARGUMENTS}}}]'),
+        ("mistral-args", f"weather[ARGS]{ARGUMENTS}"),
+    ],
+)
+def test_text_behind_calls_that_have_no_end_mark_is_dropped(name, text):
+    assert FORMATS[name].read(f"{text}\nThat was it {{all}}.") == [WEATHER]
+    assert FORMATS["hermes"].read(f"{text} and more") is None
 
 
 def test_values_of_all_kinds_are_read():

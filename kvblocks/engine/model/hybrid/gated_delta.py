@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs, chunked, has_kernels, recurrent
 from kvblocks.engine.model.hybrid.mixer import (
     MixerTensors,
     StatePart,
@@ -118,20 +119,26 @@ class GatedDelta:
         """As `StateMixer` says."""
         mixed, gate, write, time = self._split(rows)
         mixed, past = convolve(mixed[:, None], states[0], weights["conv"])
-        query, key, value = self._heads(mixed[:, 0])
-        decay, beta = self._rates(weights, write, time)
-        state = states[1] * decay.exp()[..., None, None]
-        known = (state * key[..., None]).sum(-2)
-        state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
-        output = (state * query[..., None]).sum(-2)
+        inputs = DeltaInputs(*self._heads(mixed[:, 0]), *self._rates(weights, write, time))
+        if has_kernels(rows):
+            output, state = recurrent("gated_delta_rule", inputs, states[1], rows.dtype)
+        else:
+            query, key, value, decay, beta = inputs
+            state = states[1] * decay.exp()[..., None, None]
+            known = (state * key[..., None]).sum(-2)
+            state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
+            output = (state * query[..., None]).sum(-2)
         return self._finish(weights, output, gate, rows.dtype), (past, state)
 
     def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
         """As `StateMixer` says."""
         mixed, gate, write, time = self._split(rows)
         mixed, past = convolve(mixed, states[0][0], weights["conv"])
-        decay, beta = self._rates(weights, write, time)
-        by_head = [part.transpose(0, 1) for part in (*self._heads(mixed), decay, beta)]
+        inputs = DeltaInputs(*self._heads(mixed), *self._rates(weights, write, time))
+        if has_kernels(rows):
+            output, after = chunked("gated_delta_rule", inputs, states[1], rows.dtype)
+            return self._finish(weights, output, gate, rows.dtype), (past[None], after)
+        by_head = [part.transpose(0, 1) for part in inputs]
         state, outputs = states[1][0], []
         for start in range(0, len(rows), CHUNK_TOKENS):
             query, key, value, rate, weight = (part[:, start : start + CHUNK_TOKENS] for part in by_head)
@@ -160,7 +167,7 @@ class GatedDelta:
         return weights["decay"] * F.softplus(time + weights["step_bias"]), write.sigmoid()
 
     def _finish(self, weights: Weights, output: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        normed = gated_norm(output, gate.reshape(output.shape), weights["norm"], self.epsilon)
+        normed = gated_norm(output, F.silu(gate.reshape(output.shape)), weights["norm"], self.epsilon)
         return normed.flatten(-2).to(dtype)
 
 
