@@ -13,16 +13,16 @@ from kvblocks.verify.server.target import Reply
 
 
 class FakeTarget:
-    """Answers with a log probability that each prompt has for itself.
+    """Answers with log probabilities that each prompt has for itself.
 
-    rounding: by how much a hit changes it. other: by how much two prompts differ, at least. block: tokens of a block.
-    keeps_salts: whether salts are kept apart, and known.
+    warm: by how much a hit changes them. decoded: by how much it does that a token is generated behind another one.
+    block: tokens of a block. keeps_salts: whether salts are kept apart, and known.
     """
 
     model, adapters, can_reset, num_requests = "m", (), False, 0
 
-    def __init__(self, rounding=0.0, other=1.0, block=16, keeps_salts=True):
-        self.rounding, self.other, self.block, self.keeps_salts = rounding, other, block, keeps_salts
+    def __init__(self, warm=0.0, decoded=0.0, block=16, keeps_salts=True):
+        self.warm, self.decoded, self.block, self.keeps_salts = warm, decoded, block, keeps_salts
         self.has_completions = self.has_logprobs = True
         self.prompts, self.cached = {}, {}
 
@@ -39,21 +39,22 @@ class FakeTarget:
         ends = range(self.block, len(words), self.block)
         num_cached = max((end for end in ends if tuple(words[:end]) in cached), default=0)
         cached |= {tuple(words[:end]) for end in ends}
-        value = -self.other * self.prompts.setdefault(prompt, len(self.prompts)) - self.rounding * bool(num_cached)
-        return Reply("x", ("x",), (value,), (value - 9,), len(words), num_cached, 0.0)
+        value = -float(self.prompts.setdefault(tuple(words[:20]), len(self.prompts))) - self.warm * bool(num_cached)
+        tokens = tuple(f" w{len(words) + number}" for number in range(max_tokens))
+        values = tuple(value - self.decoded * bool(number) for number in range(max_tokens))
+        return Reply("".join(tokens), tokens, values, (value - 9,) * max_tokens, len(words), num_cached, 0.0)
 
 
-def test_what_a_prompt_in_two_parts_does_is_taken_for_rounding_if_another_word_does_more():
-    patient = Patient(FakeTarget(rounding=0.1))
-    assert patient.tolerance.nats == pytest.approx(0.4)
-    assert "is taken for rounding, so smaller faults aren't seen" in patient.notes[-1]
+def test_what_generating_rounds_otherwise_is_no_fault():
+    patient = Patient(FakeTarget(warm=0.3, decoded=0.1))
+    assert patient.tolerance.nats == pytest.approx(0.8)
+    assert "answers up to 0.1000 nats from those at once" in patient.notes[-1]
     assert not CASES["repeats"](patient, "1")
 
 
-def test_what_is_as_large_as_another_word_is_no_rounding():
-    patient = Patient(FakeTarget(rounding=0.6))
-    assert patient.tolerance.nats == pytest.approx(0.002)
-    assert "too much for rounding" in patient.notes[-1]
+def test_what_a_hit_changes_is_a_fault_where_nothing_else_rounds():
+    patient = Patient(FakeTarget(warm=0.6))
+    assert (patient.tolerance.nats, patient.notes) == (0.002, [])
     assert CASES["repeats"](patient, "1")[0].difference == pytest.approx(300)
 
 
@@ -77,7 +78,7 @@ def test_a_server_that_ignores_salts_is_not_blamed_unless_it_is_to_know_them():
 
 
 def test_a_second_server_gives_cold_answers():
-    warm, cold = FakeTarget(rounding=0.9, keeps_salts=False), FakeTarget(block=10_000)
+    warm, cold = FakeTarget(warm=0.9, keeps_salts=False), FakeTarget(block=10_000)
     cold.prompts = warm.prompts
     patient = Patient(warm, cold_target=cold)
     assert patient.coldness.by == "server"

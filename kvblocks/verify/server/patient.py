@@ -2,17 +2,17 @@
 
 import itertools
 import secrets
-import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from kvblocks.verify.server.comparison import Tolerance, distance, show
+from kvblocks.verify.server.comparison import TIMES_NOISE, Tolerance, distance, show
 from kvblocks.verify.server.finding import Finding
 from kvblocks.verify.server.prompts import Words, recalling, text
 from kvblocks.verify.server.target import Reply, Target, TargetError
 
 _NOISE_PROMPTS = 3
+_NUM_ROUNDED = 4
 _NUMS_OF_WORDS = (90, 360, 1440)
 _WORDS_OF_A_FLUSH = 60
 
@@ -69,8 +69,13 @@ class Patient:
         self.expects_salts = self.takes_salts and target.knows_salts() if expects_salts is None else expects_salts
         self.coldness = self._coldness(cold_target, num_flush_prompts)
         self.tolerance = Tolerance(self._measure_noise())
-        if self.tolerance.is_known:
-            self._learn_rounding()
+        rounding = self._measure_rounding() if self.tolerance.is_known else 0.0
+        if 2 * TIMES_NOISE * rounding > self.tolerance.nats:
+            self.tolerance = Tolerance(2 * rounding)  # all of a beginning is computed otherwise, not one token
+            self.notes.append(
+                f"tokens that are computed one by one get answers up to {rounding:.4f} nats from those at once. So much"
+                " is rounding, and faults that change less aren't seen"
+            )
         if not self.tolerance.is_known:
             self.notes.append(
                 "equal requests get answers that can't be compared: another text, and no log probabilities beside it."
@@ -91,10 +96,7 @@ class Patient:
 
     def cold(self, prompt: list[str], *, max_tokens: int = 8, model: str | None = None) -> Reply | None:
         """Return the answer of a cold cache, or None if there is no way to it. Nothing else may run."""
-        if self.coldness.by == "never":
-            return None
-        self._cool()
-        return (self.coldness.server or self.target).ask(text(prompt), max_tokens, salt=self.salt(), model=model)
+        return self._cold_text(text(prompt), max_tokens, model)
 
     def ask(self, prompt: list[str], salt: str | None, *, max_tokens: int = 8, model: str | None = None) -> Reply:
         """Return an answer, whatever is cached for this salt."""
@@ -113,6 +115,12 @@ class Patient:
         if times <= 1.0:
             return []
         return [Finding(case, what, show(cold), show(warm), times, prompts=(text(prompt),))]
+
+    def _cold_text(self, prompt: str, max_tokens: int, model: str | None = None) -> Reply | None:
+        if self.coldness.by == "never":
+            return None
+        self._cool()
+        return (self.coldness.server or self.target).ask(prompt, max_tokens, salt=self.salt(), model=model)
 
     def _cool(self) -> None:
         """Make the cache cold, if a new salt doesn't."""
@@ -183,37 +191,25 @@ class Patient:
         together = self.ask_all(prompts, self.salt())
         return max([found, *map(distance, alone, together)])
 
-    def _learn_rounding(self) -> None:
-        """Raise the tolerance to how far a prompt in two parts is from cold, if another word does more than twice that.
+    def _measure_rounding(self) -> float:
+        """How far tokens that were generated one by one are from the same ones as the end of a prompt; 0.0: not known.
 
-        Many kernels round differently for short chunks. A cached beginning makes the rest short, without any fault.
+        Many kernels round differently for short chunks, and a cached beginning makes the rest of a prompt short. This
+        measures it without the prefix cache: what is generated was computed one by one, behind a cold prompt.
         """
-        parted, changed = [], []
-        for number in range(_NOISE_PROMPTS + 1):
-            words, salt = Words(f"{self._run}/rounding/{number}"), self.salt()
+        found = 0.0
+        for number in range(_NUM_ROUNDED if self.target.has_completions else 0):
+            words = Words(f"{self._run}/rounding/{number}")
             body = words.draw(60 + 10 * number)
-            place = words.integer(0, len(body) - 14)
-            prompt = recalling(body, place)
-            body[place + 5] = next(word for word in words.draw(50) if word != body[place + 5])
-            cold, other = self.cold(prompt), self.cold(recalling(body, place))
-            if cold is None or other is None:
-                return
-            self._cool()
-            self.ask(prompt[: len(prompt) * 2 // 3], salt)
-            parted += [distance(cold, self.ask(prompt, salt)) for _ in range(2)]
-            changed.append(distance(cold, other))
-        most, word = max(parted), statistics.median(changed)
-        if most <= self.tolerance.nats:
-            return
-        said = (
-            f"in the simplest case, answers behind a cached beginning are up to {most:.4f} nats from cold ones; one"
-            f" other word in the prompt changes them by {word:.4f}"
-        )
-        if 2 * most < word:
-            self.tolerance = Tolerance(most)
-            self.notes.append(f"{said}. The first is taken for rounding, so smaller faults aren't seen")
-        else:
-            self.notes.append(f"{said}. That is too much for rounding")
+            prompt = text(recalling(body, words.integer(0, len(body))))
+            whole = self._cold_text(prompt, 8)
+            if whole is None or "".join(whole.tokens) != whole.text:
+                continue
+            for count in (3, 6):
+                rest = self._cold_text(prompt + "".join(whole.tokens[:count]), 8 - count)
+                if rest is not None and rest.num_prompt_tokens == (whole.num_prompt_tokens or 0) + count:
+                    found = max(found, distance(whole.behind(count), rest))
+        return found
 
 
 def repeated(finding: Finding, num_seen: int, num_tries: int, repeat: str) -> Finding:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import httpx2
@@ -33,6 +33,16 @@ class Reply:
     num_prompt_tokens: int | None
     num_cached_tokens: int | None
     seconds: float
+
+    def behind(self, num_tokens: int) -> Self:
+        """Return the answer behind its first tokens."""
+        return replace(
+            self,
+            text="".join(self.tokens[num_tokens:]),
+            tokens=self.tokens[num_tokens:],
+            logprobs=self.logprobs[num_tokens:],
+            runners_up=self.runners_up[num_tokens:],
+        )
 
 
 class Target:
