@@ -97,7 +97,12 @@ def prefix_cache(timed: dict[str, Results]) -> list[str]:
         target = "" if plain["target"] is None else f"under {plain['target']:g}"
         cells = [number(row[kind]) for row in (plain, compiled) for kind in ("min", "median")]
         rows.append([plain["item"], plain["unit"], target, *cells])
-    return table(head, rows)
+    facts = [timed[build]["conditions"] for build in BUILDS]
+    on = [
+        f"- {build} run: {one['cpu']}, {one['num_cpus']} CPUs, load {one['load_average']}"
+        for build, one in zip(BUILDS, facts, strict=True)
+    ]
+    return [*on, "", *table(head, rows)]
 
 
 def serving(results: Results) -> list[str]:
