@@ -269,16 +269,19 @@ class TestCutHits:
         with pytest.raises(StaleHitError):
             manager.allocate_slots(sequence, hit=hit.cut(12))
 
-    def test_a_cut_hit_of_groups_whose_blocks_have_others_tokens_is_stale(self):
+    def test_a_cut_hit_of_groups_leaves_out_blocks_that_have_others_tokens(self):
         manager = KVCacheManager(10, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)
         cached(manager, PROMPT)
         sequence = Sequence("a", PROMPT)
         hit = manager.get_computed_blocks(sequence)
+        assert hit.num_tokens > 16
         cached(manager, range(100, 120))
-        cut = hit.cut(16)
-        assert cut.num_tokens > 0
         with pytest.raises(StaleHitError):
-            manager.allocate_slots(sequence, hit=cut)
+            manager.allocate_slots(sequence, hit=hit)
+        cut = hit.cut(16)
+        assert cut.num_tokens == manager.get_computed_blocks(sequence).num_tokens == 0
+        assert manager.allocate_slots(sequence, hit=cut) is not None
+        assert sequence.num_readonly_tokens == 0
 
     def test_a_window_may_need_more_to_be_cut(self):
         manager = KVCacheManager(32, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)

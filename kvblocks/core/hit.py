@@ -79,8 +79,8 @@ class CacheHit:
         """Return a hit of the same lookup with at most `max_tokens` tokens in its blocks, perhaps this one.
 
         Changes nothing. `allocate_slots` notices blocks that were evicted since the lookup. With several groups the
-        result may have fewer tokens, since a window may lack the blocks that a hit with this end needs. Raises
-        InvalidArgumentError. O(blocks).
+        result may have fewer tokens: a window may lack the blocks that a hit with this end needs, and what was evicted
+        since the lookup is left out. Raises InvalidArgumentError. O(blocks).
         """
         number = check_count("max_tokens", max_tokens, 0)
         return self if number >= self.num_readonly_tokens else self._cut_to(number // self.index.block_size)
