@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the results kept in bench/results/.
+"""Writes the tables of bench/README.md from the results kept in bench/results/.
 
     python -m bench.report
 
@@ -15,7 +15,7 @@ from bench.core.items import BASELINE, ITEMS, TARGETS
 from bench.serving.rows import COST_ROWS, shown_rows
 
 BENCH = Path(__file__).resolve().parent
-PAGE = BENCH.parent / "docs" / "performance.md"
+PAGE = BENCH / "README.md"
 BEGIN, END = "<!-- tables: python -m bench.report -->", "<!-- end of tables -->"
 BUILDS = ("plain", "compiled")
 PEERS = ("vllm", "sglang", "dynamo", "nano-vllm")

@@ -28,11 +28,12 @@ log = get_plugin_logger("kvblocks")
 
 OUTSIDE = {
     "index.md": "README.md",
+    "benches.md": "bench/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
 }
-"""Pages of the site that are files at the root of the repository."""
+"""Pages of the site that are files outside of docs/."""
 
 SOURCES = ROOT / "build" / "docs-sources"
 """The package as it ships, with kernels/ inside: the API reference is read from here."""

@@ -1,4 +1,4 @@
-"""What bench.serving shows of a workload, on the terminal and in docs/performance.md."""
+"""What bench.serving shows of a workload, on the terminal and in bench/README.md."""
 
 from typing import Any
 

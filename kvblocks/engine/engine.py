@@ -73,7 +73,7 @@ class Engine:
     dtype: "float32", "float16", "bfloat16" or a torch.dtype, of weights, KV cache and computing; None: float32 on a
     CPU, the model's own on cuda, or that of a `LoadedModel`.
     kv_cache_dtype: "auto": K and V are kept in dtype. "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
-    and never change. A pool of the same bytes then has two or four times as many blocks (docs/performance.md says what
+    and never change. A pool of the same bytes then has two or four times as many blocks (bench/README.md says what
     that costs).
     cuda_graphs: whether decode steps are captured and replayed, on CUDA with attention by triton.
     schedule: the order in which waiting prompts begin: "fcfs", first come first served; "longest-prefix", the longest

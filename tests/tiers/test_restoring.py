@@ -30,7 +30,7 @@ def changes(manager, tier="disk"):
 
 
 def remember(manager, remembered):
-    """Keep what a tier holds, as docs/tiers.md says: what was stored last comes last."""
+    """Keep what a tier holds, as docs/tiers-in-engines.md says: what was stored last comes last."""
     for slot, identity in changes(manager).items():
         remembered.pop(slot, None)
         if identity is not None:

@@ -3,7 +3,7 @@
 A decoded token reads every weight once, so with few rows the memory's speed bounds a product's. On x86 processors the
 weights are kept in oneDNN's blocked layout. Products read it about twice as fast as MKL reads a plain matrix. Products
 of many rows gain as much. On other processors, and in float16, a matrix stays plain and the product is torch's own. The
-measurement is in docs/performance.md.
+measurement is in bench/README.md.
 
 Invariant: a weight is held once, in one layout. An embedding that is tied to the head is read from the head's layout.
 
