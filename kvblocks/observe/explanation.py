@@ -139,7 +139,7 @@ def _how(removal: Removal) -> str:
 
 
 def _where(removal: Removal) -> str:
-    return "" if removal.tier is None else f" from {removal.tier!r}"
+    return f" from {removal.tier!r}" if removal.tier is not None and removal.cause == "evicted" else ""
 
 
 def _since(num_blocks: int) -> str:

@@ -59,4 +59,5 @@ def _explain(explanation: Explanation, caller: Caller) -> str:
 
 
 def _removed(removal: Removal) -> str:
-    return removal.cause if removal.tier is None else f"{removal.cause} from {removal.tier!r}"
+    is_from_tier = removal.tier is not None and removal.cause == "evicted"
+    return f"{removal.cause} from {removal.tier!r}" if is_from_tier else removal.cause
