@@ -128,6 +128,7 @@ def test_a_program_with_a_line_of_its_own_is_left_alone(interpreter):
     assert interpreter.run("-c", NANO + own + show, auto="nano_vllm").endswith("KVBlocksEarlyBlockManager\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_server_of_mini_sglang_has_it_once(interpreter):
     """In its own process, and in the one that it spawns."""
