@@ -42,7 +42,7 @@ from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
 from kvblocks.prefix_cache.payloads import NewPayload
 from kvblocks.prefix_cache.pins import PrefixPins
 from kvblocks.prefix_cache.prompts import check_payloads, make_prompt
-from kvblocks.prefix_cache.store import NewBlocks, PrefixStore
+from kvblocks.prefix_cache.store import PrefixStore
 from kvblocks.retention.eviction import Eviction
 from kvblocks.retention.policies.policy import PolicyFactory
 from kvblocks.stats import HitCounts
@@ -179,8 +179,9 @@ class PrefixCache:
             raise wrong("num_cached_tokens", f"whole blocks of {size} tokens", skipped)
         num_given = (sequence.num_tokens - skipped) // size
         given = check_block_ids(kv_block_ids, num_given, size)
-        tail = given[num_given:]
-        del given[num_given:]
+        tail = given[num_given:] if len(given) > num_given else []
+        if tail:
+            del given[num_given:]
         num_bytes = 0 if block_bytes is _NONE else self._check_bytes("block_bytes", block_bytes, 0)
         new_payloads: list[NewPayload] = []
         if payloads is not _NO_PAYLOADS:
@@ -219,8 +220,8 @@ class PrefixCache:
             num_tokens = len(ids) * self.block_size
             digests = digests_ahead(store.index, sequence, store.index.epoch, found, num_found, num_tokens)
         self._change.begin()
-        new = NewBlocks(ids, found, digests, block_bytes, payloads, pins)
-        path, evicted, unused_payloads = store.cache(sequence, new)
+        path, evicted = store.cache(sequence, ids, found, digests, block_bytes, is_held=pins)
+        unused_payloads = store.attach_all(sequence, payloads, path, evicted) if payloads else []
         path_ids += ids[num_found : len(path)]
         if pins and path:
             self._pins.add(sequence, path, None)

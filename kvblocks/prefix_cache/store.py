@@ -17,7 +17,7 @@ Takes no lock; `PrefixCache` does.
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from operator import length_hint
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
@@ -111,22 +111,6 @@ class RecencyQueue(FreeBlockQueue):
         root.prev_free_block = last
 
 
-class NewBlocks(NamedTuple):
-    """What `PrefixStore.cache` is to cache of a sequence.
-
-    kv_block_ids: one for each full block; they passed `check_insertable`. path: the sequence's cached blocks. digests:
-    of the full blocks behind `path`, if digests are needed. block_bytes: of each new block. payloads: of its
-    beginnings, None of them None. is_held: whether to hold the new path; else it becomes the most recently used.
-    """
-
-    kv_block_ids: list[int]
-    path: list[KVCacheBlock]
-    digests: Digests | None
-    block_bytes: int
-    payloads: list[NewPayload]
-    is_held: bool
-
-
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens. ids: the ids of its blocks. index: what they hold.
 
@@ -203,16 +187,28 @@ class PrefixStore:
         """Make a payload the most recently used, beside the path that was renewed last. O(1)."""
         self._payloads.renew(entry, 0 if self._budget is None else self._budget.use)
 
-    def cache(self, sequence: Sequence, new: NewBlocks) -> tuple[list[KVCacheBlock], EvictedBlocks, list[Any]]:
+    def cache(
+        self,
+        sequence: Sequence,
+        kv_block_ids: list[int],
+        path: list[KVCacheBlock],
+        digests: Digests | None,
+        block_bytes: int,
+        *,
+        is_held: bool,
+    ) -> tuple[list[KVCacheBlock], EvictedBlocks]:
         """Cache as many of the sequence's full blocks as there is room for, evicting blocks that nothing holds.
 
-        Then attach the payloads for which there is room. With a budget, older blocks and payloads make room for both.
-        Returns the path that is then cached, what was evicted, and the payloads that were not attached. O(blocks).
+        kv_block_ids: one for each full block; they passed `check_insertable`. path: the sequence's cached blocks.
+        digests: of the full blocks behind `path`, if digests are needed. block_bytes: of each new block. is_held:
+        whether to hold the new path; else it becomes the most recently used. Returns the path that is then cached, and
+        what was evicted. O(blocks).
         """
-        path, num_found = new.path, len(new.path)
-        num_missing = len(new.kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
+        num_found = len(path)
+        num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
         if num_missing <= 0:
             evicted = EvictedBlocks()
+            evicted.payloads = []
         elif self._eviction is not None:
             self.hold(path)  # so that no policy can name its blocks
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks))
@@ -220,23 +216,23 @@ class PrefixStore:
         else:
             num_queued = self._queue.renew(path)  # to the end, so that none of it is evicted
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
-        room = min(self.max_blocks - len(self.ids), len(new.kv_block_ids) - num_found)
-        if self._budget is not None:
-            self._budget.use += 1
-            room = self._make_room(self._budget, path, new.block_bytes, room, evicted)
-        blocks = self._take(new.kv_block_ids[num_found : num_found + room])
+        room = min(self.max_blocks - len(self.ids), len(kv_block_ids) - num_found)
+        budget = self._budget
+        if budget is not None:
+            budget.use += 1
+            room = self._make_room(budget, path, block_bytes, room, evicted)
+        blocks = self._take(kv_block_ids[num_found : num_found + room])
         for watcher in self.index.watchers:
             watcher.note_taking(len(blocks), None)
         if blocks:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
-            digests = new.digests
             if digests is not None:  # there may not be room for all blocks; and they are no sequence's
                 digests = Digests(digests.packed[: len(blocks) * self.index.epoch.num_digest_bytes])
             self.index.cache(node, blocks, sequence.packed_tokens(), keys, num_found, digests)
-            if self._budget is not None:
-                self._budget.add(blocks, new.block_bytes)
-        if new.is_held:
+            if budget is not None:
+                budget.add(blocks, block_bytes)
+        if is_held:
             self.hold(path)  # the first new block's reference to its parent; without new blocks, the hold itself
         else:
             self._queue.let_go(blocks)
@@ -244,12 +240,19 @@ class PrefixStore:
                 self._eviction.note_released(blocks[::-1])
             self.renew(path)  # behind the new blocks in the queue, which must be evicted first
         path = path + blocks
-        if self._budget is not None:
-            self._note_used(self._budget, path)
-        if not new.payloads:
-            return path, evicted, []
-        unused = [item.payload for item in new.payloads if not self._attach_new(sequence, item, path, evicted)]
-        return path, evicted, unused
+        if budget is not None:
+            self._note_used(budget, path)
+        return path, evicted
+
+    def attach_all(
+        self, sequence: Sequence, payloads: list[NewPayload], path: list[KVCacheBlock], evicted: EvictedBlocks
+    ) -> list[Any]:
+        """Attach payloads, none of them None, to beginnings of a sequence that `cache` has just cached as `path`.
+
+        With a budget, older blocks and payloads make room; adds them to `evicted`. Returns those without room. O(blocks
+        and payloads).
+        """
+        return [item.payload for item in payloads if not self._attach_new(sequence, item, path, evicted)]
 
     def _make_room(
         self, budget: Budget, path: list[KVCacheBlock], block_bytes: int, num_blocks: int, evicted: EvictedBlocks
@@ -321,6 +324,7 @@ class PrefixStore:
         """
         if num_bytes:
             evicted = EvictedBlocks()
+            evicted.payloads = []
             self._free_bytes(num_bytes, [], _NEVER, evicted)
             more = self.evict(max(num_blocks - len(evicted), 0))
             evicted += more
@@ -340,7 +344,9 @@ class PrefixStore:
         self.index.clear()
         self.index.evict(blocks)  # unmarks blocks that were cached before the reset
         payloads = self._payloads.clear()
-        return EvictedBlocks(self._put_away(blocks), payloads)
+        evicted = self._put_away(blocks)
+        evicted.payloads = payloads
+        return evicted
 
     def _put_away(self, blocks: list[KVCacheBlock]) -> EvictedBlocks:
         """Put evicted blocks into the stock. Returns their ids, and the payloads that went with them. O(blocks)."""
@@ -349,7 +355,9 @@ class PrefixStore:
         if self._budget is not None:
             self._budget.remove(blocks)
         self._stock += blocks
-        return EvictedBlocks(kv_block_ids, self._payloads.forget(blocks))
+        evicted = EvictedBlocks(kv_block_ids)
+        evicted.payloads = self._payloads.forget(blocks)
+        return evicted
 
     def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
         """Take `num_blocks` blocks that nothing holds, as the policy says. If all are taken, it isn't asked."""
