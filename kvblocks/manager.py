@@ -1041,10 +1041,10 @@ class KVCacheManager:
         if self._traffic is not None:
             self._traffic.note_lost(blocks, writer, are_shared=are_shared)
         self._pool.uncache(blocks, "dropped" if writer is None else "aborted")
-        if are_shared:
-            self._slots.lose(set(blocks), num_written, self._sequences.values())
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
+        if are_shared:
+            self._slots.lose(set(blocks), num_written, self._sequences.values())
 
     def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
         """Whether one of these blocks has an owner other than its writer, if it has one, and stores. O(blocks)."""
