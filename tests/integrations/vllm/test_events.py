@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -104,22 +105,30 @@ def cached(manager: Any) -> set[tuple[int, Any]]:
     return found
 
 
+def events_of_steps(stand: Any, events: list[Any], asks: list[Any], settings: Any) -> Iterator[list[Any]]:
+    """Let requests come, step until all have ended, and yield what each step told."""
+    number = 0
+    while asks or stand.scheduler.has_unfinished_requests():
+        while asks and asks[0].arrival <= number:
+            stand.add(asks.pop(0).make_request(settings))
+        stand.step()
+        number += 1
+        told = [*events, *stand.manager.take_events()]
+        events.clear()
+        yield told
+
+
 @pytest.mark.parametrize("name", ["80 blocks, priority", "80 blocks, async", "80 blocks, speculation"])
 @pytest.mark.parametrize("seed_of_asks", range(2))
 def test_replayed_events_are_what_is_cached_at_every_step(name, seed_of_asks):
     configuration = SMALL[name]
     stand, events = make_stand(configuration.settings)
     asks = make_asks(replace(configuration.mix, num_salts=2), seed_of_asks, 80)
-    replay, number, num_removed = Replay(), 0, 0
-    while asks or stand.scheduler.has_unfinished_requests():
-        while asks and asks[0].arrival <= number:
-            stand.add(asks.pop(0).make_request(configuration.settings))
-        stand.step()
-        number += 1
-        for event in [*events, *stand.manager.take_events()]:
+    replay, num_removed = Replay(), 0
+    for told in events_of_steps(stand, events, asks, configuration.settings):
+        for event in told:
             num_removed += isinstance(event, BlockRemoved)
             replay.apply(event)
-        events.clear()
         assert set(replay.tokens) == cached(stand.manager)
     assert num_removed > 100
     assert stand.scheduler.reset_prefix_cache()
@@ -134,16 +143,11 @@ def test_replayed_events_of_states_are_as_many_as_are_cached_at_every_step(name)
     configuration = SMALL[name]
     stand, events = make_stand(configuration.settings)
     asks = make_asks(configuration.mix, 0, 80)
-    replay, number, num_removed = Replay(), 0, 0
-    while asks or stand.scheduler.has_unfinished_requests():
-        while asks and asks[0].arrival <= number:
-            stand.add(asks.pop(0).make_request(configuration.settings))
-        stand.step()
-        number += 1
-        for event in [*events, *stand.manager.take_events()]:
+    replay, num_removed = Replay(), 0
+    for told in events_of_steps(stand, events, asks, configuration.settings):
+        for event in told:
             num_removed += isinstance(event, BlockRemoved) and event.group_idx == 1
             replay.apply(event)
-        events.clear()
         names = [{name for told, name in replay.tokens if told == group} for group in (0, 1)]
         assert names[1] <= names[0]
         assert len(replay.tokens) <= stand.manager.manager.stats.num_cached_blocks  # which has copies, too

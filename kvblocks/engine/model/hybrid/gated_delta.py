@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs, chunked, has_kernels, recurrent
+from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs
+from kvblocks.engine.model.hybrid.delta_rule import recur_delta, scan_delta
 from kvblocks.engine.model.hybrid.mixer import (
     MixerTensors,
     StatePart,
@@ -120,14 +121,7 @@ class GatedDelta:
         mixed, gate, write, time = self._split(rows)
         mixed, past = convolve(mixed[:, None], states[0], weights["conv"])
         inputs = DeltaInputs(*self._heads(mixed[:, 0]), *self._rates(weights, write, time))
-        if has_kernels(rows):
-            output, state = recurrent("gated_delta_rule", inputs, states[1], rows.dtype)
-        else:
-            query, key, value, decay, beta = inputs
-            state = states[1] * decay.exp()[..., None, None]
-            known = (state * key[..., None]).sum(-2)
-            state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
-            output = (state * query[..., None]).sum(-2)
+        output, state = recur_delta("gated_delta_rule", rows, inputs, states[1])
         return self._finish(weights, output, gate, rows.dtype), (past, state)
 
     def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
@@ -135,17 +129,8 @@ class GatedDelta:
         mixed, gate, write, time = self._split(rows)
         mixed, past = convolve(mixed, states[0][0], weights["conv"])
         inputs = DeltaInputs(*self._heads(mixed), *self._rates(weights, write, time))
-        if has_kernels(rows):
-            output, after = chunked("gated_delta_rule", inputs, states[1], rows.dtype)
-            return self._finish(weights, output, gate, rows.dtype), (past[None], after)
-        by_head = [part.transpose(0, 1) for part in inputs]
-        state, outputs = states[1][0], []
-        for start in range(0, len(rows), CHUNK_TOKENS):
-            query, key, value, rate, weight = (part[:, start : start + CHUNK_TOKENS] for part in by_head)
-            output, state = delta_chunk(query, key, value, rate, weight, state)
-            outputs.append(output)
-        output = torch.cat(outputs, 1).transpose(0, 1)
-        return self._finish(weights, output, gate, rows.dtype), (past[None], state[None])
+        output, state = scan_delta("gated_delta_rule", rows, inputs, states[1], delta_chunk, CHUNK_TOKENS)
+        return self._finish(weights, output, gate, rows.dtype), (past[None], state)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         heads = self.num_value_heads

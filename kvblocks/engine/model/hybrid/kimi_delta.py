@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs, chunked, has_kernels, recurrent
+from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs
+from kvblocks.engine.model.hybrid.delta_rule import recur_delta, scan_delta
 from kvblocks.engine.model.hybrid.mixer import (
     MixerTensors,
     StatePart,
@@ -103,14 +104,7 @@ class KimiDelta:
         mixed, write, forget, gate = split_columns(rows, self._widths)
         mixed, past = convolve(mixed[:, None], states[0], weights["conv"])
         inputs = DeltaInputs(*self._heads(mixed[:, 0]), self._decays(weights, forget), write.sigmoid())
-        if has_kernels(rows):
-            output, state = recurrent("kda", inputs, states[1], rows.dtype)
-        else:
-            query, key, value, decay, beta = inputs
-            state = states[1] * decay.exp()[..., None]
-            known = (state * key[..., None]).sum(-2)
-            state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
-            output = (state * query[..., None]).sum(-2)
+        output, state = recur_delta("kda", rows, inputs, states[1])
         return self._finish(weights, output, gate, rows.dtype), (past, state)
 
     def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
@@ -118,17 +112,8 @@ class KimiDelta:
         mixed, write, forget, gate = split_columns(rows, self._widths)
         mixed, past = convolve(mixed, states[0][0], weights["conv"])
         inputs = DeltaInputs(*self._heads(mixed), self._decays(weights, forget), write.sigmoid())
-        if has_kernels(rows):
-            output, after = chunked("kda", inputs, states[1], rows.dtype)
-            return self._finish(weights, output, gate, rows.dtype), (past[None], after)
-        by_head = [part.transpose(0, 1) for part in inputs]
-        state, outputs = states[1][0], []
-        for start in range(0, len(rows), CHUNK_TOKENS):
-            query, key, value, decay, beta = (part[:, start : start + CHUNK_TOKENS] for part in by_head)
-            output, state = kimi_chunk(query, key, value, decay, beta, state)
-            outputs.append(output)
-        output = torch.cat(outputs, 1).transpose(0, 1)
-        return self._finish(weights, output, gate, rows.dtype), (past[None], state[None])
+        output, state = scan_delta("kda", rows, inputs, states[1], kimi_chunk, CHUNK_TOKENS)
+        return self._finish(weights, output, gate, rows.dtype), (past[None], state)
 
     def _by_heads(self, columns: Tensor) -> Tensor:
         heads: Tensor = columns.unflatten(-1, (self.num_heads, self.head_dim))

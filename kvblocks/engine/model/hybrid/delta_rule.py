@@ -1,0 +1,46 @@
+"""The delta rule of gated delta nets and of Kimi's delta attention: by the kernels of a library, or in plain torch.
+
+The two differ in how a state decays, as `DeltaInputs.decay` has it: by head, or by channel of the keys.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs, Rule, chunked, has_kernels, recurrent
+
+ChunkRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A chunk's outputs, and the state after it, from query, key, value, decay, beta and state, by head."""
+
+
+def recur_delta(rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of several sequences: their outputs, and their states after it. Changes nothing.
+
+    rows: what `inputs` were made of; their dtype and device decide who computes. state: float32 [num_rows, num_heads,
+    key_dim, value_dim]. Returns float32.
+    """
+    if has_kernels(rows):
+        return recurrent(rule, inputs, state, rows.dtype)
+    query, key, value, decay, beta = inputs
+    state = state * decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
+    known = (state * key[..., None]).sum(-2)
+    state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
+    return (state * query[..., None]).sum(-2), state
+
+
+def scan_delta(
+    rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor, in_chunk: ChunkRule, num_chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of one sequence, in order, as `recur_delta`; state: [1, num_heads, key_dim, value_dim].
+
+    in_chunk: computes up to num_chunk_tokens tokens in plain torch.
+    """
+    if has_kernels(rows):
+        return chunked(rule, inputs, state, rows.dtype)
+    by_head, after, outputs = [part.transpose(0, 1) for part in inputs], state[0], []
+    for start in range(0, len(rows), num_chunk_tokens):
+        query, key, value, decay, beta = (part[:, start : start + num_chunk_tokens] for part in by_head)
+        output, after = in_chunk(query, key, value, decay, beta, after)
+        outputs.append(output)
+    return torch.cat(outputs, 1).transpose(0, 1), after[None]
