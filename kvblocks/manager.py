@@ -1041,7 +1041,7 @@ class KVCacheManager:
         if self._traffic is not None:
             self._traffic.note_lost(blocks, writer, are_shared=are_shared)
         self._pool.uncache(blocks, "dropped" if writer is None else "aborted")
-        if self._slots.soft_holds is not None:
+        if self._slots.soft_holds is not None:  # before saves that wait give theirs back: those are reused first
             self._slots.soft_holds.drop_uncached()
         if are_shared:
             self._slots.lose(set(blocks), num_written, self._sequences.values())

@@ -36,6 +36,13 @@ def test_walks_agree_with_the_dumb_model(variant: str, name: str, met: Any) -> N
     met["walks"].add(history.met())
 
 
+@pytest.mark.parametrize(("seed", "num_operations"), [(6005, 850), (7001, 400)])
+def test_what_a_pin_loses_is_reused_behind_what_saves_that_wait_lose(seed: int, num_operations: int) -> None:
+    """In these walks one call takes blocks of both, so that it shows which of them give theirs back first."""
+    history = make_history("each place", "xxh3_128", 8 + seed % 3 * 8)
+    walk(history, RandomChooser(seed), num_operations, forget_every=seed % 3 * 40)
+
+
 def test_the_walks_met_all_cases(met: Any) -> None:
     least = {"taken": 1700, "evicted": 110, "refused": 100, "slots_refused": 60, "cleared": 280, "restored": 15}
     least |= {"cuts": 110, "limited": 110, "hits": 6, "rewound": 15, "forks_refused": 10, "refused_truncations": 15}
