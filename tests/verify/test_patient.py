@@ -32,8 +32,8 @@ class FakeTarget:
     def knows_salts(self):
         return self.keeps_salts
 
-    def ask(self, prompt, max_tokens=8, *, salt=None, model=None):
-        assert model is None
+    def ask(self, prompt, max_tokens=8, *, salt=None, model=None, image=None):
+        assert model is None and image is None
         words = prompt.split()
         cached = self.cached.setdefault(salt if self.keeps_salts else None, set())
         ends = range(self.block, len(words), self.block)
@@ -49,13 +49,13 @@ def test_what_generating_rounds_otherwise_is_no_fault():
     patient = Patient(FakeTarget(warm=0.3, decoded=0.1))
     assert patient.tolerance.nats == pytest.approx(0.8)
     assert "answers up to 0.1000 nats from those at once" in patient.notes[-1]
-    assert not CASES["repeats"](patient, "1")
+    assert not CASES["repeats"].find(patient, "1")
 
 
 def test_what_a_hit_changes_is_a_fault_where_nothing_else_rounds():
     patient = Patient(FakeTarget(warm=0.6))
     assert (patient.tolerance.nats, patient.notes) == (0.002, [])
-    assert CASES["repeats"](patient, "1")[0].difference == pytest.approx(300)
+    assert CASES["repeats"].find(patient, "1").difference == pytest.approx(300)
 
 
 def test_an_exact_server_needs_no_note():
@@ -73,8 +73,8 @@ def test_prompts_are_longer_than_blocks(block, num_words):
 def test_a_server_that_ignores_salts_is_not_blamed_unless_it_is_to_know_them():
     patient = Patient(FakeTarget(keeps_salts=False))
     assert patient.coldness.by == "never"
-    assert CASES["salts"](patient, "1") is None
-    assert CASES["salts"](Patient(FakeTarget(keeps_salts=False), expects_salts=True), "1")
+    assert not CASES["salts"].applies_to(patient)
+    assert CASES["salts"].find(Patient(FakeTarget(keeps_salts=False), expects_salts=True), "1")
 
 
 def test_a_second_server_gives_cold_answers():
@@ -82,7 +82,7 @@ def test_a_second_server_gives_cold_answers():
     cold.prompts = warm.prompts
     patient = Patient(warm, cold_target=cold)
     assert patient.coldness.by == "server"
-    assert CASES["repeats"](patient, "1")
+    assert CASES["repeats"].find(patient, "1")
 
 
 class CannedAnswers(BaseHTTPRequestHandler):
