@@ -8,9 +8,11 @@ import torch
 from server.server_harness import MODEL
 from verify.proxy import Played
 
+_STRENGTH = 0.05  # the most by which an adapter scales a number of a norm
+
 
 class PlayedAdapters(Played):
-    """An adapter changes the model's norms in place, so that it changes K and V. Its requests get a salt of their own.
+    """An adapter scales the norms before each attention, so that K and V change. Its requests get a salt of their own.
 
     names: of adapters that are there from the beginning. is_stale: a fault, requests find what was cached with other
     weights: of an earlier adapter of that name, and for those from the beginning, of the model.
@@ -20,6 +22,7 @@ class PlayedAdapters(Played):
         self.server, self.is_stale = server, is_stale
         self.norms = [layer.input_norm for layer in server.engine.model.weights.layers]
         self.own = [norm.clone() for norm in self.norms]
+        self.now = None
         self.paths = {name: name for name in names}
         self.first = set(names)
         self.lock = threading.Lock()
@@ -51,6 +54,9 @@ class PlayedAdapters(Played):
             yield path, body
 
     def _set(self, path):
+        if path == self.now:
+            return
+        self.now = path
         random = torch.Generator().manual_seed(zlib.crc32(path.encode())) if path else None
         for norm, own in zip(self.norms, self.own, strict=True):
-            norm.copy_(own * (1 + torch.rand(own.shape, generator=random)) if random else own)
+            norm.copy_(own * (1 + _STRENGTH * torch.rand(own.shape, generator=random)) if random else own)
