@@ -89,6 +89,7 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
     for batch, context, options in DECODES[:2] if is_rehearsal else DECODES:
         how = "top_p" if options else "greedy"
         yield f"decode {batch} x {context}, {how}", partial(runs.decode, batch, context, options)
+    yield "memory of the largest steps", runs.memory
     yield "prefill 2 x 8000", runs.prefill
     yield "prefixes of 1024 cached, 32 suffixes of 16", runs.suffixes
     yield "mixed: 32 decodes, prompts of 512 beside them", runs.mixed
@@ -125,6 +126,19 @@ class _Runs:
         facts |= self._time_steps(engine, steps)
         facts["tokens_per_s"] = batch / (facts["step_ms"] * 1e-3)
         return facts
+
+    def memory(self) -> Facts:
+        """What the largest steps take beside the cache, as an engine measures it that gets a share of the memory."""
+        from kvblocks.engine import StepLimits
+        from kvblocks.engine.run.backends import Backend
+        from kvblocks.engine.worst_steps import WorstSteps
+
+        model = self._loaded()
+        limits = StepLimits.default_on("cuda") if self._scale.shrink == 1 else StepLimits(self._scale.chunk, 4)
+        start = time.perf_counter()
+        backend = Backend(attention="triton").prepared(model, BLOCK_SIZE)
+        num_bytes = WorstSteps(model, backend, BLOCK_SIZE, limits).measure()
+        return {"bytes": num_bytes, "seconds": time.perf_counter() - start, "limits": str(limits)}
 
     def prefill(self) -> Facts:
         """Whole prompts, a token of each."""
