@@ -27,6 +27,7 @@ from kvblocks.kernels.launching import (
     Shares,
     empty_parts,
     find_launch,
+    make_room,
     parts_at_once,
     scaling,
     strides,
@@ -141,12 +142,13 @@ def attend_stream(
     output, lse = results
     check_indices("shares.ends", shares.ends, shape.num_seqs)
     check_devices(query=query, shares=shares.ends)
-    num_programs, parts, part_lse = empty_parts(query, shares.launch, shape.group_size)
+    launch = make_room(shares.launch, query, caches[0], options)
+    num_programs, parts, part_lse = empty_parts(query, launch, shape.group_size)
     stream_kernel[(num_programs,)](
         *(*tensors, shares.ends, options.sinks, output, lse, parts, part_lse),
         *(shape.num_seqs, options.window or 0, *scaling(options), *strides(query, *caches), *output.stride()[:2]),
         NUM_KV_HEADS=shape.cache.num_kv_heads,
-        **tile_constants(query, caches[0], shares.launch, options),
+        **tile_constants(query, caches[0], launch, options),
         HAS_WINDOW=options.window is not None,
         HAS_SINKS=options.sinks is not None,
     )

@@ -46,10 +46,21 @@ class Merge:
 
 def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
     """The table's entry for a query and a cache. Queries in fp32 make tiles of fp32, whatever the dtype of K."""
-    element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
+    element_bytes = _element_bytes(query, key_cache)
     launch = find(kernel, query.device, query.shape[-1], element_bytes)
     rows = tile_rows(query.shape[1] // key_cache.shape[2], launch)
     return table.widen(launch, rows, query.shape[-1], element_bytes, table.family(query.device))
+
+
+def make_room(launch: Launch, query: Tensor, key_cache: Tensor, options: AttentionOptions) -> Launch:
+    """An entry of `decode`, with as many programs on an SM as fit with these options. Its tiles are the same."""
+    key = table.family(query.device), query.shape[-1], _element_bytes(query, key_cache)
+    flags = {"has_softcap": options.softcap is not None, "has_sinks": options.sinks is not None}
+    return table.make_room(launch, key, **flags)
+
+
+def _element_bytes(query: Tensor, key_cache: Tensor) -> int:
+    return 4 if query.dtype == torch.float32 else key_cache.element_size()
 
 
 def tile_rows(group_size: int, launch: Launch) -> int:
