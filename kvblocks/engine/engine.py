@@ -224,7 +224,7 @@ class Engine:
     def warm_up(self, on_step: Callable[[str, int, int], object] | None = None) -> dict[str, float]:
         """Compile all kernels and capture decode steps now, and not only when the first requests need them.
 
-        For steps of up to `limits.max_num_seqs` sequences, before anything is submitted. on_step: called with the next
+        For steps within `limits`, before anything is submitted. on_step: called with the next
         step's name, the number of steps done, and their total. Returns the seconds that compiling took, by kernel name;
         0 for kernels in Triton's cache on disk; empty if attention isn't triton. Raises InvalidArgumentError if
         anything is running, and what a step raises. Cached blocks and requests are unchanged.
@@ -234,7 +234,7 @@ class Engine:
             raise wrong("on_step", "a callable or None", on_step)
         if self.has_work or self.scheduler.entrance.held:
             raise InvalidArgumentError("warm_up: expected an engine with nothing to do, got unfinished work")
-        steps = self.runner.warm_up_steps(self.limits.max_num_seqs)
+        steps = self.runner.warm_up_steps(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         with watch_compiling(self.runner.model.attention) as seconds:
             for done, (name, run) in enumerate(steps):
                 if on_step is not None:
