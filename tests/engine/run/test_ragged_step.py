@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.run.recorded_graph import capture_recorded
 from engine.small_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.attention.attention import TorchAttention
@@ -116,3 +117,34 @@ def test_an_engine_replays_steps_with_short_suffixes():
     assert answers[0] == answers[1]
     # The prefix, three suffixes, and a decode step.
     assert (engine.runner.num_ragged_replays, engine.runner.num_replays, engine.num_steps) == (2, 1, 3)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a step asks of a device: operators that compute or copy, whatever their tensors are on here."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        schema = function._schema  # noqa: SLF001 - what says whether a result is a view
+        is_view = any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
+        if not is_view and not any(free in schema.name for free in ("empty", "detach", "lift_fresh")):
+            self.names.append(schema.name.removeprefix("aten::"))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_a_replayed_step_is_a_handful_of_operations_whatever_the_model(num_layers):
+    config = replace(TINY, num_layers=num_layers)
+    model = DecoderModel(config, random_weights(config), attention=TritonAttention())
+    cache = model.new_kv_cache(12, BLOCK_SIZE)
+    uploader = StepUploader([ResidentTable(12, 12, torch.device("cpu"))], BLOCK_SIZE)
+    buckets = DecodeBuckets(model, cache, uploader.tables, lambda step: lambda: step.logits)  # a graph is one launch
+    size = buckets.ragged_size(8, 2)
+    for _ in range(2):  # the first one makes the buffers
+        rows = [suffix(5, 5, [0, 1, 2]), suffix(6, 3, [0, 1, 3])]
+        with torch.inference_mode(), Operations() as counted:
+            buckets.run_ragged(uploader.upload_ragged(rows, size), size)
+    # To pinned memory and to the device, new entries of block tables, to the buffers, and each sequence's table.
+    assert counted.names == ["copy_", "copy_", "index_copy_", "copy_", "index_select"]
