@@ -154,7 +154,13 @@ class _Runs:
     def suffixes(self) -> Facts:
         """The main case of a prefix cache: a long cached prefix, and few new tokens."""
         shared, own, batch = self._small(1024, least=32), self._small(16, least=2), self._small(32)
-        engine, facts = self._engine(batch, shared + own + 16, warms_up=False)
+        facts: Facts = {}
+        for how, has_graphs in (("without graphs", False), ("with graphs", True)):
+            engine, _ = self._engine(batch, shared + own + 16, warms_up=False, has_graphs=has_graphs)
+            facts[how] = self._time_suffixes(engine, shared, own, batch)
+        return facts
+
+    def _time_suffixes(self, engine: "Engine", shared: int, own: int, batch: int) -> Facts:
         prefix = self._prompts(1, shared, seed=99)[0]
         engine.generate([prefix], max_tokens=1, ignore_eos=True)
         samples = []
@@ -165,9 +171,10 @@ class _Runs:
             samples.append(self._time_steps(engine, 1))
             while engine.has_work:
                 engine.step()
+        facts: Facts = {"all": samples, "replays": getattr(engine.runner, "num_ragged_replays", 0)}
         for name in ("step_ms", "host_cpu_ms"):
             facts[name] = statistics.median(sample[name] for sample in samples[1:])
-        return facts | {"all": samples}
+        return facts
 
     def mixed(self) -> Facts:
         """Steps with decodes of some requests, and a chunk of another one's prompt."""
@@ -231,13 +238,16 @@ class _Runs:
             self._model = random_model(config(self._scale), self._scale.device, self._scale.dtype)
         return self._model
 
-    def _engine(self, batch: int, num_tokens: int, *, warms_up: bool = True) -> "tuple[Engine, Facts]":
+    def _engine(
+        self, batch: int, num_tokens: int, *, warms_up: bool = True, has_graphs: bool = True
+    ) -> "tuple[Engine, Facts]":
         """An engine with room for so many requests of so many tokens, and what its warm-up took."""
         from kvblocks.engine import Engine, StepLimits
 
         self._forget_engines()
         num_blocks = (batch + 1) * -(-num_tokens // BLOCK_SIZE)
-        engine = Engine(self._loaded(), num_blocks=num_blocks, block_size=BLOCK_SIZE, attention="triton")
+        sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE}
+        engine = Engine(self._loaded(), **sizes, attention="triton", cuda_graphs=has_graphs)
         most = max(batch, self._scale.chunk)
         engine.limits = StepLimits(max_num_batched_tokens=most, max_num_seqs=batch + 1)
         facts: Facts = {"num_blocks": num_blocks}

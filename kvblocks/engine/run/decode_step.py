@@ -39,7 +39,7 @@ MAX_BUCKET = 512
 FINE_FROM, FINE_STEP = 64, 16
 """Above so many sequences, buckets are multiples of so many."""
 
-RAGGED_TOKENS, RAGGED_SEQS = (16, 32, 64, 128, 256), (4, 16, 64, 256)
+RAGGED_TOKENS, RAGGED_SEQS = (16, 32, 64, 128, 256, 512), (4, 16, 64, 256)
 """What steps with a prompt are padded to: tokens, and sequences with a row of logits each.
 
 A GPU reads all weights for 16 rows as for 256, so padding costs little there (unmeasured). Larger steps take longer

@@ -86,11 +86,11 @@ def test_padding_changes_nothing():
 def test_sizes_hold_steps_and_their_padding():
     tables = [ResidentTable(40, 40, torch.device("cpu"))] * 2
     buckets = DecodeBuckets(SimpleNamespace(), SimpleNamespace(block_size=16), tables, run_in_place)
-    for num_tokens in (1, 3, 16, 17, 33, 64, 65, 200, 255, 256):
+    for num_tokens in (1, 3, 16, 17, 33, 64, 65, 200, 255, 256, 512):
         for num_seqs in {1, 3, 4, 15, 16, 63, 64, 255, 256, num_tokens} & set(range(1, num_tokens + 1)):
             size = buckets.ragged_size(num_tokens, num_seqs)
             if size is None:  # a sequence for the padding would be missing
-                assert num_seqs == max(RAGGED_SEQS)
+                assert num_seqs >= max(RAGGED_SEQS)
                 continue
             assert size.num_tokens >= num_tokens and size.num_seqs > num_seqs and size.num_groups == 2
             assert size in buckets.ragged_sizes(num_tokens, num_seqs)  # so a warm-up has captured it
