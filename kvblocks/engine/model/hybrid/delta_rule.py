@@ -23,10 +23,12 @@ def recur_delta(rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor) ->
     if has_kernels(rows):
         return recurrent(rule, inputs, state, rows.dtype)
     query, key, value, decay, beta = inputs
-    state = state * decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
-    known = (state * key[..., None]).sum(-2)
-    state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
-    return (state * query[..., None]).sum(-2), state
+    decays = decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
+    after = (state * decays).flatten(0, 1)  # products of matrices pass over it once each, where sums would write it anew
+    keys, queries = key.flatten(0, 1)[..., None], query.flatten(0, 1)[:, None]
+    changes = (value - torch.bmm(keys.mT, after).view_as(value)) * beta[..., None]
+    after.baddbmm_(keys, changes.flatten(0, 1)[:, None])
+    return torch.bmm(queries, after).view_as(value), after.view_as(state)
 
 
 def scan_delta(
