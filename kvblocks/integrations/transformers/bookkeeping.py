@@ -70,7 +70,7 @@ class Bookkeeping:
         )
         self.records: Records = {}
         self.use_prefix_sharing = self.allow_block_sharing
-        has_window = not all(group.sees_all for group in groups)
+        has_window = not all(group.sees_all for group in groups if group.has_table)
         is_early = self.commit == "early" and not has_window and not config.use_async_batching
         self.is_late = self.allow_block_sharing and not is_early
         margin = config.safety_margin
