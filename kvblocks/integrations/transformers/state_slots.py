@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class StateSlots:
         self._before: list[Any] = []
         self._after: list[Any] = []
         self._rows: list[tuple[int, int]] = []
+        self._thread = 0
 
     def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         own = self.slots[:, start : start + prod(shape) * dtype.itemsize]
@@ -101,7 +103,8 @@ class StateSlots:
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """Within it, a call of `model` is the planned step: its layers take their states from the slots."""
+        """Within it, this thread's call of `model` is the planned step: its layers take their states from the slots."""
+        self._thread = get_ident()
         before, self._before = self._before, []
         self.copy(before)
         layers = [module for module in model.modules() if type(module).__name__ == self.kind.layer]
@@ -119,7 +122,7 @@ class StateSlots:
         self, layer_idx: int, forward: Callable[..., Tensor], hidden_states: Tensor, **given: Any
     ) -> Tensor:
         """Compute a layer for the step's rows, [1, num_tokens, width], and rewrite the states of its sequences."""
-        if "cache" not in given:  # another thread's call of the model
+        if get_ident() != self._thread:  # somebody else's call of the model
             return forward(hidden_states=hidden_states, **given)
         states, mixed, start = self.parts[layer_idx], torch.empty_like(hidden_states), 0
         singles: list[tuple[int, int]] = []

@@ -1,6 +1,7 @@
 """Models whose layers keep states: every token is as likely as a plain forward pass of the same model says."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -272,6 +273,9 @@ def test_the_model_is_as_before(lfm2, installed):
     driver.step()
     assert all("forward" not in vars(module) for module in lfm2.modules())
     tokens = make_prompts(10, 1)[0]
-    expected = plain_logits(lfm2, tokens)
+    expected, found = plain_logits(lfm2, tokens), []
     with driver.cache.state_slots.step(lfm2):
-        assert torch.equal(plain_logits(lfm2, tokens), expected)
+        other = threading.Thread(target=lambda: found.append(plain_logits(lfm2, tokens)))
+        other.start()
+        other.join(60)
+    assert torch.equal(found[0], expected)
