@@ -64,7 +64,8 @@ def save_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
 def restore_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
     """Copy states from blocks into slots.
 
-    Arguments as in `save_states`; each block of a slot's state at most once. Raises KernelArgumentError. Changes `slots`.
+    Arguments as in `save_states`; each block of a slot's state at most once. Raises KernelArgumentError. Changes the
+    slots.
     """
     _move(table, slots, pieces, saving=False)
 

@@ -18,6 +18,7 @@ from kvblocks.kernels.extend import extend
 from kvblocks.kernels.layout import BLOCK_SIZES, FP8, HEAD_DIMS
 from kvblocks.kernels.rows import ACTIVATIONS, MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
+from kvblocks.kernels.states import restore_states, save_states
 from kvblocks.kernels.store import store
 
 TARGETS = ("sm80", "sm89", "sm90", "sm100", "gfx942")
@@ -96,6 +97,12 @@ def make_rest(model):
     copy_blocks(table, ids.view(1, 2))
     gather_blocks(table, ids, staging)
     scatter_blocks(table, ids, staging)
+    slots, pieces = (
+        torch.empty(2, 3 * table.staging_bytes // 2, dtype=torch.uint8),
+        torch.zeros(2, 3, dtype=torch.int64),
+    )
+    save_states(table, slots, pieces)
+    restore_states(table, slots, pieces)
 
 
 def make_rows(model):

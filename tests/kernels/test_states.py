@@ -46,7 +46,10 @@ def test_bytes_are_those_of_copies_by_hand(case, is_apart, saving):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_caches, block_bytes, state_bytes, pieces = case
     shape = (NUM_BLOCKS, num_caches, block_bytes) if is_apart else (num_caches, NUM_BLOCKS, block_bytes)
-    memory, slots = random_bytes(*shape, seed=1, device=device), random_bytes(NUM_SLOTS, state_bytes, seed=2, device=device)
+    memory, slots = (
+        random_bytes(*shape, seed=1, device=device),
+        random_bytes(NUM_SLOTS, state_bytes, seed=2, device=device),
+    )
     caches = list(memory.unbind(1) if is_apart else memory)
     expected_slots, expected = slots.clone(), torch.cat(caches, 1)
     by_hand(expected_slots, expected, pieces, saving=saving)
@@ -59,7 +62,11 @@ def test_bytes_are_those_of_copies_by_hand(case, is_apart, saving):
 @pytest.mark.parametrize(
     ("slots", "pieces", "message"),
     [
-        (torch.zeros(2, 24, dtype=torch.uint8), torch.zeros(1, 3, dtype=torch.int64), "multiples of 16 bytes, got .* 24"),
+        (
+            torch.zeros(2, 24, dtype=torch.uint8),
+            torch.zeros(1, 3, dtype=torch.int64),
+            "multiples of 16 bytes, got .* 24",
+        ),
         (torch.zeros(2, 32, dtype=torch.uint8)[1:], torch.zeros(1, 3), "pieces: expected .*int64"),
         (torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(1, 2, dtype=torch.int64), "pieces: expected .* 3"),
         (torch.zeros(2, 32), torch.zeros(1, 3, dtype=torch.int64), "slots: expected .*uint8"),

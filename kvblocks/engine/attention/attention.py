@@ -205,7 +205,7 @@ class KVCache:
         """Copy states between slots and blocks, in one launch. Only if `copies_by_kernel`.
 
         slots: uint8 [num_slots, bytes of a state]. pieces: a slot, the number of a block within its state, and a block
-        of the cache; each slot, and each block, is written at most once. Changes the cache, or without `saving` the slots.
+        of the cache; nothing is written twice. Changes the cache, or without `saving` the slots.
         """
         from kvblocks.kernels import states  # needs triton
 

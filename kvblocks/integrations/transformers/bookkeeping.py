@@ -159,14 +159,15 @@ class Bookkeeping:
         return max(0, self.records[state.request_id].sequence.num_computed_tokens - int(state.current_len()))
 
     def plan_states(self, requests: list[Any]) -> None:
-        """Take the copies of states for a step with these requests, transformers' FutureRequestStates, in this order."""
-        if self.state_slots is not None:
-            rows = [
-                (self.records[future.state.request_id].sequence.state_slot, future.query_length)
-                for future in requests
-                if future.query_length
-            ]
-            self.state_slots.plan_step(rows, *self.manager.states.take_copies())
+        """Take the copies of states for a step of these requests: FutureRequestStates, in the order of their rows."""
+        if self.state_slots is None:
+            return
+        rows = []
+        for future in requests:
+            slot = self.records[future.state.request_id].sequence.state_slot
+            if future.query_length and slot is not None:
+                rows.append((slot, future.query_length))
+        self.state_slots.plan_step(rows, *self.manager.states.take_copies())
 
     def _is_delayed(self, num_tokens: int) -> bool:
         """Whether the tokens that a step computes of a request are cached after the step."""

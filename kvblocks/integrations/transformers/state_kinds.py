@@ -56,9 +56,7 @@ def _gated_delta(config: Any) -> StateShape:
 def _mamba2(config: Any) -> StateShape:
     width = int(config.mamba_expand * config.hidden_size)
     columns = width + 2 * config.mamba_n_groups * config.mamba_d_state
-    return StateShape(
-        (columns, config.mamba_d_conv), (config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state)
-    )
+    return StateShape((columns, config.mamba_d_conv), (config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state))
 
 
 KINDS = {

@@ -64,7 +64,13 @@ class StateSlots:
     """
 
     def __init__(
-        self, kind: StateKind, shape: StateShape, layers: Iterable[int], num_slots: int, blocks: Tensor, dtype: torch.dtype
+        self,
+        kind: StateKind,
+        shape: StateShape,
+        layers: Iterable[int],
+        num_slots: int,
+        blocks: Tensor,
+        dtype: torch.dtype,
     ) -> None:
         self.kind, self.blocks = kind, blocks
         numbers = list(layers)
@@ -118,9 +124,7 @@ class StateSlots:
         after, self._after = self._after, []
         self.copy(after)
 
-    def _advance(
-        self, layer_idx: int, forward: Callable[..., Tensor], hidden_states: Tensor, **given: Any
-    ) -> Tensor:
+    def _advance(self, layer_idx: int, forward: Callable[..., Tensor], hidden_states: Tensor, **given: Any) -> Tensor:
         """Compute a layer for the step's rows, [1, num_tokens, width], and rewrite the states of its sequences."""
         if get_ident() != self._thread:  # somebody else's call of the model
             return forward(hidden_states=hidden_states, **given)
@@ -142,7 +146,7 @@ class StateSlots:
             some = LayerStates(states.conv[slots], own)
             mixed[0, rows] = self._call(forward, hidden_states[0, rows][:, None], some)[:, 0]
             states.conv[slots] = some.conv
-            if states.matrices is not None:
+            if states.matrices is not None and some.matrices is not None:
                 states.matrices[slots] = some.matrices
         return mixed
 

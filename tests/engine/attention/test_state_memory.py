@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.hybrid_models import load_tiny
 from engine.small_models import random_tokens
+
 from kvblocks.engine import Engine
 from kvblocks.groups.states.copies import StateCopy
 from kvblocks.kernels import states

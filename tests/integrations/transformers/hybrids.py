@@ -3,7 +3,8 @@
 import torch
 import transformers
 
-from integrations.transformers.batching import VOCABULARY
+from integrations.transformers.batching import IS_GROUPED, VOCABULARY
+from kvblocks.integrations.transformers.state_kinds import reason_against
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -64,3 +65,8 @@ def make_hybrid(name):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**FIELDS[name])
     return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+
+
+def is_served():
+    """Whether this transformers' layers read their cache as kvblocks knows it: those of 5.21 and newer do."""
+    return not IS_GROUPED and reason_against(make_hybrid("Lfm2").config) is None

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from integrations.transformers.batching import (
-    IS_GROUPED,
     PAGE,
     check_all_given_back,
     generate,
@@ -16,11 +15,11 @@ from integrations.transformers.batching import (
     plain_logits,
 )
 from integrations.transformers.driver import Driver
-from integrations.transformers.hybrids import FIELDS, make_hybrid
+from integrations.transformers.hybrids import FIELDS, is_served, make_hybrid
 from kvblocks import InvalidArgumentError, KVCacheManager, UnsupportedEngineError
 from kvblocks.integrations.transformers import install, state_kinds, state_slots, uninstall
 
-pytestmark = pytest.mark.skipif(IS_GROUPED, reason="transformers 5.15 to 5.17")
+pytestmark = pytest.mark.skipif(not is_served(), reason="transformers up to 5.20")
 
 QUICK = "Lfm2"
 
@@ -86,10 +85,10 @@ def test_a_chat_computes_no_more_than_its_new_tokens(lfm2, installed):
     installed(debug=True)
     driver = Driver(lfm2, 100)
     shared = make_prompts(3, 1)[0][:40]
-    driver.add("first", shared + [1, 2, 3], 4)
+    driver.add("first", [*shared, 1, 2, 3], 4)
     driver.finish()
     assert driver.num_computed == 43 + 3
-    driver.add("next turn", shared + [1, 2, 3, *driver.answers["first"], 5, 6], 1)
+    driver.add("next turn", [*shared, 1, 2, 3, *driver.answers["first"], 5, 6], 1)
     driver.finish()
     assert driver.num_computed == 46 + 49 - 40
     for name, start in (("parts", 0), ("parts again", 24)):
@@ -257,7 +256,7 @@ class TestRefused:
     def test_a_layer_that_asks_its_cache_for_more(self, lfm2, installed, monkeypatch):
         monkeypatch.setattr(state_kinds, "CACHE_CALLS", state_kinds.CACHE_CALLS - {"update_conv_state"})
         installed()
-        with pytest.raises(UnsupportedEngineError, match="Lfm2ShortConv .* uses update_conv_state of its cache"):
+        with pytest.raises(UnsupportedEngineError, match=r"Lfm2ShortConv .* uses update_conv_state of its cache"):
             Driver(lfm2, 50)
 
     def test_no_slots(self):

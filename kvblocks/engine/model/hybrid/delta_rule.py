@@ -23,12 +23,11 @@ def recur_delta(rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor) ->
     if has_kernels(rows):
         return recurrent(rule, inputs, state, rows.dtype)
     query, key, value, decay, beta = inputs
-    decays = decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
-    after = (state * decays).flatten(0, 1)  # products of matrices pass over it once each, where sums would write it anew
-    keys, queries = key.flatten(0, 1)[..., None], query.flatten(0, 1)[:, None]
-    changes = (value - torch.bmm(keys.mT, after).view_as(value)) * beta[..., None]
-    after.baddbmm_(keys, changes.flatten(0, 1)[:, None])
-    return torch.bmm(queries, after).view_as(value), after.view_as(state)
+    after = state * decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
+    matrices = after.flatten(0, 1)  # a product with a row passes over a state once, where a sum would write it anew
+    known = torch.bmm(key.flatten(0, 1)[:, None], matrices).view_as(value)
+    after.addcmul_(key[..., None], ((value - known) * beta[..., None])[..., None, :])
+    return torch.bmm(query.flatten(0, 1)[:, None], matrices).view_as(value), after
 
 
 def scan_delta(

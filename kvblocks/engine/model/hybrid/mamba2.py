@@ -96,10 +96,9 @@ class Mamba2:
             return self._finish(weights, output, gate, rows.dtype), (past, state)
         value, key, query = self._by_heads(inputs)
         step = F.softplus(time + weights["step_bias"])
-        state = (states[1] * (step * weights["decay"]).exp()[..., None, None]).flatten(0, 1)
-        state.baddbmm_((value * step[..., None]).flatten(0, 1)[..., None], key.flatten(0, 1)[:, None])
-        read = torch.bmm(state, query.flatten(0, 1)[..., None]).view_as(value)
-        output, state = read + value * weights["skip"][:, None], state.view_as(states[1])
+        state = states[1] * (step * weights["decay"]).exp()[..., None, None]
+        state.addcmul_((value * step[..., None])[..., None], key[..., None, :])
+        output = (state * query[..., None, :]).sum(-1) + value * weights["skip"][:, None]
         return self._finish(weights, output, gate, rows.dtype), (past, state)
 
     def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:

@@ -1,6 +1,6 @@
 """Mamba2 by the kernels of mamba-ssm, on a GPU where that package is installed (`kvblocks[mamba]`).
 
-It has both forms, in Triton. As with delta nets, models in float32 are computed in plain torch, as on all other devices.
+It has both forms, in Triton. As with delta nets, models in float32 are computed in plain torch, as on other devices.
 """
 
 from collections.abc import Callable
@@ -54,9 +54,7 @@ def recurrent(inputs: Mamba2Inputs, rates: Mamba2Rates, state: Tensor, dtype: to
     decay = rates.decay[:, None, None].expand(after.shape[1:])
     skip, step_bias = (part[:, None].expand(value.shape[1:]) for part in rates[1:])
     time = inputs.time[..., None].expand(value.shape)
-    output = load_kernels()[1](
-        after, value, time, decay, key, query, D=skip, dt_bias=step_bias, dt_softplus=True
-    )
+    output = load_kernels()[1](after, value, time, decay, key, query, D=skip, dt_bias=step_bias, dt_softplus=True)
     assert isinstance(output, Tensor)
     return output.float(), after
 
