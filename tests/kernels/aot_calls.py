@@ -11,14 +11,13 @@ from itertools import product
 import torch
 
 from kvblocks.kernels.cascade import cascade_decode, own_parts
-from kvblocks.kernels.copy import CacheTable, copy_blocks, gather_blocks, scatter_blocks
+from kvblocks.kernels.copy import CacheTable, copy_blocks, gather_blocks, restore_states, save_states, scatter_blocks
 from kvblocks.kernels.decode import decode
 from kvblocks.kernels.draw import NUM_PARAMETERS, draw_tokens
 from kvblocks.kernels.extend import extend
 from kvblocks.kernels.layout import BLOCK_SIZES, FP8, HEAD_DIMS
 from kvblocks.kernels.rows import ACTIVATIONS, MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
-from kvblocks.kernels.states import restore_states, save_states
 from kvblocks.kernels.store import store
 
 TARGETS = ("sm80", "sm89", "sm90", "sm100", "gfx942")

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvblocks.kernels.copy import CacheTable
+from kvblocks.kernels.copy import CacheTable, restore_states, save_states
 from kvblocks.kernels.layout import KernelArgumentError
-from kvblocks.kernels.states import restore_states, save_states
 
 NUM_BLOCKS, NUM_SLOTS = 9, 3
 

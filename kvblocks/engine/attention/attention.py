@@ -207,9 +207,9 @@ class KVCache:
         slots: uint8 [num_slots, bytes of a state]. pieces: a slot, the number of a block within its state, and a block
         of the cache; nothing is written twice. Changes the cache, or without `saving` the slots.
         """
-        from kvblocks.kernels import states  # needs triton
+        from kvblocks.kernels import copy  # needs triton
 
-        move = states.save_states if saving else states.restore_states
+        move = copy.save_states if saving else copy.restore_states
         with torch.cuda.device_of(slots):
             move(self._copy_table, slots, to_device(torch.tensor(pieces, dtype=torch.int64), slots.device))
 

@@ -7,10 +7,10 @@ tokens. So a layer is called for each sequence of a step that has several tokens
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from kvblocks.integrations.transformers.state_kinds import StateKind, StateShape
 
 _ALIGNMENT = 64
 """Each part of a state begins at a multiple of so many bytes."""
+
+_RUNNING: ContextVar["StateSlots | None"] = ContextVar("_RUNNING", default=None)
+"""Whose step this thread runs."""
 
 
 @dataclass
@@ -90,7 +93,6 @@ class StateSlots:
         self._before: list[Any] = []
         self._after: list[Any] = []
         self._rows: list[tuple[int, int]] = []
-        self._thread = 0
 
     def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         own = self.slots[:, start : start + prod(shape) * dtype.itemsize]
@@ -110,15 +112,16 @@ class StateSlots:
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
         """Within it, this thread's call of `model` is the planned step: its layers take their states from the slots."""
-        self._thread = get_ident()
         before, self._before = self._before, []
         self.copy(before)
         layers = [module for module in model.modules() if type(module).__name__ == self.kind.layer]
         for layer in layers:
             layer.forward = partial(self._advance, layer.layer_idx, layer.forward)
+        running = _RUNNING.set(self)
         try:
             yield
         finally:
+            _RUNNING.reset(running)
             for layer in layers:
                 del layer.forward
         after, self._after = self._after, []
@@ -126,7 +129,7 @@ class StateSlots:
 
     def _advance(self, layer_idx: int, forward: Callable[..., Tensor], hidden_states: Tensor, **given: Any) -> Tensor:
         """Compute a layer for the step's rows, [1, num_tokens, width], and rewrite the states of its sequences."""
-        if get_ident() != self._thread:  # somebody else's call of the model
+        if _RUNNING.get() is not self:  # another thread's call of the model
             return forward(hidden_states=hidden_states, **given)
         states, mixed, start = self.parts[layer_idx], torch.empty_like(hidden_states), 0
         singles: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from engine.small_models import random_tokens
 
 from kvblocks.engine import Engine
 from kvblocks.groups.states.copies import StateCopy
-from kvblocks.kernels import states
+from kvblocks.kernels import copy
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are on a CPU"),
@@ -62,8 +62,8 @@ def test_any_copies_leave_the_same_bytes(model, seed):
 def test_an_engine_restores_what_the_kernel_saved(model, monkeypatch):
     launches = []
     for name in ("save_states", "restore_states"):
-        move = getattr(states, name)
-        monkeypatch.setattr(states, name, lambda *given, name=name, move=move: launches.append(name) or move(*given))
+        move = getattr(copy, name)
+        monkeypatch.setattr(copy, name, lambda *given, name=name, move=move: launches.append(name) or move(*given))
     prompt = random_tokens(model.config, 70)
     engine = Engine(model, num_blocks=100)
     (expected,) = engine.generate([prompt], max_tokens=8, ignore_eos=True)
