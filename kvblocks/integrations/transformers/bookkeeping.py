@@ -23,7 +23,7 @@ from typing import Any
 from kvblocks import CacheHit, Group, KVCacheManager, Sequence
 from kvblocks.integrations.transformers.probe import refuse
 from kvblocks.integrations.transformers.records import Record, Records, count_needed_blocks, known_tokens
-from kvblocks.integrations.transformers.state_slots import StateSlots
+from kvblocks.integrations.transformers.state_slots import ModelStates
 
 END = "end"  # key of what `count_new_complete_blocks` returns: where a request's tokens of this step end
 MARGINS = {"fifo": 0.15, "prefill_first": 0.0}  # of transformers' schedulers, unless the user sets one
@@ -53,7 +53,7 @@ class Bookkeeping:
     commit = "early"
     debug = False
     num_state_slots: int | None = None
-    state_slots: StateSlots | None = None
+    state_slots: ModelStates | None = None
     allow_block_sharing: bool  # this and the next one are transformers'
     max_blocks_per_request: int
 

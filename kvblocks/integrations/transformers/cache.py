@@ -11,7 +11,7 @@ from kvblocks.integrations.transformers.allocators import OURS, plan_groups
 from kvblocks.integrations.transformers.bookkeeping import Bookkeeping, Nothing
 from kvblocks.integrations.transformers.probe import refuse
 from kvblocks.integrations.transformers.state_kinds import kind_of, state_types
-from kvblocks.integrations.transformers.state_slots import StateSlots, state_bytes
+from kvblocks.integrations.transformers.state_slots import ModelStates, state_bytes
 from kvblocks.integrations.transformers.state_steps import StateModelRunner, with_cuts, without_state_layers
 
 _PACKAGE, _GROUPING = "transformers.generation.continuous_batching", "group_layers_by_attn_type"
@@ -71,7 +71,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
             fitting = num_blocks * allocator.bytes_per_block // num_bytes
             num_slots = max(1, min(_MOST_SLOTS, max_requests or _MOST_SLOTS, fitting))
         rows = self.cache_tensor.view(-1, allocator.bytes_per_block)
-        self.state_slots = StateSlots(kind, shape, layers, num_slots, rows, self.dtype)
+        self.state_slots = ModelStates(kind, shape, layers, num_slots, rows, self.dtype)
         num_state_blocks = -(-num_bytes // allocator.bytes_per_block)
         return RecurrentState(allocator.tokens_per_page, num_slots, num_state_blocks)
 

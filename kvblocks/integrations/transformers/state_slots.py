@@ -21,7 +21,7 @@ from kvblocks.integrations.transformers.state_kinds import StateKind, StateShape
 _ALIGNMENT = 64
 """Each part of a state begins at a multiple of so many bytes."""
 
-_RUNNING: ContextVar["StateSlots | None"] = ContextVar("_RUNNING", default=None)
+_RUNNING: ContextVar["ModelStates | None"] = ContextVar("_RUNNING", default=None)
 """Whose step this thread runs."""
 
 
@@ -59,7 +59,7 @@ class LayerStates:
         return False
 
 
-class StateSlots:
+class ModelStates:
     """The slots of a cache, and the step that uses them.
 
     layers: the numbers of the layers that keep a state. blocks: transformers' tensor as uint8 [num_blocks, bytes of a

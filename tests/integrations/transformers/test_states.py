@@ -195,15 +195,15 @@ def test_a_random_history(model, installed, dying, seed):
 
 
 def skipping(kind):
-    """`StateSlots.copy`, without the copies of a kind."""
-    copy = state_slots.StateSlots.copy
+    """`ModelStates.copy`, without the copies of a kind."""
+    copy = state_slots.ModelStates.copy
     return lambda slots, copies: copy(slots, [one for one in copies if one.kind != kind])
 
 
 @pytest.mark.parametrize("kind", ["clear", "fork", "restore", "save"])
 def test_a_mutant_without_some_copies_is_found(delta, installed, monkeypatch, kind):
     installed(debug=True, num_state_slots=4 if kind == "clear" else None)
-    monkeypatch.setattr(state_slots.StateSlots, "copy", skipping(kind))
+    monkeypatch.setattr(state_slots.ModelStates, "copy", skipping(kind))
     driver = make_driver(delta, 100, samples=2, do_sample=True)
     for _ in range(2):
         for number, prompt in enumerate(make_prompts(7, 4)):
