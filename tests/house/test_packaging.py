@@ -140,6 +140,7 @@ def test_the_wheel_says_what_it_needs(metadata):
         "valkey",
         "gpu",
         "fla",
+        "mamba",
         "flash-attn",
         "bench",
         "replay",
