@@ -2,7 +2,7 @@
 
 mypy follows the file system and ignores setuptools' package-dir. So it gets a tree of links in the shape that ships.
 Paths in its messages are turned back into the repository's. Arguments are passed on to mypy. It has a
-cache of its own: a plain `mypy FILE` in the checkout leaves one in which kvblocks has no kernels, and gives false errors.
+cache of its own, since a plain `mypy FILE` in the checkout leaves one in which kvblocks has no kernels.
 """
 
 import re
