@@ -1,7 +1,7 @@
 """Faults in the code of tiers, each of which `make test` must find: checks, holds and notes that are left out.
 
-`python tests/tiers/faults.py [WORD ...]` makes each whose name has all the words, and says after how many seconds which
-test found it.
+`python tests/tiers/faults.py [WORD ...]` makes each whose name has all the words, and says after how many seconds
+which test found it.
 """
 
 import sys
