@@ -133,6 +133,9 @@ FAULTS: dict[str, list[Change]] = {
         (CHANGES, "            self._used.pop(slot.block_id, None)  # a new block is the last used one anyway\n", "")
     ],
     # Several groups.
+    "a store of several groups is cached behind slots that were taken": [
+        (GROUP_JOBS, "if parents and not parents[-1].is_cached:", "if False:")
+    ],
     "a load relies on blocks of a window that were lost": [
         (GROUP_JOBS, "if brought or is_same or not blocks.isdisjoint(self._relied_on):", "if brought or is_same:")
     ],
