@@ -129,9 +129,6 @@ FAULTS: dict[str, list[Change]] = {
             "",
         ),
     ],
-    "uses of what was stored since aren't told apart": [
-        (CHANGES, "            self._used.pop(slot.block_id, None)  # a new block is the last used one anyway\n", "")
-    ],
     # Several groups.
     "a store of several groups is cached behind slots that were taken": [
         (GROUP_JOBS, "if parents and not parents[-1].is_cached:", "if False:")
