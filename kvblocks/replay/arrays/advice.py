@@ -1,0 +1,69 @@
+"""An eviction policy of an `AdvisedPool`, and what it may ask. Blocks are numbers of the trace."""
+
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvblocks.retention.adviser import find_factory
+from kvblocks.retention.policies import NAMED
+
+
+class ArrayView:
+    """A `CacheView`. numbers: by block, when it was released; 0: the policy doesn't know it."""
+
+    def __init__(self, num_blocks: int, numbers: NDArray[np.int64]) -> None:
+        self.num_blocks = num_blocks
+        self.now: Any = 0.0
+        self._numbers = numbers
+
+    def digest(self, block_id: Any) -> bytes | None:
+        """As `CacheView.digest`."""
+        known = 0 <= block_id < len(self._numbers) and self._numbers[block_id]
+        return int(block_id).to_bytes(8, "little") if known else None
+
+
+class ArrayAdvice:
+    """A policy whose exceptions do no harm: as `retention.adviser.Adviser`, without a record of each block.
+
+    num_failures: calls that raised, and answers that name no block which it was told of.
+    """
+
+    def __init__(self, eviction: Any, num_blocks: int, numbers: NDArray[np.int64]) -> None:
+        """eviction: a name, or what makes a policy."""
+        self.view = ArrayView(num_blocks, numbers)
+        self._policy: Any = find_factory(eviction, NAMED)(self.view)
+        self._numbers = numbers
+        self.num_failures = 0
+
+    def tell(self, call: str, *given: Any) -> None:
+        """Make a call of the policy that answers nothing."""
+        self._try(getattr(self._policy, call), *given)
+
+    def tell_if_known(self, call: str, *given: Any) -> None:
+        """Make a call that a policy need not have."""
+        known = getattr(self._policy, call, None)
+        if known is not None:
+            self._try(known, *given)
+
+    def ask(self, num_blocks: int) -> int | None:
+        """Return the victim; None if the policy names none, or fails."""
+        try:
+            answer = self._policy.victim(num_blocks)
+            if answer is None:
+                return None
+            block = index(answer)
+            if 0 <= block < len(self._numbers) and self._numbers[block]:
+                return block
+        except Exception:  # noqa: BLE001  # whatever a policy raises
+            pass
+        self.num_failures += 1
+        return None
+
+    def _try(self, call: Callable[..., object], *given: Any) -> None:
+        try:
+            call(*given)
+        except Exception:  # noqa: BLE001
+            self.num_failures += 1
