@@ -1,20 +1,18 @@
 """An eviction policy of an `AdvisedPool`, and what it may ask. Blocks are numbers of the trace."""
 
-from collections.abc import Callable
 from operator import index
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvblocks.retention.adviser import find_factory
 from kvblocks.retention.policies import NAMED
+
+_CALLS = ("free", "use", "remove", "begin", "pause", "end")  # a policy need not have the last three
 
 
 class ArrayView:
     """A `CacheView`. numbers: by block, when it was released; 0: the policy doesn't know it."""
 
-    def __init__(self, num_blocks: int, numbers: NDArray[np.int64]) -> None:
+    def __init__(self, num_blocks: int, numbers: "memoryview[int]") -> None:
         self.num_blocks = num_blocks
         self.now: Any = 0.0
         self._numbers = numbers
@@ -31,39 +29,35 @@ class ArrayAdvice:
     num_failures: calls that raised, and answers that name no block which it was told of.
     """
 
-    def __init__(self, eviction: Any, num_blocks: int, numbers: NDArray[np.int64]) -> None:
+    def __init__(self, eviction: Any, num_blocks: int, numbers: "memoryview[int]") -> None:
         """eviction: a name, or what makes a policy."""
         self.view = ArrayView(num_blocks, numbers)
-        self._policy: Any = find_factory(eviction, NAMED)(self.view)
+        policy: Any = find_factory(eviction, NAMED)(self.view)
+        self._calls: dict[str, Any] = {name: getattr(policy, name, None) for name in _CALLS}
+        self._victim = policy.victim
         self._numbers = numbers
         self.num_failures = 0
 
     def tell(self, call: str, *given: Any) -> None:
-        """Make a call of the policy that answers nothing."""
-        self._try(getattr(self._policy, call), *given)
-
-    def tell_if_known(self, call: str, *given: Any) -> None:
-        """Make a call that a policy need not have."""
-        known = getattr(self._policy, call, None)
-        if known is not None:
-            self._try(known, *given)
+        """Make a call of the policy that answers nothing, if it has it."""
+        known = self._calls[call]
+        if known is None:
+            return
+        try:
+            known(*given)
+        except Exception:  # noqa: BLE001  # whatever a policy raises
+            self.num_failures += 1
 
     def ask(self, num_blocks: int) -> int | None:
         """Return the victim; None if the policy names none, or fails."""
         try:
-            answer = self._policy.victim(num_blocks)
+            answer = self._victim(num_blocks)
             if answer is None:
                 return None
             block = index(answer)
             if 0 <= block < len(self._numbers) and self._numbers[block]:
                 return block
-        except Exception:  # noqa: BLE001  # whatever a policy raises
+        except Exception:  # noqa: BLE001
             pass
         self.num_failures += 1
         return None
-
-    def _try(self, call: Callable[..., object], *given: Any) -> None:
-        try:
-            call(*given)
-        except Exception:  # noqa: BLE001
-            self.num_failures += 1

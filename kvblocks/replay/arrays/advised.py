@@ -23,11 +23,12 @@ class AdvisedPool(ArrayPool):
     def __init__(self, num_blocks: int, num_unique: int, eviction: Any) -> None:
         """eviction: a name, or what makes a policy."""
         super().__init__(num_blocks, num_unique)
-        self._advice = ArrayAdvice(eviction, num_blocks, self._released.numbers)
+        self._advice = ArrayAdvice(eviction, num_blocks, self._released.number_of)
         self._tree = CachedTree(num_unique)
         self._hits = np.zeros(num_unique, np.int64)
         # By block, who gave it back since it was cached: a number of `_names`, or _SEVERAL, which `_givers` has.
         self._giver = np.full(num_unique, _UNKNOWN, np.int64)
+        self._hits_of, self._giver_of = memoryview(self._hits), memoryview(self._giver)  # the same memory
         self._givers: dict[int, tuple[Hashable, ...]] = {}
         self._numbers: dict[Hashable, int] = {}  # of sessions
         self._names: list[Hashable] = []
@@ -38,17 +39,17 @@ class AdvisedPool(ArrayPool):
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
         """A session pauses. As `manager.sessions.pause`."""
-        self._advice.tell_if_known("pause", session, tenant, reason)
+        self._advice.tell("pause", session, tenant, reason)
         self.num_policy_failures = self._advice.num_failures
 
     def end(self, session: Hashable, tenant: str | None) -> None:
         """A session has ended. As `manager.sessions.end`."""
-        self._advice.tell_if_known("end", session, tenant)
+        self._advice.tell("end", session, tenant)
         self.num_policy_failures = self._advice.num_failures
 
     def _begin(self, session: Hashable, tenant: str | None) -> None:
         if session is not None:
-            self._advice.tell_if_known("begin", session, tenant)
+            self._advice.tell("begin", session, tenant)
 
     def _use(self, blocks: Blocks) -> None:
         self._advice.tell("use", blocks.tolist())
@@ -56,33 +57,47 @@ class AdvisedPool(ArrayPool):
 
     def _evict(self, number: int) -> Blocks:
         parts: list[list[int]] = []
-        numbers = self._released.numbers
+        numbers = self._released.number_of
         while number:
             victim = self._advice.ask(number)
             blocks = [self._oldest()] if victim is None else self._tree.below(victim, number, numbers)
             number -= len(blocks)
-            gone = np.array(blocks, np.intp)
-            self._is_cached[gone] = 0
-            self._forget(gone)
             parts.append(blocks)
-            self._advice.tell("remove", blocks[:])
-            self._released.forget(gone)
-            self._tree.remove(gone, self._is_cached)
+            if len(blocks) == 1:
+                self._remove_one(blocks[0])
+            else:
+                self._remove(blocks)
         self.num_policy_failures = self._advice.num_failures
         return np.array([block for part in parts for block in part], np.intp)
 
-    def _oldest(self) -> int:
-        """Return the least recently used free block. O(blocks of the trace), by NumPy."""
-        numbers = self._released.numbers
-        return int(np.where(numbers > 0, numbers, np.iinfo(np.int64).max).argmin())
-
-    def _forget(self, gone: Blocks) -> None:
-        """Forget who hit and who had blocks that are evicted."""
+    def _remove(self, blocks: list[int]) -> None:
+        """Evict blocks, each behind all below it. O(blocks)."""
+        gone = np.array(blocks, np.intp)
+        self._is_cached[gone] = 0
         self._hits[gone] = 0
         if self._givers:
             for block in gone[self._giver[gone] == _SEVERAL].tolist():
                 del self._givers[block]
         self._giver[gone] = _UNKNOWN
+        self._advice.tell("remove", blocks[:])
+        self._released.forget(gone)
+        self._tree.remove(gone, self._is_cached)
+
+    def _remove_one(self, block: int) -> None:
+        """`_remove` of one block, without NumPy, which takes several times as long for one. O(1)."""
+        self._cached[block] = 0
+        self._hits_of[block] = 0
+        if self._giver_of[block] == _SEVERAL:
+            del self._givers[block]
+        self._giver_of[block] = _UNKNOWN
+        self._advice.tell("remove", [block])
+        self._released.forget_one(block)
+        self._tree.remove_one(block)
+
+    def _oldest(self) -> int:
+        """Return the least recently used free block. O(blocks of the trace), by NumPy."""
+        numbers = self._released.numbers
+        return int(np.where(numbers > 0, numbers, np.iinfo(np.int64).max).argmin())
 
     def _cache(self, path: Blocks, first: int) -> None:
         super()._cache(path, first)

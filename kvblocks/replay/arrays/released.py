@@ -20,6 +20,7 @@ class ReleaseOrder:
     def __init__(self, num_unique: int, num_blocks: int) -> None:
         """num_unique: blocks of the trace. num_blocks: of the pool."""
         self.numbers = np.zeros(num_unique, np.int64)
+        self.number_of = memoryview(self.numbers)  # the same memory; for a single block it takes a third of the time
         self._num_blocks = num_blocks
         self._last = self._num_entries = 0
         self._stretches: deque[tuple[int, Blocks]] = deque()  # the number of the first block, and the blocks
@@ -36,6 +37,10 @@ class ReleaseOrder:
     def forget(self, blocks: Blocks) -> None:
         """Blocks have owners again, or are evicted. O(blocks)."""
         self.numbers[blocks] = 0
+
+    def forget_one(self, block: int) -> None:
+        """`forget` of one block. O(1)."""
+        self.number_of[block] = 0
 
     def take(self, number: int) -> Blocks:
         """Take the blocks that have been free longest; there must be so many. O(number) on average."""
