@@ -115,10 +115,9 @@ class SessionsPolicy:
         self._settle()
         thread: Thread | None = None
         first = 0
-        for i in range(1, len(blocks) + 1):
-            block, before = blocks[i] if i < len(blocks) else None, blocks[i - 1]
-            if block is None or block.session is not before.session or block.tenant != before.tenant:
-                thread = self._gather(blocks[first:i])
+        for i in [*_changes(blocks), len(blocks)]:
+            if first < i:
+                thread = self._gather(blocks if i - first == len(blocks) else blocks[first:i])
                 first = i
                 if thread.session is not None and thread.session.has_ended:
                     self._drop(thread)
@@ -127,17 +126,28 @@ class SessionsPolicy:
 
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their threads. O(blocks)."""
+        threads, last, used = self._threads, None, list[int]()
         for block_id in block_ids:
-            thread = self._leave(block_id)
-            if thread is None:
+            if self._others:
+                self._forget_others(block_id)
+            thread = threads.get(block_id)
+            if thread is None or thread.blocks.pop(block_id, None) is None:
+                self._unwanted.pop(block_id, None)
                 continue
+            if not thread.blocks:
+                self._note_empty(thread)
+            if thread is last:  # mostly
+                used.append(block_id)
+                continue
+            last, used = thread, [block_id]
             session = thread.session
             if session is None:
                 if thread.is_open:  # its pause has ended; the blocks that aren't used stay in it
                     self._learn(thread)
                     self._close(thread)
             elif session is self._starting:
-                self._used.setdefault(thread, []).append(block_id)
+                used = self._used.setdefault(thread, [])
+                used.append(block_id)
 
     def remove(self, block_ids: list[int]) -> None:
         """Forget them. O(blocks)."""
@@ -353,12 +363,12 @@ class SessionsPolicy:
                     found = known
                     break
         thread = Thread(session) if found is None else found
-        for block in blocks:
-            thread.blocks[block.block_id] = block.depth
-            self._threads[block.block_id] = thread
-            if block.others:
-                self._others[block.block_id] = block.others
-                self._tenants[block.block_id] = block.tenant
+        ids = [block.block_id for block in blocks]
+        thread.blocks.update(zip(ids, [block.depth for block in blocks]))  # noqa: B905  # as many
+        self._threads.update(dict.fromkeys(ids, thread))
+        for block in [block for block in blocks if block.others]:
+            self._others[block.block_id] = block.others
+            self._tenants[block.block_id] = block.tenant
         if session is not None:
             took = 0.0 if session.began is None else float(self._cache.now - session.began)
             thread.took = max(took, self._kept / _SHORTEST) if took > 0.0 else 0.0
@@ -383,15 +393,16 @@ class SessionsPolicy:
             return None
         del thread.blocks[block_id]
         if not thread.blocks:
-            if thread.kind is not None:
-                thread.kind.paused[thread.rhythm].pop(thread, None)
-            if (
-                thread.session is not None
-                and thread.session.last is not thread
-                and thread.session is not self._starting
-            ):
-                thread.session.threads.pop(thread, None)
+            self._note_empty(thread)
         return thread
+
+    def _note_empty(self, thread: Thread) -> None:
+        """A thread has lost its last block."""
+        if thread.kind is not None:
+            thread.kind.paused[thread.rhythm].pop(thread, None)
+        session = thread.session
+        if session is not None and session.last is not thread and session is not self._starting:
+            session.threads.pop(thread, None)
 
     def _kind_of(self, session: Session | None) -> PauseKind:
         if session is None:
@@ -466,3 +477,14 @@ class SessionsPolicy:
         else:
             self._sessions.move_to_end(key)
         return found
+
+
+def _changes(blocks: list[FreeBlock]) -> list[int]:
+    """Return the indices of blocks that another session gave back than the block before, or another tenant's."""
+    found: list[int] = []
+    session, tenant = (blocks[0].session, blocks[0].tenant) if blocks else (None, None)
+    for i, block in enumerate(blocks):
+        if block.session is not session or block.tenant != tenant:
+            found.append(i)
+            session, tenant = block.session, block.tenant
+    return found
