@@ -17,8 +17,8 @@ number of users. Sessions are shuffled, and begin at random (Poisson), by the se
 least mean delay: of all caps at the first seed, then of the best one and those beside it.
 
 With `--made-up` the sessions are drawn at random from the trace's distributions: a check on sessions that nothing was
-tuned for. With `--kind mooncake` a request that continues another's prompt is of its session, and sessions begin when the trace
-says, `--speed` times as fast.
+tuned for. With `--kind mooncake` a request that continues another's prompt is of its session, and sessions begin when
+the trace says, `--speed` times as fast.
 
 What it doesn't show: a real engine's time, prompts whose computing grows with their length, or users who give up.
 """
@@ -36,9 +36,9 @@ import numpy as np
 
 from bench.conditions import conditions, keep, print_conditions
 from kvblocks.replay.readers import read_trace
+from kvblocks.replay.run import num_common
 from kvblocks.replay.served.entrances import GATE, INFINITE, NONE
 from kvblocks.replay.served.run import Served, ServedRun, ServerModel
-from kvblocks.replay.run import num_common
 from kvblocks.replay.trace import Numbers, Trace, ends_of, number_densely, think_times
 
 BLOCK_SIZE = 512

@@ -240,7 +240,7 @@ def make_array_pool(num_blocks: int, num_unique: int, eviction: Any) -> ArrayPoo
 
 def has_own_blocks(trace: Trace) -> bool:
     """Return whether no two tenants have a block in common, so that a number stands for one block of a cache."""
-    if len({*trace.tenants}) < 2:  # noqa: PLR2004
+    if len({*trace.tenants}) < 2:
         return True
     names = {tenant: number for number, tenant in enumerate(dict.fromkeys(trace.tenants))}
     by_session = np.array([names[tenant] for tenant in trace.tenants])

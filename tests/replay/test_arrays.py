@@ -184,7 +184,7 @@ def test_stale_entries_are_left_out_in_time():
 def test_what_is_below_a_block_goes_first_and_the_oldest_branch_before_the_others():
     tree, cached = CachedTree(8), np.ones(8, np.uint8)
     for path in ([0, 1, 2], [0, 1, 3, 4], [0, 1, 5]):
-        tree.add(np.array(path), 0 if path[-1] == 2 else 2)  # noqa: PLR2004
+        tree.add(np.array(path), 0 if path[-1] == 2 else 2)
     released = memoryview(np.array([9, 8, 3, 2, 1, 4, 0, 0]))
     assert tree.below(1, 10, released) == [4, 3, 2, 5, 1]
     assert tree.below(1, 3, released) == [4, 3, 2]

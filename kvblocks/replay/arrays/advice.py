@@ -50,14 +50,15 @@ class ArrayAdvice:
 
     def ask(self, num_blocks: int) -> int | None:
         """Return the victim; None if the policy names none, or fails."""
+        block = -1
         try:
             answer = self._victim(num_blocks)
             if answer is None:
                 return None
             block = index(answer)
-            if 0 <= block < len(self._numbers) and self._numbers[block]:
-                return block
         except Exception:  # noqa: BLE001
-            pass
+            block = -1
+        if 0 <= block < len(self._numbers) and self._numbers[block]:
+            return block
         self.num_failures += 1
         return None

@@ -115,9 +115,8 @@ class AdvisedPool(ArrayPool):
         others: Iterable[tuple[Hashable, ...]] = repeat(())
         if self._givers:
             known = self._givers
-            several = self._giver[freed] == _SEVERAL
-            if several.any():
-                others = [known[block][:-1] if one else () for block, one in zip(freed.tolist(), several.tolist())]
+            if (self._giver[freed] == _SEVERAL).any():
+                others = [known[block][:-1] if block in known else () for block in freed.tolist()]
         depths = range(len(path) - 1, num_owned - 1, -1)
         fields = zip(freed.tolist(), depths, repeat(tenant), repeat(session), self._hits[freed].tolist(), others)
         records = [*map(tuple.__new__, repeat(_RECORD), fields)]

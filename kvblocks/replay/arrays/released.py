@@ -67,6 +67,6 @@ class ReleaseOrder:
         holds = self.numbers[blocks] == numbers
         numbers, blocks = numbers[holds], blocks[holds]
         edges = np.flatnonzero(np.diff(numbers) != 1) + 1
-        for stretch, first in zip(np.split(blocks, edges), numbers[[0, *edges]].tolist() if len(numbers) else ()):
-            kept.append((first, stretch))
+        if len(blocks):
+            kept.extend(zip(numbers[[0, *edges]].tolist(), np.split(blocks, edges), strict=True))
         self._stretches, self._num_entries = kept, len(blocks)

@@ -9,7 +9,7 @@ _NONE, _SEVERAL = -1, -2
 
 
 class CachedTree:
-    """The cached blocks of a pool. A block mostly has one child, which an array has; `_branches` has those of others."""
+    """The cached blocks of a pool. Mostly a block has one child, which an array has; `_branches` has several."""
 
     def __init__(self, num_unique: int) -> None:
         self._parent = np.full(num_unique, _NONE, np.int64)
