@@ -28,7 +28,7 @@ class AdvisedPool(ArrayPool):
         self._hits = np.zeros(num_unique, np.int64)
         # By block, who gave it back since it was cached: a number of `_names`, or _SEVERAL, which `_givers` has.
         self._giver = np.full(num_unique, _UNKNOWN, np.int64)
-        self._hits_of, self._giver_of = memoryview(self._hits), memoryview(self._giver)  # the same memory
+        self._hits_of, self._giver_of = self._hits.data, self._giver.data  # the same memory
         self._givers: dict[int, tuple[Hashable, ...]] = {}
         self._numbers: dict[Hashable, int] = {}  # of sessions
         self._names: list[Hashable] = []

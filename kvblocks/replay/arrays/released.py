@@ -20,7 +20,7 @@ class ReleaseOrder:
     def __init__(self, num_unique: int, num_blocks: int) -> None:
         """num_unique: blocks of the trace. num_blocks: of the pool."""
         self.numbers = np.zeros(num_unique, np.int64)
-        self.number_of = memoryview(self.numbers)  # the same memory; for a single block it takes a third of the time
+        self.number_of = self.numbers.data  # the same memory; for a single block it takes a third of the time
         self._num_blocks = num_blocks
         self._last = self._num_entries = 0
         self._stretches: deque[tuple[int, Blocks]] = deque()  # the number of the first block, and the blocks

@@ -15,7 +15,7 @@ class CachedTree:
         self._parent = np.full(num_unique, _NONE, np.int64)
         self._child = np.full(num_unique, _NONE, np.int64)
         # The same memory; for single blocks it takes a third of the time.
-        self._parent_of, self._child_of = memoryview(self._parent), memoryview(self._child)
+        self._parent_of, self._child_of = self._parent.data, self._child.data
         self._branches: dict[int, set[int]] = {}
 
     def add(self, path: Blocks, first: int) -> None:
@@ -85,5 +85,6 @@ class CachedTree:
             todo.append(stretch)
             if following == _SEVERAL:
                 branches = self._branches[stretch[-1]]
-                todo += sorted(branches, key=lambda branch: -numbers[branch])
+                oldest_last: list[int] = sorted(branches, key=lambda branch: -numbers[branch])
+                todo += oldest_last
         return found[:most]
