@@ -56,19 +56,21 @@ class AdvisedPool(ArrayPool):
         self._released.forget(blocks)
 
     def _evict(self, number: int) -> Blocks:
-        parts: list[list[int]] = []
-        numbers = self._released.number_of
-        while number:
-            victim = self._advice.ask(number)
-            blocks = [self._oldest()] if victim is None else self._tree.below(victim, number, numbers)
-            number -= len(blocks)
-            parts.append(blocks)
+        evicted: list[int] = []
+        numbers, tree = self._released.number_of, self._tree
+        while len(evicted) < number:
+            missing = number - len(evicted)
+            victim = self._advice.ask(missing)
+            if victim is None:
+                victim, missing = self._oldest(), 1
+            blocks = tree.below(victim, missing, numbers)
             if len(blocks) == 1:
                 self._remove_one(blocks[0])
             else:
                 self._remove(blocks)
+            evicted += blocks
         self.num_policy_failures = self._advice.num_failures
-        return np.array([block for part in parts for block in part], np.intp)
+        return np.array(evicted, np.intp)
 
     def _remove(self, blocks: list[int]) -> None:
         """Evict blocks, each behind all below it. O(blocks)."""
@@ -91,7 +93,7 @@ class AdvisedPool(ArrayPool):
             del self._givers[block]
         self._giver_of[block] = _UNKNOWN
         self._advice.tell("remove", [block])
-        self._released.forget_one(block)
+        self._released.number_of[block] = 0
         self._tree.remove_one(block)
 
     def _oldest(self) -> int:

@@ -20,8 +20,9 @@ without a session.
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
+from operator import is_
 from typing import Final
 
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
@@ -126,28 +127,39 @@ class SessionsPolicy:
 
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their threads. O(blocks)."""
-        threads, last, used = self._threads, None, list[int]()
-        for block_id in block_ids:
-            if self._others:
+        if self._others:
+            for block_id in self._others.keys() & block_ids:
                 self._forget_others(block_id)
-            thread = threads.get(block_id)
-            if thread is None or thread.blocks.pop(block_id, None) is None:
+        threads = [*map(self._threads.get, block_ids)]
+        thread = threads[0] if threads else None
+        if thread is not None and threads.count(thread) == len(threads):  # mostly
+            self._use(thread, block_ids)
+            return
+        for block_id, found in zip(block_ids, threads):  # noqa: B905  # as many
+            if found is None:
                 self._unwanted.pop(block_id, None)
-                continue
-            if not thread.blocks:
-                self._note_empty(thread)
-            if thread is last:  # mostly
-                used.append(block_id)
-                continue
-            last, used = thread, [block_id]
-            session = thread.session
-            if session is None:
-                if thread.is_open:  # its pause has ended; the blocks that aren't used stay in it
-                    self._learn(thread)
-                    self._close(thread)
-            elif session is self._starting:
-                used = self._used.setdefault(thread, [])
-                used.append(block_id)
+            else:
+                self._use(found, [block_id])
+
+    def _use(self, thread: Thread, block_ids: list[int]) -> None:
+        """Take blocks out of the thread that has them, or had them last. O(blocks)."""
+        depths = [*map(thread.blocks.pop, block_ids, repeat(None))]
+        if None in depths:
+            for block_id, depth in zip(block_ids, depths):  # noqa: B905
+                if depth is None:
+                    self._unwanted.pop(block_id, None)
+            block_ids = [block_id for block_id, depth in zip(block_ids, depths) if depth is not None]  # noqa: B905
+            if not block_ids:
+                return
+        if not thread.blocks:
+            self._note_empty(thread)
+        session = thread.session
+        if session is None:
+            if thread.is_open:  # its pause has ended; the blocks that aren't used stay in it
+                self._learn(thread)
+                self._close(thread)
+        elif session is self._starting:
+            self._used.setdefault(thread, []).extend(block_ids)
 
     def remove(self, block_ids: list[int]) -> None:
         """Forget them. O(blocks)."""
@@ -481,8 +493,13 @@ class SessionsPolicy:
 
 def _changes(blocks: list[FreeBlock]) -> list[int]:
     """Return the indices of blocks that another session gave back than the block before, or another tenant's."""
+    if not blocks:
+        return []
+    session, tenant = blocks[0].session, blocks[0].tenant
+    if all(map(is_, [block.session for block in blocks], repeat(session))):  # mostly
+        if [block.tenant for block in blocks].count(tenant) == len(blocks):
+            return []
     found: list[int] = []
-    session, tenant = (blocks[0].session, blocks[0].tenant) if blocks else (None, None)
     for i, block in enumerate(blocks):
         if block.session is not session or block.tenant != tenant:
             found.append(i)
