@@ -121,7 +121,8 @@ class AdvisedPool(ArrayPool):
                 others = [known[block][:-1] if block in known else () for block in freed.tolist()]
         depths = range(len(path) - 1, num_owned - 1, -1)
         fields = zip(freed.tolist(), depths, repeat(tenant), repeat(session), self._hits[freed].tolist(), others)
-        records = [*map(tuple.__new__, repeat(_RECORD), fields)]
+        new = tuple.__new__  # takes half the time of FreeBlock(...)
+        records = [new(_RECORD, each) for each in fields]
         self._advice.tell("free", records)
         self.num_policy_failures = self._advice.num_failures
 

@@ -36,7 +36,9 @@ class S3FIFO:
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their queues. O(blocks)."""
         for block_id in block_ids:
-            if self._main.pop(block_id, None) is None:
+            if block_id in self._main:
+                del self._main[block_id]
+            else:
                 self._small.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:

@@ -143,13 +143,14 @@ class SessionsPolicy:
 
     def _use(self, thread: Thread, block_ids: list[int]) -> None:
         """Take blocks out of the thread that has them, or had them last. O(blocks)."""
-        depths = [*map(thread.blocks.pop, block_ids, repeat(None))]
-        if None in depths:
-            for block_id, depth in zip(block_ids, depths):  # noqa: B905
-                if depth is None:
-                    self._unwanted.pop(block_id, None)
-            block_ids = [block_id for block_id, depth in zip(block_ids, depths) if depth is not None]  # noqa: B905
-            if not block_ids:
+        own = thread.blocks
+        taken = [block_id for block_id in block_ids if block_id in own]
+        for block_id in taken:  # faster than `pop` of an OrderedDict
+            del own[block_id]
+        if len(taken) < len(block_ids):
+            for block_id in block_ids:
+                self._unwanted.pop(block_id, None)
+            if not taken:
                 return
         if not thread.blocks:
             self._note_empty(thread)
@@ -159,7 +160,7 @@ class SessionsPolicy:
                 self._learn(thread)
                 self._close(thread)
         elif session is self._starting:
-            self._used.setdefault(thread, []).extend(block_ids)
+            self._used.setdefault(thread, []).extend(taken)
 
     def remove(self, block_ids: list[int]) -> None:
         """Forget them. O(blocks)."""
@@ -376,7 +377,9 @@ class SessionsPolicy:
                     break
         thread = Thread(session) if found is None else found
         ids = [block.block_id for block in blocks]
-        thread.blocks.update(zip(ids, [block.depth for block in blocks]))  # noqa: B905  # as many
+        own = thread.blocks
+        for block_id, depth in zip(ids, [block.depth for block in blocks]):  # noqa: B905  # faster than `update`
+            own[block_id] = depth
         self._threads.update(dict.fromkeys(ids, thread))
         for block in [block for block in blocks if block.others]:
             self._others[block.block_id] = block.others
