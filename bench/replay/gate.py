@@ -3,7 +3,8 @@
     python -m bench.replay.gate TRACE [--kind sessions|mooncake] [--pool 1000000] [--host 0] [--servers 8B 70B]
         [--gaps agents recorded] [--loads 1 0.5] [--seeds 1 2 3] [--caps 6 8 ...] [--made-up SEED] [--json FILE]
 
-Each run is a `ServedRun`: the production manager and the production gate, on modelled time. A setting is a server and
+Each run is a `ServedRun`: the production manager (or arrays that decide the same) and the production gate, on modelled
+time. A setting is a server and
 a kind of gaps:
 
     8B, 70B     20,000 and 3,000 prompt tokens a second; steps of 8 ms and 25 ms, and 44 ns and 25 ns for each token of

@@ -171,7 +171,7 @@ class ManagerPool:
 
 
 class ArrayRunPool:
-    """An `ArrayPool`, with the calls of `ManagerPool`. Only where `can_use_arrays`."""
+    """An `ArrayPool`, with the calls of `ManagerPool` but `drop`. Only where `run.can_use_arrays` says so."""
 
     def __init__(self, trace: Trace, num_blocks: int, eviction: Any) -> None:
         """eviction: of `run.POLICIES`."""
@@ -227,10 +227,6 @@ class ArrayRunPool:
     def end(self, session: int, salt: str | None) -> None:
         """As `ManagerPool.end`."""
         self._pool.end(session, salt)
-
-    def drop(self, blocks: Numbers) -> None:
-        """Not here: see `can_use_arrays`."""
-        raise NotImplementedError
 
 
 def make_array_pool(num_blocks: int, num_unique: int, eviction: Any) -> ArrayPool:

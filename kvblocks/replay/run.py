@@ -5,10 +5,11 @@ as the trace says that it ran, and frees them. Requests are admitted in the orde
 fit holds up those after it. In a closed loop a session waits its think time after one request ends, and then sends the
 next.
 
-The manager is the production one. It gets each block of the trace as one token, whose id is the block's number, and its
-own blocks have one token each. Equal numbers mean equal prefixes, so the manager finds exactly the hits that the trace
-has. Hits are counted in blocks. When a whole prompt is cached, its last block counts as hit too: an engine computes
-only the prompt's last token again, one of the 512 or so in that block.
+The manager is the production one (`pools.ManagerPool`), or arrays that decide the same (`pools.ArrayRunPool`). It gets
+each block of the trace as one token, whose id is the block's number, and its own blocks have one token each. Equal
+numbers mean equal prefixes, so the manager finds exactly the hits that the trace has. Hits are counted in blocks. When
+a whole prompt is cached, its last block counts as hit too: an engine computes only the prompt's last token again, one
+of the 512 or so in that block.
 """
 
 import heapq
@@ -116,7 +117,8 @@ def run(
 ) -> Outcome:
     """Run a trace. arrivals, thinks: from `arrival_times` and `think_times`. progress: called with the requests done.
 
-    manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`.
+    manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`,
+    or arrays in its place.
     A duration that the trace doesn't have is 0. O(references), and O(log requests) for each.
     """
     place = None if manager is None else FleetMember(Agenda(), manager)
@@ -281,6 +283,7 @@ class TraceRun:
             self.timeline.add(len(path), sum(found))
             self.running.add(request)
             if self.drops is not None:
+                assert isinstance(self.pool, ManagerPool), "arrays drop nothing"
                 self.pool.drop(self.drops.superseded(session, path))
         self.order.append(request)
         self.waits.append(self.now - came_s)

@@ -177,7 +177,7 @@ def test_stale_entries_are_left_out_in_time():
         order.forget(np.arange(2))
     assert order._num_entries < 2000  # noqa: SLF001
     order.add(np.array([7, 3, 9]))
-    order.forget_one(3)
+    order.number_of[3] = 0
     assert order.take(2).tolist() == [7, 9]
 
 

@@ -5,9 +5,9 @@ computes. It gives each running request whose prompt is computed one token of it
 come first served; tokens of both kinds together are at most `num_step_tokens`. Sessions begin at the given times. Each
 waits its think time after one request ends before it sends the next, so whoever is served late also asks late.
 
-The cache is the production manager, with the trace's blocks as tokens, as in `run`. Answers take no room. What a host
-tier has is loaded over one link, one request after another, before the rest of its prompt is computed. Stores cost
-nothing.
+The cache is the production manager, or arrays that decide the same, with the trace's blocks as tokens, as in `run`.
+Answers take no room. What a host tier has is loaded over one link, one request after another, before the rest of its
+prompt is computed. Stores cost nothing.
 """
 
 import heapq

@@ -499,9 +499,9 @@ def _changes(blocks: list[FreeBlock]) -> list[int]:
     if not blocks:
         return []
     session, tenant = blocks[0].session, blocks[0].tenant
-    if all(map(is_, [block.session for block in blocks], repeat(session))):  # mostly
-        if [block.tenant for block in blocks].count(tenant) == len(blocks):
-            return []
+    is_same = all(map(is_, [block.session for block in blocks], repeat(session)))
+    if is_same and [block.tenant for block in blocks].count(tenant) == len(blocks):  # mostly
+        return []
     found: list[int] = []
     for i, block in enumerate(blocks):
         if block.session is not session or block.tenant != tenant:
