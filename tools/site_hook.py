@@ -54,7 +54,7 @@ def on_startup(**_: Any) -> None:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the nav in, take the address from pyproject.toml, and put the version after the name, which all pages show."""
+    """Fill the nav in, take the address from pyproject.toml, and put the version after the name, as all pages show."""
     config.site_name += f" {version()}"
     config.extra["repository"] = repository()
     config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": repository(), "name": "sources"}]
@@ -126,6 +126,13 @@ def site_link(target: str, source: str, page: str, address: str) -> str:
     if not (ROOT / named).exists():
         log.warning("%s: %s: expected a file, got none", source, target)
     return f"{address}/{'tree' if (ROOT / named).is_dir() else 'blob'}/main/{named}{fragment}"
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Leave out what would be wrong: a sitemap and a page of errors, if nobody said where the site will be."""
+    if not config.site_url:
+        for name in ("404.html", "sitemap.xml", "sitemap.xml.gz"):
+            (Path(config.site_dir) / name).unlink(missing_ok=True)
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

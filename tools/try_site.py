@@ -71,8 +71,8 @@ def faults(site: Path) -> list[str]:
     return found
 
 
-def search(address: str, elsewhere: str) -> list[str]:
-    """Search the site at `address` in a browser, and return what is wrong. Only `elsewhere` may be asked for anything."""
+def search(address: str, own: str) -> list[str]:
+    """Search the site at `address` in a browser, and return what is wrong. All requests must begin with `own`."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from browser import browser
 
@@ -82,12 +82,14 @@ def search(address: str, elsewhere: str) -> list[str]:
         window.run(SEARCH, QUERY)
         count = window.wait_for(ANSWERS, seconds=60)
         first = window.run("return document.querySelector('.md-search-result__item a').href")
-        others = {url for url in window.requested() if not url.startswith((elsewhere, "data:", "blob:", "about:"))}
+        others = {url for url in window.requested() if not url.startswith((own, "data:", "blob:", "about:"))}
         said = [message for message in window.said() if "favicon" not in message]
     print(f"{address}: {count} answers for {QUERY!r}, the first is {first.rsplit('/', 1)[1].partition('?')[0]}")
     wrong = [f"{address}: {url}: expected no request to elsewhere" for url in sorted(others)]
     wrong += [f"{address}: the console says {message}" for message in said]
-    return wrong if "gate.html" in first else [*wrong, f"{address}: expected gate.html as the first answer, got {first}"]
+    return (
+        wrong if "gate.html" in first else [*wrong, f"{address}: expected gate.html as the first answer, got {first}"]
+    )
 
 
 def in_browser(site: Path) -> list[str]:
