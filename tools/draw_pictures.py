@@ -1,11 +1,10 @@
 # ruff: noqa: E501  # a line of a picture is a line here
 """Draw the pictures of docs/pictures: `python tools/draw_pictures.py` writes them all.
 
-Each function below draws one picture, and is named like its file. A picture is light or dark as the page around it is.
+Each function of PICTURES draws one picture, and is named like its file. A picture is light or dark as the page around it is.
 README.md also has a dark file, since GitHub's theme chooses between files. A test compares the files with what is drawn.
 """
 
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,8 @@ FOLDER = ROOT / "docs" / "pictures"
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
 from picture import Picture  # noqa: E402  # tools/ is no package
-from ten_blocks import TenBlocks  # noqa: E402
-
-from kvblocks import KVCacheManager, Sequence  # noqa: E402
+from rooms import rooms  # noqa: E402
+from ten_blocks import worked_example  # noqa: E402
 
 
 def why() -> Picture:
@@ -235,15 +233,7 @@ def free_queue() -> Picture:
     """In which order blocks are taken."""
     picture = Picture("The free queue: which block is taken next", 200)
     picture.text(20, 28, "Free blocks wait in one doubly linked list", "bold")
-    blocks = [
-        ("9", "empty"),
-        ("4", "empty"),
-        ("7", "gone"),
-        ("2", "shared"),
-        ("0", "shared"),
-        ("6", "shared"),
-        ("5", "shared"),
-    ]
+    blocks = list(zip("9472065", ["empty"] * 2 + ["gone"] + ["shared"] * 4, strict=True))
     picture.text(20, 86, "taken")
     picture.arrow((92, 81), (64, 81))
     for number, (name, fill) in enumerate(blocks):
@@ -467,106 +457,6 @@ def block_way() -> Picture:
         "small",
     )
     return picture
-
-
-def worked_example() -> Picture:
-    """The example of vLLM's design document, by time, as a real manager does it."""
-    manager = KVCacheManager(num_blocks=10, block_size=4)
-    first, second = Sequence("0", range(14)), Sequence("1", [*range(11), 100, 101, 102])
-    third = Sequence("2", [*range(12), *range(200, 217)])
-    picture = Picture("Ten blocks by time, with the queue of free blocks, here and in the document", 704)
-    picture.text(20, 28, "Ten blocks of four tokens, by time", "bold")
-    names = (("own", "one owner"), ("shared", "two owners"), ("gone", "free, cached"), ("empty", "free, holds nothing"))
-    for number, (fill, name) in enumerate(names):
-        picture.box(20 + 140 * number, 44, 22, "", fill, 18)
-        picture.text(48 + 140 * number, 57, name, "small")
-    blocks = TenBlocks(picture, manager, (first, second, third))
-    manager.allocate_slots(first)
-    blocks.draw("Request 0 comes with 14 tokens. Its three full blocks are cached.")
-    for token in (14, 15, 16):
-        manager.append_slots(first, [token])
-    blocks.draw("Request 0 has three more tokens: block 3 is full and cached, and a new block begins.")
-    manager.allocate_slots(second, hit=manager.get_computed_blocks(second))
-    blocks.draw("Request 1 comes with 14 tokens, of which 11 are the same: two full blocks are hit.")
-    manager.free(first)
-    blocks.draw("Request 0 ends. Blocks 0 and 1 still have an owner. Block 4 was not full, so it holds nothing.")
-    manager.free(second)
-    blocks.draw("Request 1 ends.")
-    manager.allocate_slots(third, hit=manager.get_computed_blocks(third))
-    blocks.draw("Request 2 comes with 29 tokens, of which 12 are the same: three blocks are hit, five are taken.")
-    return picture
-
-
-TOP_FLOOR = 7
-"""The highest floor of the manager. Above it, single modules are left out of the picture."""
-
-NOTES = (
-    "what can go wrong, records, checks",
-    "one group of full attention, and nothing else: begin here",
-    "what stays: pins, quotas, holds, policies",
-    "several groups of layers; what is kept below the device",
-    "what people look at: events, why a prompt missed, pictures",
-    "KVCacheManager, the facade; PrefixCache, for other allocators",
-    "hit rates, and how long blocks live",
-    "what `from kvblocks import ...` finds",
-)
-"""What is on each floor of the manager, from floor 0 on."""
-
-
-def rooms() -> Picture:
-    """All rooms on their floors, as tests/house/layering.py has them."""
-    listed: dict[str, int] = runpy.run_path(str(ROOT / "tests" / "house" / "layering.py"))["FLOORS"]
-    placed = {name: floor for name, floor in listed.items() if floor <= TOP_FLOOR or is_folder(name)}
-    wings = {"around": (56, "new"), "engine": (384, "own"), "kernels": (640, "empty")}
-    floors = sorted(set(placed.values()), reverse=True)
-    rows = {floor: 24 * row + (0 if floor > TOP_FLOOR else 24) for row, floor in enumerate(floors)}
-    bottom = 84 + 24 * len(rows)
-    picture = Picture("The rooms of kvblocks on their floors", bottom + 34)
-    picture.text(20, 28, "A room imports from the floors below it, and from its own folder", "bold")
-    picture.text(56, 50, "formats, other engines, disks", "small")
-    picture.text(384, 50, "reference engine", "small")
-    for floor, y in rows.items():
-        picture.text(34, y + 74, str(floor), "small", "end")
-        ends = {wing: x for wing, (x, _) in wings.items()}
-        for module in sorted(name for name, place in placed.items() if place == floor):
-            wing = "around" if floor <= TOP_FLOOR else wing_of(module)
-            label = label_of(module)
-            width = 14 + round(6.5 * len(label))
-            picture.box(ends[wing], y + 60, width, label, "shared" if floor <= TOP_FLOOR else wings[wing][1], 19)
-            ends[wing] += width + 6
-        if floor <= TOP_FLOOR:
-            picture.text(max(380, ends["around"] + 6), y + 74, NOTES[floor], "small")
-    line = rows[TOP_FLOOR] + 57
-    picture.arrow((20, line), (740, line), dash=True, tip=False)
-    picture.text(20, line - 7, "below this line: no input or output, clock, thread or torch", "small")
-    picture.text(
-        20,
-        bottom + 18,
-        "Paths are below kvblocks/, those of blue rooms but engine and cli below kvblocks/engine/. kernels/ stands beside kvblocks/.",
-        "small",
-    )
-    return picture
-
-
-def is_folder(module: str) -> bool:
-    """Whether a module is a package. The kernels stand beside kvblocks/, and are one."""
-    return module.startswith("kvblocks.kernels") or (ROOT / module.replace(".", "/")).is_dir()
-
-
-def wing_of(module: str) -> str:
-    """Return the column of a room above the manager's floors."""
-    room = module.split(".")[1]
-    return {"engine": "engine", "cli": "engine", "kernels": "kernels"}.get(room, "around")
-
-
-def label_of(module: str) -> str:
-    """Return a room's path below kvblocks/, or below kvblocks/engine/ for rooms of the engine."""
-    if module == "kvblocks":
-        return "__init__.py"
-    path = module.removeprefix("kvblocks.").replace(".", "/")
-    for wing in ("engine/", "kernels/"):
-        path = path.removeprefix(wing)
-    return path if is_folder(module) else f"{path}.py"
 
 
 PICTURES: tuple[Callable[[], Picture], ...] = (
