@@ -30,6 +30,8 @@ log = get_plugin_logger("kvblocks")
 OUTSIDE = {
     "index.md": "README.md",
     "benches.md": "bench/README.md",
+    "benches-traces.md": "bench/traces.md",
+    "benches-engines.md": "bench/engines.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",

@@ -3,7 +3,7 @@
     python -m bench.transformers [--rounds N] [--seeds N] [--quick] [--json FILE]
 
 The three answer the same 120 requests over 10 prefixes, in pools from large to small, and take turns. Tokens and steps
-are the same in each round. The seconds are the least of the rounds; median and maximum are kept too.
+are the same in each round. The seconds are the minimum of the rounds; median and maximum are kept too.
 
 What it does not show: a real model, whose time grows with the tokens; a GPU, CUDA graphs and asynchronous batching,
 which caches late; layers with windows; requests that come one by one. The model is so small that most of the seconds

@@ -52,7 +52,7 @@ class KVCacheBlock:
     """One block of KV-cache memory: `block_size` slots.
 
     block_id: its id, from the pool's `first_block_id` on. ref_cnt: how many owners it has; 0 exactly when it is in the
-    free queue. prev_free_block, next_free_block: its neighbours in the queue. For a block that isn't queued,
+    free queue. prev_free_block, next_free_block: its neighbors in the queue. For a block that isn't queued,
     prev_free_block is the block itself and next_free_block is undefined. run, index: the run that it is in and its
     position there; run is None when it isn't cached. Made by a pool; callers only read it.
     """

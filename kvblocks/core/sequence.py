@@ -79,11 +79,10 @@ class Sequence:
     tokens whose KV is computed, or will be by the step that they were last allocated for. delayed_from: position of the
     first token that isn't cached before `cache_blocks` says that it is written; None: no token is delayed. lost_from:
     position of the first token whose KV was never written or is bad; None: none is lost. What is computed behind it is
-    lost, too.
-    num_readonly_tokens: positions below it lie in full blocks that were hit or shared by a fork; their KV is there and
-    must not be written. It is a multiple of the block size. num_given_tokens: as many, not rounded down: tokens that
-    came with a hit or a fork, and that others were to write. state_marks: where `manager.states.mark` was called. The
-    other attributes are for the manager.
+    lost, too. num_readonly_tokens: positions below it lie in full blocks that were hit or shared by a fork; their KV is
+    there and must not be written. It is a multiple of the block size. num_given_tokens: tokens that came with a hit or
+    a fork and that others were to write, not rounded down to blocks. state_marks: where `manager.states.mark` was
+    called. The other attributes are for the manager.
     """
 
     __slots__ = (

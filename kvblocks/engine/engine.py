@@ -331,8 +331,8 @@ class Engine:
     def close(self, timeout_s: float = 30.0) -> None:
         """End an engine that has tiers: store what waits for that, for so many seconds at most, and close the disk.
 
-        Unfinished generations are not waited for. Such an engine can't be used afterwards. Any engine gives back the
-        blocks of remembered prompts. Nothing the second time.
+        It doesn't wait for unfinished generations, and can't be used afterwards. Any engine gives back the blocks of
+        remembered prompts. A second call does nothing.
         """
         if self.scheduler.remembered is not None:
             self.scheduler.remembered.clear()

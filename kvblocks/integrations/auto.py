@@ -1,4 +1,4 @@
-"""`KVBLOCKS_AUTO=mlx_lm`: an integration without a line of code, for who asked for it once.
+"""`KVBLOCKS_AUTO=mlx_lm`: an integration without a line of code, after `python -m kvblocks.integrations.auto enable`.
 
     python -m kvblocks.integrations.auto enable
 

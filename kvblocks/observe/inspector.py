@@ -116,7 +116,7 @@ class Inspector:
         return find_by_digest(self._index, digest)
 
     def leaks(self, min_age: SupportsIndex = 0) -> list[HeldBlocks]:
-        """Return the sequences that hold blocks and have at least `min_age`, oldest first: those that nobody freed.
+        """Return the sequences that hold blocks and have at least `min_age`, oldest first: those that were never freed.
 
         In an engine that does nothing each of them is a leak. In a busy one a leak is older than the longest request
         can be. `pins` and `holds` of the manager own blocks, too. Raises InvalidArgumentError. O(blocks of sequences).

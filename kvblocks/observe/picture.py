@@ -32,8 +32,7 @@ class PrefixRow(NamedTuple):
     blocks have an owner; the others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: the keys of
     its blocks, each once, with spans as (first position in the prefix, length). num_pinned: how many of all its blocks
     a pin holds. num_ahead: how many free blocks are reused before the first of its blocks is, by the free queue alone;
-    None: that block has an owner. The smaller, the longer ago was the row's last access: every access ends behind all
-    earlier ones.
+    None: that block has an owner. The smaller it is, the longer ago the row was last used.
     """
 
     parent: int | None

@@ -115,9 +115,7 @@ class PrefixCache:
     def match_prefix(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> PrefixMatch:
-        """Return the longest cached prefix, which becomes the most recently used. Counted in `stats`.
-
-        So does its `last_payload`.
+        """Return the longest cached prefix, and count it in `stats`. It and its `last_payload` become the latest used.
 
         Enter the match (`with`) to keep its blocks; see `PrefixMatch`. If it covers all tokens, and its payload doesn't
         have the logits, compute the last token again for its logits. Raises InvalidTokensError and

@@ -42,7 +42,7 @@ class InsertProtocol(Protocol):
 
 @runtime_checkable
 class PrefixCacheProtocol(Protocol):
-    """The calls of `PrefixCache` that an engine needs, for who writes one of their own or a stand-in for tests.
+    """The calls of `PrefixCache` that an engine needs, for implementations of your own and stand-ins in tests.
 
     What each call does is said there. tests/prefix_cache/test_contract.py has what any implementation has to pass. As
     with every Protocol, `isinstance` looks at names only.

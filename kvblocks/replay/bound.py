@@ -1,6 +1,6 @@
-"""A bound that no policy exceeds: MIN with bypass on single blocks, for a given order of requests.
+"""An upper bound of the hits of any policy: MIN with bypass on single blocks, for a given order of requests.
 
-docs/replay.md has the proof. The bound ignores prefixes, holds and waits, and may leave a block out of the cache
+docs/design/replay.md has the proof. The bound ignores prefixes, holds and waits, and may leave a block out of the cache
 altogether.
 """
 

@@ -1,7 +1,34 @@
 """Readers of traces: Mooncake's format, the session format of agents' traces, and ours, which `recorder` writes.
 
-All three are JSON lines; a name may end in .gz. A file's first line shows its format. docs/replay.md describes the
-formats, field by field.
+All three are JSON lines; a name may end in .gz. A file's first line shows its format.
+
+Mooncake's: `{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}`: milliseconds, tokens of
+the prompt and of the answer, and one id for each 512 tokens of the prompt. The last id may stand for a partial block,
+which is left out. The format has no sessions, and doesn't say how long a request ran.
+
+Agents' sessions: a line `{"session": "trace_0001", "block_size": 64}` opens a session, and block ids are valid within
+their session only. Then comes a line for each request. Other fields than these are ignored.
+
+- t: when the request came, in seconds from the session's beginning.
+- a: seconds that it took, or null.
+- k: think time before it in seconds, or null.
+- s: why it ended: "tool_use", "end_turn", or "".
+- in, out: the numbers of tokens of the prompt and of the answer.
+- p: its prompt begins with the first p block ids of the request before it.
+- h: the block ids behind those, as a list of ranges [start, count].
+
+Ours: the first line is `{"kvblocks_trace": 1, "block_size": 16}`, which comes again where a file was continued. Then
+comes a line for each request. If the last line is cut off in the middle, it is left out with a warning.
+
+- t: when it came, in seconds since any fixed moment. Lines need not be in order.
+- a: seconds that it ran. Left out: unknown.
+- think: seconds that its session paused before it. Left out: computed from t and a.
+- session, tenant: strings. No session: the request is a session by itself. No tenant: all such requests share one.
+- tokens, output: the numbers of tokens of the prompt and of the answer (0 if left out).
+- stop: why it ended; a policy like `sessions` learns what each reason means.
+- after: the id of a block in an earlier line: the prompt begins with all blocks up to this one. Left out: it begins
+  with `ids`.
+- ids: the ids of the blocks that follow, as strings; each stands for one prefix. Full blocks only.
 """
 
 import gzip

@@ -1,8 +1,8 @@
 """Records requests as a trace that `kvblocks replay` reads: for engine authors, and for `kvblocks serve --record`.
 
-One line of JSON per request; docs/replay.md describes it. No text and no token leaves the process. A block is named by
-a keyed hash of its tokens and all before them; tenants and sessions are named by keyed hashes too. The key is random,
-and lost when the process ends. So nobody can guess a prompt and look for its hash.
+One line of JSON per request; `kvblocks.replay.readers` describes it. No text and no token leaves the process. A block
+is named by a keyed hash of its tokens and all before them; tenants and sessions are named by keyed hashes too. The key
+is random, and lost when the process ends. So nobody can guess a prompt and look for its hash.
 """
 
 import errno

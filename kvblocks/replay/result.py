@@ -166,7 +166,7 @@ class Row:
     device_hit_rate: float
     """Hit on the device."""
     bound: float
-    """MIN with bypass on single blocks, for the order of requests in this run. No policy can hit more in that order."""
+    """MIN with bypass on single blocks: an upper bound for any policy, for this run's order of requests."""
     attainable: float | None
     """The best schedule found that knows the future: leaf-first, with holds, at this size; the same for all policies.
     It is the better of two: requests that don't fit wait, or are served outside the pool (see `FixedOrder`). None: it

@@ -24,8 +24,8 @@ and when they are let in, they find their prefixes for many turns.
 The gate never refuses a request. With rules 5 and 7 nobody starves: if requests end, all that wait are admitted. It
 needs no thread, no clock and no manager: the caller tells it the time, and asks again when the answer may have changed.
 
-As far as we know no engine has this. Holding a place by ski rental is also what Continuum does for the KV of tool calls
-(H. Li et al., 2025); the rest was found in simulations of Claude-Code sessions (docs/gate.md).
+Holding a place by ski rental is also what Continuum does for the KV of tool calls (H. Li et al., 2025); the rest was
+found in simulations of Claude-Code sessions (docs/gate.md).
 """
 
 from collections.abc import Hashable, Iterator
@@ -94,8 +94,8 @@ class SessionGate:
     room that a session may fill up when it enters. max_overtakes: how many sessions that came later may enter before
     one. turn_s: seconds after which a member gives its place to others.
 
-    All times are in seconds, on a clock of the caller's. If it goes back, it stands still. Each call costs O(1), except
-    `release`. Bad arguments raise InvalidArgumentError, and nothing has changed then.
+    All times are in seconds, on a clock of the caller's. A clock that goes back counts as one that stands still. Each
+    call costs O(1), except `release`. Bad arguments raise InvalidArgumentError, and nothing has changed then.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class SessionGate:
     ) -> bool:
         """Ask whether a new request may begin. False: it waits until a `release` admits it.
 
-        request_id: that of no request that hasn't ended. session: of the request; None: it has none. The same name with
-        another salt is another session. cached_tokens: of its prompt, those whose KV needs no computing. A session that
-        asks again ends its pause.
+        request_id: unique among requests that haven't ended. session: of the request; None: it has none. The same name
+        with another salt is another session. cached_tokens: of its prompt, those whose KV needs no computing. A session
+        that asks again ends its pause.
         """
         check_id("request_id", request_id)
         if request_id in self._requests:

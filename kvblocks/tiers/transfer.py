@@ -51,8 +51,8 @@ class Transfer:
     """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
 
     is_load: whether bytes go from the tier to the device, or the other way. tier: its name. generation: unique to this
-    transfer within its manager; an answer for another one changes nothing. num_bytes: of all blocks. state: see above.
-    has_arrived: whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
+    transfer within its manager; an answer for another one changes nothing. num_bytes: of all blocks. has_arrived:
+    whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
     """
 
     __slots__ = (

@@ -6,9 +6,9 @@
     print(verify.run(ManagerAdapter, steps=100_000, seed=1))
 
 The walk starts requests that share prefixes, lets them grow and end, and lets steps fail, in a pool so small that
-blocks are evicted all the time. A memory in miniature follows: each slot holds the whole context that its KV was
-computed in. After every call each request must find its own KV in its own slots. So the walk finds hits on the wrong
-KV, on KV that nobody wrote, blocks with two owners, lost blocks, and, in a pool with room for everything, hits that are
+blocks are evicted all the time. A simulated memory follows: each slot holds the whole context that its KV was computed
+in. After every call each request must find its own KV in its own slots. So the walk finds hits on the wrong KV, on KV
+that was never written, blocks with two owners, lost blocks, and, in a pool with room for everything, hits that are
 missed. It knows nothing of hashes, trees or queues.
 
 To verify another manager, write a `CacheAdapter` for it: four methods, and a few that have a default. A fault is raised

@@ -9,7 +9,7 @@
 
 The records of the wire and their encodings are in `kvblocks.wire.codecs`; the bookkeeping of a publisher is in
 `kvblocks.wire.ledger`, and that of a consumer in `kvblocks.wire.mirror`. These three do no input or output. Only
-`kvblocks.wire.publisher`, `client` and `tail` use sockets. docs/wire.md explains a frame byte by byte.
+`kvblocks.wire.publisher`, `client` and `tail` use sockets. docs/design/wire.md explains a frame byte by byte.
 
 Needs `pip install 'kvblocks[wire]'`. The names below are imported when they are first asked for.
 """

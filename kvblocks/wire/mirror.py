@@ -1,4 +1,4 @@
-"""A mirror: a consumer's picture of what many workers have cached. Lost, doubled and reordered batches don't spoil it.
+"""A mirror: a consumer's picture of what many workers have cached, right in spite of lost and reordered batches.
 
 It does no input or output: it is given what arrives, and says what to ask for. A worker's batches are numbered. The
 batch with the next number is applied. One with a lower number is late or a double, and is dropped. One with a higher

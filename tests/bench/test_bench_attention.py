@@ -48,6 +48,7 @@ def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
     assert "FlashInfer" in done.stdout + done.stderr, "a peer that can't be imported is named"
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_result_is_told_and_is_the_exit_status(tmp_path):
     program = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
@@ -81,6 +82,7 @@ def test_counting_machine_code_needs_the_compiler(monkeypatch, capsys):
     assert "expected TRITON_INTERPRET to be unset" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_case_is_counted_from_its_machine_code(tmp_path):
     file = tmp_path / "static.json"

@@ -39,6 +39,7 @@ def test_the_rehearsal_runs_every_case(tmp_path):
     assert all("median_ms" not in row for row in results), "nothing is timed on a CPU"
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_token_is_told_and_is_the_exit_status():
     program = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"

@@ -16,6 +16,7 @@ def bench(monkeypatch):
     return importlib.import_module("bench.sampling")
 
 
+@pytest.mark.exhaustive
 def test_every_item_is_measured_at_every_shape(bench, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     assert bench.main(["--rounds", "1", "--scale", "0.02", "--json", str(kept)]) == 0

@@ -89,6 +89,7 @@ def overhead(bench):
     return importlib.import_module("bench.serving.overhead")
 
 
+@pytest.mark.exhaustive
 def test_caching_computes_no_more_where_nothing_can_be_shared(overhead, roomy_folder):
     batched, pressed, chunked = overhead.measure_overhead(roomy_folder, torch.device("cpu"), overhead.QUICK_CASES, 2)
     for row in (batched, pressed, chunked):
@@ -256,6 +257,7 @@ def bounds(monkeypatch):
     return importlib.import_module("bench.serving.bounds")
 
 
+@pytest.mark.exhaustive
 def test_it_measures_a_server_under_attack(bounds, roomy_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bounds, "LEAST_CHATS", 2)
     monkeypatch.setattr(bounds, "LEAST_S", 0.5)
@@ -337,6 +339,7 @@ def test_the_picture_has_a_panel_for_each_workload(bench, number):
         assert lines == {"without caching": [0.2, 0.4], "with caching": [0.1, 0.2]}
 
 
+@pytest.mark.exhaustive
 def test_labels_of_the_picture_stand_apart(bench):
     """For narrow and wide ranges. The labels are measured in the picture itself."""
     plot = importlib.import_module("bench.serving.plot")

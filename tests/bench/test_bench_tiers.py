@@ -17,6 +17,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.exhaustive
 def test_every_place_is_asked_and_everything_is_compared(load, roomy_folder, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     load("bench.tiers.__main__").main(["--model", str(roomy_folder), "--prefix", "256", "--quick", "--json", str(kept)])

@@ -89,7 +89,7 @@ def call_with(arguments):
     return f'{{"name": "look", "arguments": {arguments}}}'
 
 
-# What both give where they differ: vLLM's content and arguments of calls, and ours. docs/agents.md says it in words.
+# What both give where they differ: content and calls, vLLM's and ours. docs/design/server.md has it in words.
 DIFFERENT = [
     # Of several calls one is broken: vLLM makes all of the answer text, ours that call.
     ("hermes", f"{HERMES}<tool_call>{{</tool_call>", ("*", []), ("<tool_call>{</tool_call>", [ARGUMENTS])),

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DESIGN = sorted((DOCS / "design").rglob("*.md"))
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "bench" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "bench").glob("*.md")])
 FOLDERS = ("kvblocks", "kernels", "tests", "bench", "examples", "tools")
 SOURCES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 NAMED = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")

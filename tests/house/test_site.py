@@ -51,6 +51,8 @@ def test_links_change_outside_of_code_alone():
     assert changed == text.replace("[a](x.md)", "[a](<x.md>)").replace("(y.svg)", "(<y.svg>)").replace(
         ")](x.md)", ")](<x.md>)"
     )
+    assert relink("a [b\nc](x.md) `[d\n](x.md)`\n", lambda _: "y") == "a [b\nc](y) `[d\n](x.md)`\n"
+    assert relink("[a]\n\n(x.md)\n", lambda _: "y") == "[a]\n\n(x.md)\n"
 
 
 def test_the_sites_packages_are_those_that_the_extra_asks_for():

@@ -1,4 +1,4 @@
-"""Messages, part by part, and the frame that docs/wire.md takes apart."""
+"""Messages, part by part, and the frame that docs/design/wire.md takes apart."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvblocks.wire.frames import (
     snapshot_request,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "wire.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "design" / "wire.md"
 NUMBER = (7).to_bytes(8, "big")
 HEAD = SnapshotHead(1, 2, 2**61, 2**61 + 5, 0, 1)
 

@@ -27,7 +27,7 @@ class Architecture:
     multiplied by the square root of hidden_size. defaults: of fields that a config.json may leave out. prefixes: how
     the names of tensors may begin, and the beginnings that they stand for here. ignored_prefixes: of tensors that text
     doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
-    rotated in pairs of neighbours, (0, 1), (2, 3) and so on. rotates_parts: a config may say that only a part of each
+    rotated in pairs of neighbors, (0, 1), (2, 3) and so on. rotates_parts: a config may say that only a part of each
     head is rotated. has_output_gate: the attention's output is gated; the gates are stored behind each head's queries.
     has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
     models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are

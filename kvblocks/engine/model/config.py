@@ -1,7 +1,7 @@
 """A model's configuration, read from the config.json of a Hugging Face folder.
 
 Only fields that the forward pass and the scheduler need are kept. Models that this engine can't compute exactly
-(another architecture, activation or RoPE scaling, quantised weights) are refused here, before any weight is read.
+(another architecture, activation or RoPE scaling, quantized weights) are refused here, before any weight is read.
 """
 
 from collections.abc import Callable, Mapping

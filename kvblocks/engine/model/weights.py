@@ -5,7 +5,7 @@ makes four matrix products a layer instead of seven. Matrices are [out_features,
 returned them: plain and contiguous, or in a layout of the library's.
 
 The dtype of a norm's weight says when values are rounded. With a weight in the model's dtype, normed values are rounded
-before the product. With a weight in float32 the product is rounded (centred norms, to whose weights 1 is added here).
+before the product. With a weight in float32 the product is rounded (centered norms, to whose weights 1 is added here).
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 A random number depends only on its seed and on the token's position in the answer. So the batch, a preemption or a
 repeated step doesn't change a token, and there is no state to keep or undo. BLAKE2b gives unrelated numbers for
-neighbouring seeds and positions, takes a microsecond, and is the same everywhere.
+neighboring seeds and positions, takes a microsecond, and is the same everywhere.
 """
 
 from hashlib import blake2b
@@ -23,7 +23,7 @@ def uniform(seed: int, position: int) -> float:
 def sample_seed(seed: int, number: int) -> int:
     """The seed of a prompt's sample `number`, from 0, in a call with `seed`. The first sample has `seed` itself.
 
-    The seeds of the others are hashed, so that calls with neighbouring seeds have no sample in common. seed: 0 to
+    The seeds of the others are hashed, so that calls with neighboring seeds have no sample in common. seed: 0 to
     2**64 - 1. Raises InvalidArgumentError.
     """
     checked, index = check_count("seed", seed, 0, MAX_SEED), check_count("number", number, 0, MAX_SEED)

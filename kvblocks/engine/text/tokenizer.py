@@ -6,7 +6,7 @@ chat_template.py).
 Invariants:
 - Unless the caller says `parse_special=True`, no part of a text becomes a special token. So a user can't end their turn
   by writing "<|im_end|>". In a chat, only the template's own markup becomes special tokens. Special tokens are those
-  that tokenizer.json marks (`"special": true`). One limit: if special tokens are matched after normalisation
+  that tokenizer.json marks (`"special": true`). One limit: if special tokens are matched after normalization
   (`"normalized": true`, older Llama 2 folders), chats are protected only against their exact text.
 - For text that contains no special token's text, ids are those of `transformers`' AutoTokenizer.
 - The pieces of a StreamDecoder joined are `decode` of all ids, and no piece ends inside a character.
@@ -196,7 +196,7 @@ class StreamDecoder:
     back only while later ids could still change it: an unfinished character, or a sequence of byte tokens.
     """
 
-    # A token's text depends on its neighbours only at the beginning (some decoders strip the first space) and where a
+    # A token's text depends on its neighbors only at the beginning (some decoders strip the first space) and where a
     # character is spread over tokens. So decoding starts at the last token at which a character ended, and skips that
     # token's own text.
 

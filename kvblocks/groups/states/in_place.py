@@ -18,11 +18,11 @@ class StateInPlace(Group):
     next call. If the call before ended exactly at its last token, it is cached, and a hit may end there. So an engine
     ends calls at multiples of `block_size`, unless they end in the block where they began.
 
-    The state is behind all slots of the last call. So `num_total_tokens` counts tokens that the step computes, also
+    The state is that after all tokens with slots. So `num_total_tokens` counts tokens that the step computes, also
     those that aren't known yet, and nothing else.
 
     A cached state is found at once, though it exists only after its step: an engine must not start a sequence from a
-    state of the same step. A sequence can't be truncated, and not be rewound but to its beginning.
+    state of the same step. A sequence can't be truncated, and can only be rewound to its beginning.
 
     block_size: hits end at multiples of it. Raises InvalidArgumentError.
     """
@@ -34,7 +34,7 @@ class StateInPlace(Group):
 
     @property
     def event_kind(self) -> str:
-        """As in `Group`: vLLM calls all such layers by the name of the first."""
+        """As in `Group`: "mamba", which is what vLLM calls all layers that keep a state."""
         return "mamba"
 
     @property
@@ -43,7 +43,7 @@ class StateInPlace(Group):
         return True
 
     def first_seen(self, position: int) -> int:
-        """Return the token before `position`, behind which the state is that it needs. Only for the manager."""
+        """Return the token before `position`: a query needs the state after that token. Only for the manager."""
         return position - 1 if position else 0
 
     def needed_blocks(self, end: int, num_tokens: int) -> tuple[int, int]:  # noqa: ARG002  # a hit never has all tokens

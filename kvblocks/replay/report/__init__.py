@@ -2,7 +2,7 @@
 
 `markup` makes elements that escape their texts. `axes` and `charts` make pictures of them, `icicle` the picture of the
 prefix structure, and `sections` the page with texts and tables. The page can be read without its style sheet, and
-without colours.
+without colors.
 """
 
 from importlib.resources import files

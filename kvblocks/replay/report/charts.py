@@ -1,7 +1,7 @@
 """Lines, stacked bars and legends, as SVG.
 
-Things that a reader must tell apart differ not only in colour: lines also in marks and dashes, parts of bars also in
-patterns. Colours are classes; `figures.css` defines them, for light and dark.
+Things that a reader must tell apart differ not only in color: lines also in marks and dashes, parts of bars also in
+patterns. Colors are classes; `figures.css` defines them, for light and dark.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from kvblocks.replay.report.axes import Frame, Scale, round_up, spread, text, ti
 from kvblocks.replay.report.markup import Attributes, Element, element, number, percent, short, shortened
 
 NUM_STYLES = 7
-"""How many different colours, marks, dashes and patterns there are. After the last one they repeat."""
+"""How many different colors, marks, dashes and patterns there are. After the last one they repeat."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "9 2 2 2 2 2")
 NARROW, WIDE = 350, 860
 """Widths of pictures, for phones and for larger screens."""
@@ -19,7 +19,7 @@ NARROW, WIDE = 350, 860
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart. style: the number of its colour, mark and dash, or a class of its own."""
+    """A line of a chart. style: the number of its color, mark and dash, or a class of its own."""
 
     name: str
     points: list[tuple[float, float]]
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of parts of bars: its name, and the number of its colour and pattern."""
+    """A kind of parts of bars: its name, and the number of its color and pattern."""
 
     name: str
     style: int
@@ -72,7 +72,7 @@ def for_both(draw: Callable[[int], Element]) -> Element:
 
 
 def style_class(style: int | str) -> str:
-    """Return the class of a line's or a part's colour."""
+    """Return the class of a line's or a part's color."""
     return f"s{style % NUM_STYLES}" if isinstance(style, int) else style
 
 
@@ -141,7 +141,7 @@ def line_chart(
 
 
 def part(x: float, y: float, size: tuple[float, float], style: int, title: str) -> Element:
-    """Return a part of a bar: a rectangle with colour, pattern and title."""
+    """Return a part of a bar: a rectangle with color, pattern and title."""
     at: Attributes = {"x": x, "y": y, "width": size[0], "height": size[1]}
     plain = element("rect", at | {"class": f"part {style_class(style)}"})
     pattern = element("rect", at | {"fill": f"url(#pattern{style % NUM_STYLES})"})

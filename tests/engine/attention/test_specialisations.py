@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("model", ["plain", "windows", "plain, deterministic"])
 def test_after_the_warm_up_nothing_is_compiled(model):
     script = Path(__file__).with_name("served_specialisations.py")

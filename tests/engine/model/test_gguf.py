@@ -310,7 +310,7 @@ def unreadable(writer):
         (extra, "expected only the tensors of a plain llama model, got 'blk.0.ffn_gate_exps.weight'"),
         (
             unreadable,
-            "expected a quantisation that the gguf package can dequantise .* got I32 in 'blk.9.attn_q.weight'",
+            "expected a quantization that the gguf package can dequantize .* got I32 in 'blk.9.attn_q.weight'",
         ),
         (lambda writer: writer.add_uint16("split.count", 2), r"a part of several, .*model.gguf: merge them"),
         (lambda writer: writer.add_add_eos_token(True), "add_eos_token = False, got True"),

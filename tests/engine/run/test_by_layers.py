@@ -149,6 +149,7 @@ def test_samples_warm_prompts_and_scores(model, prompts, options):
     assert (slices.number == 0) == ("prompt_logprobs" in options)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dies_in", range(1, 10))
 def test_a_slice_that_dies_ends_its_own_generation_only(model, prompts, dies_in):
     expected = answer(make(model), prompts)
@@ -162,6 +163,7 @@ def test_a_slice_that_dies_ends_its_own_generation_only(model, prompts, dies_in)
     assert [one.token_ids for one in answer(engine, prompts)] == [one.token_ids for one in expected]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dies_in", range(1, 10))
 def test_an_interrupted_slice_is_undone_and_computed_again(model, prompts, dies_in):
     expected = answer(make(model), prompts)

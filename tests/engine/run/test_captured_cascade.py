@@ -71,6 +71,7 @@ class Case:
             self.lengths[number] += 1
 
 
+@pytest.mark.exhaustive
 def test_replays_with_other_runs_lengths_and_tables():
     case = Case()
     case.check([0, 1, 2], NESTED)

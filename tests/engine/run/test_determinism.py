@@ -128,7 +128,7 @@ def test_requests_of_one_step_share_blocks(model, cache, prompt):
     assert torch.equal(both, torch.stack([full_other, full]))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_on_two_threads(config, strategy_name):
     torch.set_num_threads(2)  # conftest takes it back

@@ -48,8 +48,9 @@ def test_answers_and_cached_tokens_are_vllms(model, num_blocks, is_async, in_pro
 
 
 @pytest.mark.model
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_sessions_that_wait_for_the_gate_get_the_same_answers(model, is_async):
     """The pool has room for one session. The engine goes on asking while all that is unfinished waits."""
     scheduler = f"{ADAPTER}.{ASYNC_SCHEDULER if is_async else SCHEDULER}"

@@ -15,7 +15,7 @@ from kvblocks.engine.model.gguf.tokenizer import tokenizer_parts
 class GGUFModel:
     """A model in one GGUF file, which stays mapped as long as this object lives. path: the file.
 
-    Raises ModelError if the file is no GGUF, is one part of several, or holds an architecture or a quantisation that is
+    Raises ModelError if the file is no GGUF, is one part of several, or holds an architecture or a quantization that is
     not supported. Reads no weights.
     """
 

@@ -1,11 +1,11 @@
 """The tensors of a GGUF file under the names of a Hugging Face folder, with the values that the folder would have.
 
-- A quantised tensor has the exact values of the file's own dequantisation, in float32.
+- A quantized tensor has the exact values of the file's own dequantization, in float32.
 - q and k rows of llama are put back into the order that Hugging Face's rotary embedding expects: llama.cpp stores the
   two halves of each head interleaved.
 - Gemma's norms are stored less 1 in a folder, and whole in a file.
 
-The file is mapped. A tensor's bytes are read, and dequantised, when the tensor is asked for.
+The file is mapped. A tensor's bytes are read, and dequantized, when the tensor is asked for.
 """
 
 import re
@@ -68,7 +68,7 @@ class StoredTensor:
 
 
 def dequantize(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
-    """The values of a tensor, float32. Raises ModelError for a quantisation that the gguf package can't read."""
+    """The values of a tensor, float32. Raises ModelError for a quantization that the gguf package can't read."""
     try:
         values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
@@ -77,7 +77,7 @@ def dequantize(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
 
 
 def check_readable(tensors: list[gguf.ReaderTensor]) -> None:
-    """Raise ModelError for the first tensor whose quantisation can't be read. Reads a row of each kind."""
+    """Raise ModelError for the first tensor whose quantization can't be read. Reads a row of each kind."""
     seen = set()
     for tensor in tensors:
         if tensor.tensor_type not in seen:
@@ -90,7 +90,7 @@ def check_readable(tensors: list[gguf.ReaderTensor]) -> None:
 
 def _unreadable(tensor: gguf.ReaderTensor) -> ModelError:
     return ModelError(
-        f"expected a quantisation that the gguf package can dequantise (F16, BF16, Q4_0 to Q8_0, the K-quants and most"
+        f"expected a quantization that the gguf package can dequantize (F16, BF16, Q4_0 to Q8_0, the K-quants and most"
         f" IQ ones), got {tensor.tensor_type.name} in {tensor.name!r}"
     )
 

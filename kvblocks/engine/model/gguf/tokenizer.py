@@ -98,7 +98,7 @@ def _byte_level(metadata: Metadata) -> Tokenizer:
 def _sentence_piece(metadata: Metadata) -> Tokenizer:
     """SentencePiece's BPE, as Llama 2 and Gemma have it: whatever is no token is spelled in bytes.
 
-    A file has the tokens' scores and no merges. Two neighbours are merged if what they make has the best score.
+    A file has the tokens' scores and no merges. Two neighbors are merged if what they make has the best score.
     """
     texts: list[str] = metadata.value("tokenizer.ggml.tokens")
     scores: list[float] = metadata.value("tokenizer.ggml.scores")
