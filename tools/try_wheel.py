@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 TESTS = ("test_worked_examples.py", "test_manager.py", "test_late_commit.py", "core", "prefix_cache")
+PAGE = "docs/worked-example.md"  # which one of the tests runs
 TRIAL = """
 import sys
 import kvblocks
@@ -79,6 +80,8 @@ def try_wheel(wheel: Path, python: str, folder: Path) -> str:
     run([*install, *TOOLS], folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / PAGE, folder / PAGE)
     report = run(
         [own, "-m", "pytest", "-q", "-m", "not slow", "--durations=0", *(f"tests/{name}" for name in TESTS)], folder
     )
