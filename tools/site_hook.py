@@ -32,6 +32,7 @@ OUTSIDE = {
     "benches.md": "bench/README.md",
     "benches-traces.md": "bench/traces.md",
     "benches-engines.md": "bench/engines.md",
+    "benches-tiers.md": "bench/tiers.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",

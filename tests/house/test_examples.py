@@ -59,9 +59,6 @@ def settled(generate):
 def test_a_tier_of_ones_own_is_short_and_gives_the_same_answer(tiny_folder, monkeypatch, capsys):
     source = OWN_TIER.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 60
-    shown = (DOCS / "tiers.md").read_text(encoding="utf-8").partition("```py\nclass ZipPlace")[2].partition("```")[0]
-    parts = shown.split("\n\n\n")
-    assert [part.strip() in source for part in parts] == [True, True]
     monkeypatch.setattr(sys, "argv", [str(OWN_TIER), str(tiny_folder)])
     monkeypatch.setattr(tiers, "num_worth_loading", lambda loads, _: len(loads))  # however fast this machine computes
     monkeypatch.setattr(Engine, "generate", settled(Engine.generate))  # however late its threads store
