@@ -46,7 +46,7 @@ COVERED_TESTS := \
 # pip's progress bars are shown on a terminal only. A log has only our own lines.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo dist docs bench test test-fast test-all coverage compiled test-compiled test-vllm test-wire test-mlx test-clients environments gpu-test soak check format clean distclean
+.PHONY: help demo dist docs release bench test test-fast test-all coverage compiled test-compiled test-vllm test-wire test-mlx test-clients environments gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -65,7 +65,8 @@ help:
 	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
 	@echo 'make check   format, lint, types, floors and sizes: what CI checks beside the tests'
 	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
-	@echo 'make dist    a release: source distribution, plain and compiled wheel, checked and tried in clean environments'
+	@echo 'make dist    source distribution, plain and compiled wheel, checked and tried in clean environments'
+	@echo 'make release VERSION=0.3.0  writes the version, checks all that needs no GPU but test-all, and makes dist/'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: all .venv folders too'
 	@echo
@@ -206,6 +207,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
+	$(DOCS_VENV)/bin/python tools/try_site.py
 	@echo 'The site is in build/site/index.html'
 
 # The environments of CI. `make -j2 environments` makes them side by side, since installing keeps one core busy.
@@ -231,6 +233,13 @@ dist:
 	$(DIST_VENV)/bin/twine check --strict dist/*
 	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*-none-any.whl --python $(DIST_PYTHONS)
 	$(DIST_VENV)/bin/python tools/try_wheel.py $$(ls dist/*.whl | grep -v none-any) --python "$(PYTHON)"
+
+# The version and the changelog's day, and what shows that they fit. docs/releasing.md says what is left to do.
+release: $(DEV_STAMP)
+	$(BIN)/python tools/release.py $(VERSION)
+	$(MAKE) check docs dist
+	$(BIN)/python -m pytest -q -n 0 tests/house/test_packaging.py tests/house/test_release.py
+	@echo 'Left: make test-all, make gpu-test on a GPU, the commit and its tag, and the upload: docs/releasing.md'
 
 format: $(DEV_STAMP)
 	$(BIN)/python -m ruff format .

@@ -69,13 +69,14 @@ def compiled_files() -> list[str]:
 def long_description() -> str:
     """Return README.md with links to files of this version's tag, below the repository of pyproject.toml.
 
-    A package index has no files beside the page. Links with a scheme, and those within the page, stay.
+    A package index has no files beside the page. Links with a scheme, and those within the page, stay. Images of a
+    `<picture>` are HTML.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     version = (ROOT / "kvblocks" / "version.py").read_text(encoding="utf-8").split('"')[-2]
     repository = project["urls"]["Repository"]
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    images = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{repository}/raw/v{version}/", text)
+    images = re.sub(r"(!\[[^]]*\]\(|\bsrc(?:set)?=\")(?![a-z]+:|#)", rf"\g<1>{repository}/raw/v{version}/", text)
     return re.sub(r"(?<!!)(\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{repository}/blob/v{version}/", images)
 
 

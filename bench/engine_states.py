@@ -1,4 +1,4 @@
-"""What recurrent states are worth in the engine: the demo's requests on a random model in the shape of Qwen3-Next.
+"""What recurrent states are worth in the engine: the demo's requests on a random model in the shape of a hybrid one.
 
     python -m bench.engine_states [--model qwen3-next-small] [--marks] [--rounds N] [--threads N] [--json FILE]
 
@@ -9,7 +9,7 @@ round begins with an empty cache. Times are seconds from a call to its first tok
 
 The random model has Qwen3-Next's layers, three gated delta nets for each attention, and its sizes of heads, but fewer
 and narrower layers, and fewer experts. A state takes as much memory as about 1,550 tokens of K and V, as in the real
-model with both in one dtype.
+model with both in one dtype. `kimi-linear-small` is the same for Kimi Linear.
 
 What it does not show: a GPU, the real model, several requests at once, and a pool that is full.
 """

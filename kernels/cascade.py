@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvblocks.kernels.decode import attend_stream, decode, share_decodes
+from kvblocks.kernels.decode import attend_stream, decode, prepare_stream, share_decodes
 from kvblocks.kernels.device.decode import merge_cut_head
 from kvblocks.kernels.device.prefix import merge_cut_rows
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E
@@ -275,7 +275,9 @@ def cascade_decode(
     parts, of_parts = attend_runs(tensors, runs, options, shape, shares.runs, shares.lse)
     alone = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     alone_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    of_alone = attend_stream((*tensors[:3], *of_own), options, shape, shares.own, (alone, alone_lse))
+    own_tensors = (*tensors[:3], *of_own)
+    call = prepare_stream(own_tensors, options, shape, shares.own)
+    of_alone = attend_stream(own_tensors, options, call, shares.own, (alone, alone_lse))
     if of_parts.num_programs + of_alone.num_programs > 0:
         constants = {name: value for name, value in of_parts.constants.items() if name != "PARTS"}
         merge_parts_kernel[(of_parts.num_programs + of_alone.num_programs,)](

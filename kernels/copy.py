@@ -1,9 +1,12 @@
-"""Copy whole blocks of all layers: within the caches, and to and from one staging buffer.
+"""Copy whole blocks of all layers: within the caches, to and from a staging buffer; and states to and from slots.
 
 Copies move bytes, and do not distinguish K, V or layers. A `CacheTable` lists the caches, on the device, so that one
 launch serves all of them. Make it once, when the caches are allocated. In a staging buffer, a block's bytes of all
 caches lie next to each other. So blocks go to host memory, or come from it, in one transfer: `buffer.copy_(staging,
 non_blocking=True)`.
+
+A slot is the bytes of a recurrent state, which layers rewrite. A checkpoint has them cut into blocks, which lie
+anywhere; in a block they go on from one cache to the next, as in a staging buffer. So they need no such buffer.
 """
 
 from collections.abc import Sequence
@@ -120,6 +123,37 @@ def stage_kernel(
         tl.store(block + word, tl.load(staged + word, mask=is_word), mask=is_word)
 
 
+@triton.jit(do_not_specialize_on_alignment=["address_ptr", "piece_ptr"])
+def state_kernel(
+    address_ptr,
+    piece_ptr,
+    slot_ptr,
+    state_words,
+    block_words,
+    stride_words,
+    CHUNK: tl.constexpr,
+    SAVING: tl.constexpr,
+):
+    """Move one chunk of one block between a slot and one cache. Grid: (num_pieces, chunks of a block, num_caches).
+
+    address_ptr: int64 [num_caches]; piece_ptr: int64 [num_pieces, 3]: the slot, which block of the state, and the
+    block's id; slot_ptr: int64 [num_slots, state_words]. The last block of a state is only filled in part.
+    """
+    piece = piece_ptr + tl.program_id(0).to(tl.int64) * 3
+    slot, index, block_id = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    layer = tl.program_id(2)
+    word = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    place = (index * tl.num_programs(2) + layer) * block_words + word
+    is_word = (word < block_words) & (place < state_words)
+    cache = tl.multiple_of(tl.load(address_ptr + layer).to(tl.pointer_type(tl.int64)), 16)
+    block = cache + block_id * stride_words
+    state = slot_ptr + slot * state_words
+    if SAVING:
+        tl.store(block + word, tl.load(state + place, mask=is_word), mask=is_word)
+    else:
+        tl.store(state + place, tl.load(block + word, mask=is_word), mask=is_word)
+
+
 def copy_blocks(table: CacheTable, pairs: Tensor) -> None:
     """Copy blocks within every cache, as if pair after pair: a pair sees what the pairs before it have written.
 
@@ -155,6 +189,25 @@ def scatter_blocks(table: CacheTable, block_ids: Tensor, staging: Tensor) -> Non
     _stage(table, block_ids, staging, gathering=False)
 
 
+def save_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
+    """Copy states from slots into blocks.
+
+    slots: uint8 [num_slots, bytes of a state], contiguous. pieces: int64 [num_pieces, 3]: a slot, the number of a block
+    within its state, and the id of the block in the caches; each id at most once. What a state's last block has behind
+    the state's end stays. One launch, O(bytes). Raises KernelArgumentError. Changes the caches.
+    """
+    _move(table, slots, pieces, saving=True)
+
+
+def restore_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
+    """Copy states from blocks into slots.
+
+    Arguments as in `save_states`; each block of a slot's state at most once. Raises KernelArgumentError. Changes the
+    slots.
+    """
+    _move(table, slots, pieces, saving=False)
+
+
 def _stage(table: CacheTable, block_ids: Tensor, staging: Tensor, *, gathering: bool) -> None:
     check_indices("block_ids", block_ids, block_ids.numel(), torch.int64)
     check_shape("staging", staging, (len(block_ids), table.staging_bytes))
@@ -171,6 +224,29 @@ def _stage(table: CacheTable, block_ids: Tensor, staging: Tensor, *, gathering: 
             *(table.addresses, block_ids, staging.view(torch.int64), words, table.stride_bytes // _WORD_BYTES),
             CHUNK=_CHUNK_WORDS,
             GATHERING=gathering,
+        )
+
+
+def _move(table: CacheTable, slots: Tensor, pieces: Tensor, *, saving: bool) -> None:
+    check_shape("pieces", pieces, (*pieces.shape[:1], 3))
+    check_dtype("pieces", pieces, (torch.int64,))
+    check_contiguous("pieces", pieces)
+    check_shape("slots", slots, (*slots.shape[:1], *slots.shape[-1:]))
+    check_dtype("slots", slots, (torch.uint8,))
+    check_contiguous("slots", slots)
+    check_devices(caches=table.addresses, slots=slots, pieces=pieces)
+    if slots.data_ptr() % _ALIGNMENT or slots.shape[1] % _ALIGNMENT:
+        raise KernelArgumentError(
+            f"slots: expected an address and rows in multiples of {_ALIGNMENT} bytes, got {slots.data_ptr()} and"
+            f" {slots.shape[1]}"
+        )
+    words = table.block_bytes // _WORD_BYTES
+    if len(pieces) > 0:
+        state_kernel[(len(pieces), triton.cdiv(words, _CHUNK_WORDS), len(table.caches))](
+            *(table.addresses, pieces, slots.view(torch.int64), slots.shape[1] // _WORD_BYTES),
+            *(words, table.stride_bytes // _WORD_BYTES),
+            CHUNK=_CHUNK_WORDS,
+            SAVING=saving,
         )
 
 

@@ -10,6 +10,8 @@ The host reads only shapes, so a call can be captured in a CUDA graph and replay
 in the same tensors.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -26,7 +28,10 @@ from kvblocks.kernels.launching import (
     Merge,
     Shares,
     empty_parts,
+    empty_results,
+    facts_of,
     find_launch,
+    make_room,
     parts_at_once,
     scaling,
     strides,
@@ -44,7 +49,7 @@ from kvblocks.kernels.layout import (
     check_last_stride,
     check_shape,
 )
-from kvblocks.kernels.table import DECODE, Launch
+from kvblocks.kernels.table import DECODE, Launch, count_programs
 
 
 def share_decodes(
@@ -105,57 +110,108 @@ def decode(
     of the softmax's denominator. Raises KernelArgumentError. Changes `output` only, and never waits for the device.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
-    shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
-    check_shape("query", query, (shape.num_seqs, *query.shape[1:]))
+    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
     if split_keys is not None and split_keys < 1:
         raise KernelArgumentError(f"split_keys: expected None or at least 1, got {split_keys}")
-    if output is None:
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    check_shape("output", output, tuple(query.shape))
-    check_dtype("output", output, QUERY_DTYPES)
-    check_last_stride("output", output)
-    check_devices(query=query, output=output)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    if split_keys is None:
+        return _decode_shared(tensors, options, output, launch, shares)
+    shape = _check_call(tensors, options, output)
+    results = empty_results(query, output)
     if shape.num_seqs > 0:
-        tensors = (query, key_cache, value_cache, block_tables, seq_lens)
-        if split_keys is None:
-            if shares is None:
-                shares = share_decodes(query, key_cache, seq_lens, window=window, launch=launch)
-            merge = attend_stream(tensors, options, shape, shares, (output, lse))
-            if merge.num_programs > 0:
-                stream_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
-        else:
-            launch = find_launch(DECODE, query, key_cache) if launch is None else launch
-            _decode_split(tensors, options, shape, launch, (output, lse), split_keys)
-    return output, lse
+        launch = find_launch(DECODE, query, key_cache) if launch is None else launch
+        _decode_split(tensors, options, shape, launch, results, split_keys)
+    return results
 
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def attend_stream(
-    tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, shares: Shares, results: tuple[Tensor, Tensor]
-) -> Merge:
-    """`decode` by even shares, but for the launch that is returned. Changes `results`, the output and the lse."""
+def _decode_shared(
+    tensors: _Inputs, options: AttentionOptions, output: Tensor | None, launch: Launch | None, shares: Shares | None
+) -> tuple[Tensor, Tensor]:
+    """`decode` by even shares. shares: None: they are made."""
+    query, key_cache, *_, seq_lens = tensors
+    if shares is None:
+        _check_call(tensors, options, output)
+        shares = share_decodes(query, key_cache, seq_lens, window=options.window, launch=launch)
+    used = shares
+
+    def prepare() -> StreamCall:
+        return prepare_stream(tensors, options, _check_call(tensors, options, output), used)
+
+    call = used.prepared(facts_of(options, *tensors, output), prepare)
+    results = empty_results(query, output)
+    if call.shape.num_seqs > 0:
+        merge = attend_stream(tensors, options, call, used, results)
+        if merge.num_programs > 0:
+            stream_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
+    return results
+
+
+@dataclass(frozen=True)
+class StreamCall:
+    """What is worked out before a call of `attend_stream`. constants: of the kernel; merging: of the merge."""
+
+    shape: AttentionShape
+    num_programs: int
+    strides: tuple[int, ...]
+    constants: dict[str, int | bool]
+    merging: dict[str, int]
+
+
+def prepare_stream(tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, shares: Shares) -> StreamCall:
+    """Check that the shares are for these tensors, which `check_attention` has checked. Changes nothing."""
     query, *caches, _seq_lens = tensors
-    output, lse = results
     check_indices("shares.ends", shares.ends, shape.num_seqs)
     check_devices(query=query, shares=shares.ends)
-    num_programs, parts, part_lse = empty_parts(query, shares.launch, shape.group_size)
+    launch = make_room(shares.launch, query, caches[0], options)
+    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
+    flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
+    return StreamCall(
+        shape,
+        count_programs(query.device, launch),
+        strides(query, *caches),
+        heads | tile_constants(query, caches[0], launch, options) | flags,
+        {
+            **heads,
+            "GROUP": shape.group_size,
+            "HEAD_DIM": shape.cache.head_dim,
+            "PARTS": parts_at_once(1, shape.cache.head_dim),
+        },
+    )
+
+
+def attend_stream(
+    tensors: _Inputs, options: AttentionOptions, call: StreamCall, shares: Shares, results: tuple[Tensor, Tensor]
+) -> Merge:
+    """`decode` by even shares, but for the launch that is returned. Changes `results`, the output and the lse."""
+    output, lse = results
+    shape, num_programs = call.shape, call.num_programs
+    parts, part_lse = empty_parts(tensors[0], num_programs, shape.group_size)
+    output_strides = output.stride()[:2]
     stream_kernel[(num_programs,)](
         *(*tensors, shares.ends, options.sinks, output, lse, parts, part_lse),
-        *(shape.num_seqs, options.window or 0, *scaling(options), *strides(query, *caches), *output.stride()[:2]),
-        NUM_KV_HEADS=shape.cache.num_kv_heads,
-        **tile_constants(query, caches[0], shares.launch, options),
-        HAS_WINDOW=options.window is not None,
-        HAS_SINKS=options.sinks is not None,
+        *(shape.num_seqs, options.window or 0, *scaling(options), *call.strides, *output_strides),
+        **call.constants,
     )
-    constants = {"NUM_KV_HEADS": shape.cache.num_kv_heads, "GROUP": shape.group_size, "HEAD_DIM": shape.cache.head_dim}
     return Merge(
         (num_programs - 1, shape.group_size),
-        (shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output.stride()[:2]),
-        constants | {"PARTS": parts_at_once(1, shape.cache.head_dim)},
+        (shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output_strides),
+        call.merging,
     )
+
+
+def _check_call(tensors: _Inputs, options: AttentionOptions, output: Tensor | None) -> AttentionShape:
+    """The sizes of a call. Raises KernelArgumentError."""
+    query = tensors[0]
+    shape = check_attention(*tensors, options)
+    check_shape("query", query, (shape.num_seqs, *query.shape[1:]))
+    if output is not None:
+        check_shape("output", output, tuple(query.shape))
+        check_dtype("output", output, QUERY_DTYPES)
+        check_last_stride("output", output)
+        check_devices(query=query, output=output)
+    return shape
 
 
 def _decode_split(

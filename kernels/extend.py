@@ -13,6 +13,8 @@ row's own position determines what the row adds up, and in which order. Tiles of
 size. A tile of which a row sees nothing doesn't change the row: its weights are 0, and the sum is multiplied by 1.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from kvblocks.kernels.launching import (
     MERGED_ROWS,
     Shares,
     empty_parts,
+    empty_results,
+    facts_of,
     find_launch,
     parts_at_once,
     scaling,
@@ -31,6 +35,7 @@ from kvblocks.kernels.launching import (
 )
 from kvblocks.kernels.layout import (
     AttentionOptions,
+    AttentionShape,
     check_attention,
     check_contiguous,
     check_devices,
@@ -38,7 +43,7 @@ from kvblocks.kernels.layout import (
     check_indices,
     check_shape,
 )
-from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch
+from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch, count_programs
 
 NARROW_ROWS = 32
 """Small tiles are used up to this many rows a sequence on average, where each head of a group counts as a row."""
@@ -83,44 +88,97 @@ def extend(
     the device.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
+    tensors = (query, key_cache, value_cache, block_tables, query_start, seq_lens)
+    if shares is None:
+        if _check_call(tensors, options, output).num_rows == 0:
+            return empty_results(query, output)
+        rows = (query, key_cache, query_start, seq_lens)
+        shares = share_rows(*rows, window=window, batch_invariant=batch_invariant, launch=launch)
+    used = shares
+    facts = (batch_invariant, *facts_of(options, *tensors, output))
+    call = used.prepared(facts, lambda: _prepare(tensors, options, output, used, is_fixed=batch_invariant))
+    output, lse = empty_results(query, output)
+    if call.shape.num_rows == 0:
+        return output, lse
+    units = (query_start, seq_lens, used.ends)
+    sizes = (call.shape.num_rows, call.shape.num_seqs, call.num_units)
+    parts, part_lse = empty_parts(query, call.num_parts, call.part_rows)
+    extend_kernel[(call.num_programs,)](
+        *(query, key_cache, value_cache, block_tables, *units, sinks, output, lse, parts, part_lse),
+        *(*sizes, window or 0, *scaling(options), *call.strides),
+        **call.constants,
+    )
+    if call.merging:
+        extend_merge_kernel[(call.num_programs - 1, call.part_rows // MERGED_ROWS)](
+            *(*units, output, lse, parts, part_lse, *sizes, call.num_programs), **call.merging, num_warps=4
+        )
+    return output, lse
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is worked out before the launches. merging: the constants of the merge; empty where nothing is split.
+
+    num_parts, part_rows: programs that have room for parts, and the rows of a part.
+    """
+
+    shape: AttentionShape
+    num_units: int
+    num_programs: int
+    num_parts: int
+    part_rows: int
+    strides: tuple[int, ...]
+    constants: dict[str, int | bool]
+    merging: dict[str, int | bool]
+
+
+def _prepare(
+    tensors: _Inputs, options: AttentionOptions, output: Tensor | None, shares: Shares, *, is_fixed: bool
+) -> _Call:
+    """Check a call. Raises KernelArgumentError."""
+    query, key_cache, value_cache, block_tables, query_start, _seq_lens = tensors
+    shape = _check_call(tensors, options, output)
+    num_units = _count_units(query, key_cache, query_start, shares.launch)
+    if shape.num_rows > 0:  # without rows nothing is launched, whatever the shares are
+        check_indices("shares.ends", shares.ends, num_units)
+        check_devices(query=query, shares=shares.ends)
+    constants = tile_constants(query, key_cache, shares.launch, options)
+    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
+    num_shared = count_programs(query.device, shares.launch)
+    merging = {
+        **heads,
+        **{name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")},
+        "ROWS": MERGED_ROWS,
+        "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim),
+    }
+    flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None, "UNIFORM": is_fixed}
+    return _Call(
+        shape,
+        num_units,
+        num_units * shape.cache.num_kv_heads if is_fixed else num_shared,
+        num_shared,
+        0 if is_fixed else constants["TILE_M"],
+        strides(query, key_cache, value_cache, block_tables),
+        heads | constants | flags,
+        merging if num_shared > 1 and not is_fixed else {},
+    )
+
+
+def _check_call(tensors: _Inputs, options: AttentionOptions, output: Tensor | None) -> AttentionShape:
+    """The sizes of a call. Raises KernelArgumentError."""
+    query, key_cache, value_cache, block_tables, query_start, seq_lens = tensors
     shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
     check_indices("query_start", query_start, shape.num_seqs + 1)
     check_devices(query=query, query_start=query_start)
-    output = _checked_output(query, output)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    if shape.num_rows == 0:
-        return output, lse
-    if shares is None:
-        rows = (query, key_cache, query_start, seq_lens)
-        shares = share_rows(*rows, window=window, batch_invariant=batch_invariant, launch=launch)
-    num_units = _count_units(query, key_cache, query_start, shares.launch)
-    check_indices("shares.ends", shares.ends, num_units)
-    check_devices(query=query, shares=shares.ends)
-    units = (query_start, seq_lens, shares.ends)
-    constants = tile_constants(query, key_cache, shares.launch, options)
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
-    num_programs, parts, part_lse = empty_parts(query, shares.launch, 0 if batch_invariant else constants["TILE_M"])
-    num_programs = num_units * shape.cache.num_kv_heads if batch_invariant else num_programs
-    extend_kernel[(num_programs,)](
-        *(query, key_cache, value_cache, block_tables, *units, sinks, output, lse, parts, part_lse),
-        *(shape.num_rows, shape.num_seqs, num_units, window or 0, *scaling(options)),
-        *strides(query, key_cache, value_cache, block_tables),
-        **heads,
-        **constants,
-        HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks is not None,
-        UNIFORM=batch_invariant,
-    )
-    if num_programs > 1 and not batch_invariant:
-        extend_merge_kernel[(num_programs - 1, constants["TILE_M"] // MERGED_ROWS)](
-            *(*units, output, lse, parts, part_lse, shape.num_rows, shape.num_seqs, num_units, num_programs),
-            **heads,
-            **{name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")},
-            ROWS=MERGED_ROWS,
-            PARTS=parts_at_once(MERGED_ROWS, shape.cache.head_dim),
-            num_warps=4,
-        )
-    return output, lse
+    if output is not None:
+        check_shape("output", output, tuple(query.shape))
+        check_dtype("output", output, (query.dtype,))
+        check_contiguous("output", output)
+        check_devices(query=query, output=output)
+    return shape
 
 
 def share_rows(
@@ -152,17 +210,6 @@ def share_rows(
         CHUNK=CHUNK,
     )
     return Shares(ends, launch)
-
-
-def _checked_output(query: Tensor, output: Tensor | None) -> Tensor:
-    """Where to write: the tensor that was given, or a new one. Raises KernelArgumentError."""
-    if output is None:
-        return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    check_shape("output", output, tuple(query.shape))
-    check_dtype("output", output, (query.dtype,))
-    check_contiguous("output", output)
-    check_devices(query=query, output=output)
-    return output
 
 
 def _count_units(query: Tensor, key_cache: Tensor, query_start: Tensor, launch: Launch) -> int:

@@ -1,13 +1,15 @@
 """What the hosts of `decode`, `extend` and `prefix_decode` share: tiles, constants and strides of their launches."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvblocks.kernels import table
-from kvblocks.kernels.layout import AttentionOptions, is_interpreted
-from kvblocks.kernels.table import Key, Launch, count_programs, find
+from kvblocks.kernels.layout import FP8, AttentionOptions, is_interpreted
+from kvblocks.kernels.table import Key, Launch, find
 
 INTERPRETED = is_interpreted()
 CHUNK = 1024
@@ -16,15 +18,46 @@ MERGED_ROWS = 4
 """Rows of a tile that a program merges."""
 
 
+Prepared = TypeVar("Prepared")
+Facts = tuple[object, ...]
+"""All that the checks of a call look at: two calls with equal facts pass the same checks."""
+
+
+def facts_of(options: AttentionOptions, query: Tensor, *tensors: Tensor | None) -> Facts:
+    """The facts of a call with these arguments."""
+    given = (query, *tensors, options.sinks, options.k_scale, options.v_scale)
+    return (
+        torch.cuda.current_device() if query.is_cuda else None,
+        *(options.scale, options.window, options.softcap),
+        *[
+            None
+            if one is None
+            else (one.shape, one.stride(), one.dtype, one.device, one.data_ptr() % 2 if one.dtype == FP8 else 0)
+            for one in given
+        ],
+    )
+
+
 @dataclass(frozen=True)
 class Shares:
     """How a call's work is shared out: see `device.shares`. Valid for calls with the same lengths, shapes and window.
 
     ends: int32 [num_units], on the device; launch: what says how large the tiles are.
+
+    The layers of a step call with the same shares and with tensors of the same kinds. So what a call checks and works
+    out before it launches is kept here for the next one: see `prepared`.
     """
 
     ends: Tensor
     launch: Launch
+    _last: list[tuple[Facts, Any]] = field(default_factory=list, repr=False, compare=False)
+
+    def prepared(self, facts: Facts, prepare: Callable[[], Prepared]) -> Prepared:
+        """What `prepare` returned when the call before had the same facts, or what it returns now."""
+        if not self._last or self._last[0][0] != facts:
+            self._last[:] = [(facts, prepare())]
+        found: Prepared = self._last[0][1]
+        return found
 
 
 @dataclass(frozen=True)
@@ -46,10 +79,21 @@ class Merge:
 
 def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
     """The table's entry for a query and a cache. Queries in fp32 make tiles of fp32, whatever the dtype of K."""
-    element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
+    element_bytes = _element_bytes(query, key_cache)
     launch = find(kernel, query.device, query.shape[-1], element_bytes)
     rows = tile_rows(query.shape[1] // key_cache.shape[2], launch)
     return table.widen(launch, rows, query.shape[-1], element_bytes, table.family(query.device))
+
+
+def make_room(launch: Launch, query: Tensor, key_cache: Tensor, options: AttentionOptions) -> Launch:
+    """An entry of `decode`, with as many programs on an SM as fit with these options. Its tiles are the same."""
+    key = table.family(query.device), query.shape[-1], _element_bytes(query, key_cache)
+    flags = {"has_softcap": options.softcap is not None, "has_sinks": options.sinks is not None}
+    return table.make_room(launch, key, **flags)
+
+
+def _element_bytes(query: Tensor, key_cache: Tensor) -> int:
+    return 4 if query.dtype == torch.float32 else key_cache.element_size()
 
 
 def tile_rows(group_size: int, launch: Launch) -> int:
@@ -97,12 +141,18 @@ def strides(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables:
     return (*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables.stride(0))
 
 
-def empty_parts(query: Tensor, launch: Launch, part_rows: int) -> tuple[int, Tensor, Tensor]:
-    """How many programs share a call's work, and empty tensors for their parts: fp32 rows, and their lse."""
-    num_programs = count_programs(query.device, launch)
+def empty_results(query: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where to write: the output that was given, or a new one, and an lse."""
+    if output is None:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return output, torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+
+
+def empty_parts(query: Tensor, num_programs: int, part_rows: int) -> tuple[Tensor, Tensor]:
+    """Empty tensors for the parts of programs that share a call's work: fp32 rows, and their lse."""
     parts = torch.empty(num_programs, 2, part_rows, query.shape[-1], dtype=torch.float32, device=query.device)
     part_lse = torch.empty(num_programs, 2, part_rows, dtype=torch.float32, device=query.device)
-    return num_programs, parts, part_lse
+    return parts, part_lse
 
 
 def parts_at_once(rows: int, head_dim: int) -> int:

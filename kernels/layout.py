@@ -78,10 +78,34 @@ class AttentionOptions:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels defined from now on run in Triton's interpreter, on CPU tensors. Needs triton."""
+    """Whether kernels defined from now on run in Triton's interpreter, on CPU tensors. Needs triton.
+
+    Raises ImportError if they do, and the interpreter can't work with the numpy that is installed.
+    """
     import triton
 
-    return bool(triton.knobs.runtime.interpret)
+    if not triton.knobs.runtime.interpret:
+        return False
+    from triton.runtime import interpreter
+
+    check_interpreter(triton.__version__, interpreter.np.__version__)
+    return True
+
+
+def check_interpreter(triton_version: str, numpy_version: str) -> None:
+    """Raise ImportError for versions that don't go together in Triton's interpreter.
+
+    Triton 3.6 takes numbers from arrays of one element, which numpy 2.4 no longer allows. Compiled kernels need no
+    numpy.
+    """
+    triton_release, numpy_release = (
+        tuple(int(part) for part in one.split(".")[:2]) for one in (triton_version, numpy_version)
+    )
+    if triton_release < (3, 7) and numpy_release >= (2, 4):
+        raise ImportError(
+            "TRITON_INTERPRET: expected triton 3.7 or newer, or numpy below 2.4, in Triton's interpreter, got triton"
+            f" {triton_version} and numpy {numpy_version}"
+        )
 
 
 def check_cache(key_cache: Tensor, value_cache: Tensor) -> CacheShape:

@@ -35,7 +35,7 @@ from kvblocks.kernels.layout import (
     check_shape,
 )
 from kvblocks.kernels.runs import SharedRuns
-from kvblocks.kernels.table import PREFIX_DECODE, Launch
+from kvblocks.kernels.table import PREFIX_DECODE, Launch, count_programs
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -70,7 +70,8 @@ def attend_runs(
     check_devices(query=query, shares=shares.ends, lse=lse)
     output = torch.empty((*lse.shape, shape.cache.head_dim), dtype=torch.float32, device=query.device)
     constants = tile_constants(query, key_cache, shares.launch, options)
-    num_programs, parts, part_lse = empty_parts(query, shares.launch, constants["TILE_M"])
+    num_programs = count_programs(query.device, shares.launch)
+    parts, part_lse = empty_parts(query, num_programs, constants["TILE_M"])
     results = (output, lse, parts, part_lse)
     prefix_kernel[(num_programs,)](
         *(*tensors, runs.members, runs.cohort_start),

@@ -89,6 +89,21 @@ def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_n
     )
 
 
+CROWDED: tuple[Key, ...] = (("sm90", 128, 2), ("sm100", 128, 2))
+"""Entries of `decode` of which two programs fit on an SM, and not three, in calls with a softcap and sinks.
+
+Compiled by triton 3.6.0 these kernels have some 200 registers a thread, and 168 at most without one of the two. The
+third program would run behind the first two: two rounds of a third of the work, not one of a half.
+"""
+
+
+def make_room(launch: Launch, key: Key, *, has_softcap: bool, has_sinks: bool) -> Launch:
+    """An entry of `decode` for a call with these options, with as many programs on an SM as fit."""
+    if key not in CROWDED or not (has_softcap and has_sinks):
+        return launch
+    return replace(launch, programs_per_sm=min(launch.programs_per_sm, 2))
+
+
 def narrows_queries(query: Tensor, key_cache: Tensor, rows: int) -> bool:
     """Whether queries in bf16 are multiplied with e4m3 as fp16: see `device.tiles.narrow_rows`. rows: of a tile.
 

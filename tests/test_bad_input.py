@@ -606,7 +606,7 @@ EXEMPT = {
     "CacheView": "What a policy may ask",
     "EvictionPolicy": "Says which of the free cached blocks is evicted next",
     "FreeBlockQueue": "checks no types",
-    "PrefixCacheProtocol": "one of their own or a stand-in",
+    "PrefixCacheProtocol": "implementations of your own and stand-ins",
     "CacheHit.__init__": "Made by `get_computed_blocks`",
     "BlockHold.__init__": "Made by `BlockHolds`",
     "BlockHolds.__init__": "Made by a manager",

@@ -1,10 +1,10 @@
 # ruff: noqa: E501  # a line of a picture is a line here
 """Draw the pictures of docs/pictures: `python tools/draw_pictures.py` writes them all.
 
-Each function below draws one picture, and is named like its file. A test compares the files with what this script draws.
+Each function of PICTURES draws one picture, and is named like its file. A picture is light or dark as the page around it is.
+README.md also has a dark file, since GitHub's theme chooses between files. A test compares the files with what is drawn.
 """
 
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +14,8 @@ FOLDER = ROOT / "docs" / "pictures"
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
 from picture import Picture  # noqa: E402  # tools/ is no package
-from ten_blocks import TenBlocks  # noqa: E402
-
-from kvblocks import KVCacheManager, Sequence  # noqa: E402
+from rooms import rooms  # noqa: E402
+from ten_blocks import worked_example  # noqa: E402
 
 
 def why() -> Picture:
@@ -80,6 +79,126 @@ def claim() -> Picture:
     return picture
 
 
+def shared_prefix() -> Picture:
+    """Three requests whose prompts begin alike: their block tables, and the pool."""
+    picture = Picture("Requests whose prompts begin alike have the same blocks in front", 314)
+    picture.text(20, 28, "Prompts that begin alike share the blocks of their beginning", "bold")
+    tables = [("request 1", (7, 3)), ("request 2", (5,)), ("request 3", (9, 8))]
+    for row, (name, own) in enumerate(tables):
+        y = 46 + 42 * row
+        picture.text(20, y + 20, name)
+        for place, number in enumerate((0, 1, 2)):
+            picture.box(110 + 62 * place, y, 62, str(number), "shared")
+        for place, number in enumerate(own):
+            picture.box(296 + 62 * place, y, 62, str(number), "own")
+    picture.text(440, 66, "block tables: which block has the next 16 tokens", "small")
+    picture.text(440, 108, "computed once, by whoever came first", "small")
+    picture.text(440, 124, "computed by the request itself", "small")
+    picture.box(420, 99, 12, "", "shared", 10)
+    picture.box(420, 115, 12, "", "own", 10)
+    picture.text(20, 226, "pool")
+    fills = ["shared"] * 3 + ["own", "gone", "own", "gone", "own", "own", "own"]
+    for number, fill in enumerate(fills):
+        picture.box(110 + 62 * number, 206, 62, f"block {number}", fill, 30)
+    for place in range(3):
+        x = 141 + 62 * place
+        picture.arrow((x, 162), (x, 204))
+        picture.text(x, 254, "3 owners", "small", "middle")
+    for number in (4, 6):
+        picture.text(141 + 62 * number, 254, "free, cached", "small", "middle")
+    picture.text(
+        20,
+        282,
+        "The three tables name the same memory, so its K and V are computed and kept once. Blocks 4 and 6 have no owner now;",
+        "small",
+    )
+    picture.text(
+        20, 298, "they keep what they hold until something else needs their memory, and a prompt may hit them.", "small"
+    )
+    return picture
+
+
+def checkpoint_way() -> Picture:
+    """From one sequence's slot to another's: saved, evicted to a tier, loaded, restored."""
+    picture = Picture(
+        "A checkpoint is saved after a step, kept in the pool and in tiers, and restored before a step", 342
+    )
+    picture.text(20, 28, "The way of a checkpoint, from one sequence to the next", "bold")
+    for y, name, what in ((60, "slots", "live states"), (150, "pool", "blocks"), (240, "tier", "host, disk, store")):
+        picture.text(20, y + 14, name)
+        picture.text(20, y + 30, what, "small")
+    picture.box(130, 60, 170, "state of the first", "own", 36)
+    picture.box(570, 60, 170, "state of the second", "own", 36)
+    for left in (130, 570):
+        for number, name in enumerate(("KV", "S1", "S2", "S3")):
+            picture.box(left + 44 * number, 150, 38, name, "new" if number else "shared", 36)
+    for number, name in enumerate(("KV", "S1", "S2", "S3")):
+        picture.box(350 + 44 * number, 240, 38, name, "new" if number else "shared", 36)
+    picture.arrow((215, 98), (215, 148))
+    picture.text(225, 128, "1. save, after the step", "small")
+    picture.arrow((215, 188), (215, 258), (346, 258))
+    picture.text(130, 282, "2. store, when its request ends", "small")
+    picture.arrow((524, 258), (655, 258), (655, 190))
+    picture.text(590, 282, "3. load, for a hit", "small")
+    picture.arrow((655, 148), (655, 98))
+    picture.text(645, 128, "4. restore, before the step", "small", "end")
+    picture.arrow((302, 168), (566, 168), dash=True)
+    picture.text(434, 160, "while it is still in the pool: no tier", "small", "middle")
+    picture.text(
+        20,
+        312,
+        "S1 to S3 are the parts of one state. They are found, moved and evicted together, never in part.",
+        "small",
+    )
+    picture.text(20, 328, "The second sequence goes on behind the last token that the state has seen.", "small")
+    return picture
+
+
+def gate() -> Picture:
+    """Sessions inside and outside of the session gate."""
+    picture = Picture("The session gate admits as many sessions as the cache can remember", 280)
+    picture.text(20, 28, "The gate: members take many turns in a row, the others wait for room", "bold")
+    picture.text(20, 58, "waiting sessions", "small dark")
+    for number, (name, width) in enumerate((("E", 120), ("F", 70), ("G", 90))):
+        picture.box(20, 70 + 38 * number, width, name, "gone")
+    picture.arrow((150, 85), (222, 85))
+    picture.text(186, 78, "room?", "small", "middle")
+    picture.arrow((230, 52), (230, 180), dash=True, tip=False)
+    picture.text(
+        250, 58, "members: the room in the cache, and what each one's prompt and answer take of it", "small dark"
+    )
+    x = 250
+    members = (("A", 130, "own"), ("B", 90, "own"), ("C", 80, "own"), ("D", 110, "shared"), ("free", 75, "empty"))
+    for name, width, fill in members:
+        picture.box(x, 70, width, name, fill)
+        x += width
+    picture.box(250, 116, 22, "", "own", 16)
+    picture.text(280, 128, "runs: each turn hits the prefix of the last one", "small")
+    picture.box(250, 140, 22, "", "shared", 16)
+    picture.text(280, 152, "pauses for a tool: keeps its place for a time that the gate learns", "small")
+    picture.arrow((648, 102), (648, 196), (80, 196), (80, 180))
+    picture.text(
+        364,
+        212,
+        "after too long a pause, or at the end of its turn, a member leaves and waits again",
+        "small",
+        "middle",
+    )
+    picture.text(
+        20,
+        246,
+        "Without a gate all seven take turns: each throws out the prefix that another one needs next, and every prompt is",
+        "small",
+    )
+    picture.text(
+        20,
+        262,
+        "computed from its beginning. With it E waits until it fits, or until nothing has been busy for a while.",
+        "small",
+    )
+    return picture
+
+
 def hash_chain() -> Picture:
     """Why equal blocks behind unequal beginnings are different."""
     picture = Picture("A block's key is its parent, its tokens and its extra keys", 250)
@@ -114,15 +233,7 @@ def free_queue() -> Picture:
     """In which order blocks are taken."""
     picture = Picture("The free queue: which block is taken next", 200)
     picture.text(20, 28, "Free blocks wait in one doubly linked list", "bold")
-    blocks = [
-        ("9", "empty"),
-        ("4", "empty"),
-        ("7", "gone"),
-        ("2", "shared"),
-        ("0", "shared"),
-        ("6", "shared"),
-        ("5", "shared"),
-    ]
+    blocks = list(zip("9472065", ["empty"] * 2 + ["gone"] + ["shared"] * 4, strict=True))
     picture.text(20, 86, "taken")
     picture.arrow((92, 81), (64, 81))
     for number, (name, fill) in enumerate(blocks):
@@ -348,108 +459,10 @@ def block_way() -> Picture:
     return picture
 
 
-def worked_example() -> Picture:
-    """The example of vLLM's design document, by time, as a real manager does it."""
-    manager = KVCacheManager(num_blocks=10, block_size=4)
-    first, second = Sequence("0", range(14)), Sequence("1", [*range(11), 100, 101, 102])
-    third = Sequence("2", [*range(12), *range(200, 217)])
-    picture = Picture("Ten blocks by time, with the queue of free blocks, here and in the document", 704)
-    picture.text(20, 28, "Ten blocks of four tokens, by time", "bold")
-    names = (("own", "one owner"), ("shared", "two owners"), ("gone", "free, cached"), ("empty", "free, holds nothing"))
-    for number, (fill, name) in enumerate(names):
-        picture.box(20 + 140 * number, 44, 22, "", fill, 18)
-        picture.text(48 + 140 * number, 57, name, "small")
-    blocks = TenBlocks(picture, manager, (first, second, third))
-    manager.allocate_slots(first)
-    blocks.draw("Request 0 comes with 14 tokens. Its three full blocks are cached.")
-    for token in (14, 15, 16):
-        manager.append_slots(first, [token])
-    blocks.draw("Request 0 has three more tokens: block 3 is full and cached, and a new block begins.")
-    manager.allocate_slots(second, hit=manager.get_computed_blocks(second))
-    blocks.draw("Request 1 comes with 14 tokens, of which 11 are the same: two full blocks are hit.")
-    manager.free(first)
-    blocks.draw("Request 0 ends. Blocks 0 and 1 still have an owner. Block 4 was not full, so it holds nothing.")
-    manager.free(second)
-    blocks.draw("Request 1 ends.")
-    manager.allocate_slots(third, hit=manager.get_computed_blocks(third))
-    blocks.draw("Request 2 comes with 29 tokens, of which 12 are the same: three blocks are hit, five are taken.")
-    return picture
-
-
-TOP_FLOOR = 7
-"""The highest floor of the manager. Above it, single modules are left out of the picture."""
-
-NOTES = (
-    "what can go wrong, records, checks",
-    "one group of full attention, and nothing else: begin here",
-    "what stays: pins, quotas, holds, what a policy evicts",
-    "several groups of layers; what is kept below the device",
-    "what people look at: events, why a prompt missed, pictures",
-    "KVCacheManager, the facade; PrefixCache, for other allocators",
-    "hit rates, and how long blocks live",
-    "what `from kvblocks import ...` finds",
-)
-"""What is on each floor of the manager, from floor 0 on."""
-
-
-def rooms() -> Picture:
-    """All rooms on their floors, as tests/house/layering.py has them."""
-    listed: dict[str, int] = runpy.run_path(str(ROOT / "tests" / "house" / "layering.py"))["FLOORS"]
-    placed = {name: floor for name, floor in listed.items() if floor <= TOP_FLOOR or is_folder(name)}
-    wings = {"around": (56, "new"), "engine": (300, "own"), "kernels": (640, "empty")}
-    rows = {floor: 24 * row for row, floor in enumerate(sorted(set(placed.values()), reverse=True))}
-    bottom = 60 + 24 * len(rows)
-    picture = Picture("The rooms of kvblocks on their floors", bottom + 34)
-    picture.text(20, 28, "A room imports from the floors below it, and from its own folder", "bold")
-    picture.text(56, 50, "formats, other engines, disks", "small")
-    picture.text(300, 50, "reference engine", "small")
-    for floor, y in rows.items():
-        picture.text(34, y + 74, str(floor), "small", "end")
-        ends = {wing: x for wing, (x, _) in wings.items()}
-        for module in sorted(name for name, place in placed.items() if place == floor):
-            wing = "around" if floor <= TOP_FLOOR else wing_of(module)
-            label = label_of(module)
-            width = 14 + round(6.5 * len(label))
-            picture.box(ends[wing], y + 60, width, label, "shared" if floor <= TOP_FLOOR else wings[wing][1], 19)
-            ends[wing] += width + 6
-        if floor <= TOP_FLOOR:
-            picture.text(max(380, ends["around"] + 6), y + 74, NOTES[floor], "small")
-    line = rows[TOP_FLOOR] + 57
-    picture.arrow((20, line), (740, line), dash=True, tip=False)
-    picture.text(300, line - 8, "below: no input or output, clock, thread or torch", "small")
-    picture.text(
-        20,
-        bottom + 18,
-        "Paths are below kvblocks/, those of blue rooms but engine and cli below kvblocks/engine/. kernels/ stands beside kvblocks/.",
-        "small",
-    )
-    return picture
-
-
-def is_folder(module: str) -> bool:
-    """Whether a module is a package. The kernels stand beside kvblocks/, and are one."""
-    return module.startswith("kvblocks.kernels") or (ROOT / module.replace(".", "/")).is_dir()
-
-
-def wing_of(module: str) -> str:
-    """Return the column of a room above the manager's floors."""
-    room = module.split(".")[1]
-    return {"engine": "engine", "cli": "engine", "kernels": "kernels"}.get(room, "around")
-
-
-def label_of(module: str) -> str:
-    """Return a room's path below kvblocks/, or below kvblocks/engine/ for rooms of the engine."""
-    if module == "kvblocks":
-        return "__init__.py"
-    path = module.removeprefix("kvblocks.").replace(".", "/")
-    for wing in ("engine/", "kernels/"):
-        path = path.removeprefix(wing)
-    return path if is_folder(module) else f"{path}.py"
-
-
 PICTURES: tuple[Callable[[], Picture], ...] = (
     claim,
     why,
+    shared_prefix,
     hash_chain,
     free_queue,
     runs,
@@ -458,17 +471,25 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
     windows,
     states,
     state_hit,
+    checkpoint_way,
+    gate,
     block_way,
     worked_example,
     rooms,
 )
 
 
+def files() -> dict[str, str]:
+    """Return the files of docs/pictures by name. What README.md shows is there as a dark file, too."""
+    drawn = {f"{draw.__name__.replace('_', '-')}.svg": draw().svg() for draw in PICTURES}
+    return drawn | {"claim-dark.svg": claim().svg(always_dark=True)}
+
+
 def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for draw in PICTURES:
-        (FOLDER / f"{draw.__name__.replace('_', '-')}.svg").write_text(draw().svg(), encoding="utf-8")
+    for name, svg in files().items():
+        (FOLDER / name).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,42 @@
 # ruff: noqa: E501  # a line of a picture is a line here
-"""`Picture`: an SVG with a light ground of its own, so that it can be read on a dark page too."""
+"""`Picture`: an SVG that is light on a light page and dark on a dark one."""
 
 from xml.sax.saxutils import escape
 
 WIDTH = 760
-FILLS = {
+LIGHT = {
+    "ground": "#fbfbf8",
+    "text": "#1c1c1c",
+    "faint": "#555555",
+    "stroke": "#444444",
     "shared": "#bfe3c8",  # cached, and used by several
     "own": "#c6dafc",  # a sequence's own
     "new": "#ffe2a8",  # computed or taken now
     "empty": "#ffffff",
     "gone": "#e3e3e3",  # no longer held, or not needed
-    "note": "none",
 }
+DARK = {
+    "ground": "#1b1f27",
+    "text": "#e8e8e4",
+    "faint": "#aab0b8",
+    "stroke": "#8f969f",
+    "shared": "#2c6a42",
+    "own": "#2f5290",
+    "new": "#80591a",
+    "empty": "#11141a",
+    "gone": "#3d434c",
+}
+FILLS = ("shared", "own", "new", "empty", "gone")
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
 <title>{title}</title>
-<style>text {{ font: 13px system-ui, sans-serif; fill: #1c1c1c }} .small {{ font-size: 11px; fill: #555 }}
-.bold {{ font-weight: 600 }} .dark {{ fill: #1c1c1c }} .line {{ stroke: #444; stroke-width: 1.3; fill: none }} .dash {{ stroke-dasharray: 4 3 }}</style>
+<style>svg {{ {colors} }}
+{query}text {{ font: 13px system-ui, sans-serif; fill: var(--text) }} .small {{ font-size: 11px; fill: var(--faint) }}
+.bold {{ font-weight: 600 }} .dark {{ fill: var(--text) }} .tip {{ fill: var(--stroke) }} .ground {{ fill: var(--ground) }}
+.line {{ stroke: var(--stroke); stroke-width: 1.3; fill: none }} .dash {{ stroke-dasharray: 4 3 }}
+{fills}</style>
 <defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
-<path d="M0 0 8 4 0 8z" fill="#444"/></marker></defs>
-<rect width="{width}" height="{height}" rx="8" fill="#fbfbf8"/>
+<path d="M0 0 8 4 0 8z" class="tip"/></marker></defs>
+<rect width="{width}" height="{height}" rx="8" class="ground"/>
 """
 
 
@@ -27,13 +45,14 @@ class Picture:
 
     def __init__(self, title: str, height: int, width: int = WIDTH) -> None:
         """Begin a picture."""
-        self.parts = [HEAD.format(width=width, height=height, title=escape(title))]
+        self._title, self._height, self._width = title, height, width
+        self.parts: list[str] = []
 
     def box(self, x: int, y: int, width: int, text: str, fill: str, height: int = 30) -> None:
         """A rectangle with a text in its middle. In a low rectangle the text is small."""
-        self.parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{FILLS[fill]}" stroke="#444"/>\n'
-        )
+        if fill not in FILLS:
+            raise ValueError(f"expected a fill of {FILLS}, got {fill!r}")
+        self.parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" class="{fill}"/>\n')
         kind, drop = ("small dark", 4) if height < 30 else ("", 5)
         if text:
             self.text(x + width // 2, y + height // 2 + drop, text, kind, "middle")
@@ -50,6 +69,15 @@ class Picture:
         kind = "line dash" if dash else "line"
         self.parts.append(f'<path d="{path}" class="{kind}"{end}{start}/>\n')
 
-    def svg(self) -> str:
-        """The whole picture."""
-        return "".join([*self.parts, "</svg>\n"])
+    def svg(self, *, always_dark: bool = False) -> str:
+        """The whole picture. Its colors are those that the page around it prefers, or always the dark ones."""
+        light, dark = (" ".join(f"--{name}: {color};" for name, color in colors.items()) for colors in (LIGHT, DARK))
+        head = HEAD.format(
+            width=self._width,
+            height=self._height,
+            title=escape(self._title),
+            colors=dark if always_dark else light,
+            query="" if always_dark else f"@media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}\n",
+            fills=" ".join(f".{fill} {{ fill: var(--{fill}); stroke: var(--stroke) }}" for fill in FILLS),
+        )
+        return "".join([head, *self.parts, "</svg>\n"])

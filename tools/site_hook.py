@@ -6,6 +6,7 @@ and `api/*` for the pages that are made here from the sources.
 
 import posixpath
 import re
+import runpy
 import shutil
 import sys
 import tomllib
@@ -41,6 +42,9 @@ OUTSIDE = {
 SOURCES = ROOT / "build" / "docs-sources"
 """The package as it ships, with kernels/ inside: the API reference is read from here."""
 
+PICTURE = re.compile(r"<picture>.*?<img alt=\"([^\"]*)\" src=\"([^\"]*)\">.*?</picture>", re.DOTALL)
+"""GitHub's theme chooses between two files. On the site the picture itself is light or dark as the page is."""
+
 UNRENDERED = re.compile(r"<p>[^<]*\n *(?:[-*] |\d+\. |\|)|```")
 """Markdown that GitHub renders and Python-Markdown doesn't: a list or table without a blank line before it, a fence."""
 
@@ -53,7 +57,8 @@ def on_startup(**_: Any) -> None:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the nav in, and take the address from pyproject.toml."""
+    """Fill the nav in, take the address from pyproject.toml, and put the version after the name, as all pages show."""
+    config.site_name += f" {version()}"
     config.extra["repository"] = repository()
     config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": repository(), "name": "sources"}]
     config.nav = [expanded(item, Path(config.docs_dir)) for item in config.nav or []]
@@ -63,6 +68,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def repository() -> str:
     """Return the address of the project."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+
+
+def version() -> str:
+    """Return what the site describes: a release, or what came after the last one."""
+    number = runpy.run_path(str(ROOT / "kvblocks" / "version.py"))["__version__"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased = changelog.partition("## [Unreleased]")[2].partition("\n## ")[0].strip()
+    return f"after {number}" if unreleased else number
 
 
 def expanded(item: Any, docs: Path) -> Any:
@@ -97,6 +110,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     if path.startswith("api/"):
         return markdown
     source = OUTSIDE.get(path, f"docs/{path}")
+    markdown = PICTURE.sub(r"![\1](\2)", markdown)
     return relink(markdown, lambda target: site_link(target, source, path, config.extra["repository"]))
 
 
@@ -115,6 +129,13 @@ def site_link(target: str, source: str, page: str, address: str) -> str:
     if not (ROOT / named).exists():
         log.warning("%s: %s: expected a file, got none", source, target)
     return f"{address}/{'tree' if (ROOT / named).is_dir() else 'blob'}/main/{named}{fragment}"
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Leave out what would be wrong: a sitemap and a page of errors, if nobody said where the site will be."""
+    if not config.site_url:
+        for name in ("404.html", "sitemap.xml", "sitemap.xml.gz"):
+            (Path(config.site_dir) / name).unlink(missing_ok=True)
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:

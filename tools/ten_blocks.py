@@ -1,4 +1,4 @@
-"""`TenBlocks`: what the worked example's blocks hold, time after time."""
+"""The picture of the worked example: what its ten blocks hold, time after time."""
 
 from picture import Picture
 
@@ -43,3 +43,31 @@ def spelled(tokens: list[int]) -> str:
     rest = spelled(tokens[last:]) if last < len(tokens) else ""
     first = f"{tokens[0]}" if last == 1 else f"{tokens[0]}-{tokens[last - 1]}"
     return f"{first}, {rest}" if rest else first
+
+
+def worked_example() -> Picture:
+    """The example of vLLM's design document, by time, as a real manager does it."""
+    manager = KVCacheManager(num_blocks=10, block_size=4)
+    first, second = Sequence("0", range(14)), Sequence("1", [*range(11), 100, 101, 102])
+    third = Sequence("2", [*range(12), *range(200, 217)])
+    picture = Picture("Ten blocks by time, with the queue of free blocks, here and in the document", 704)
+    picture.text(20, 28, "Ten blocks of four tokens, by time", "bold")
+    names = (("own", "one owner"), ("shared", "two owners"), ("gone", "free, cached"), ("empty", "free, holds nothing"))
+    for number, (fill, name) in enumerate(names):
+        picture.box(20 + 140 * number, 44, 22, "", fill, 18)
+        picture.text(48 + 140 * number, 57, name, "small")
+    blocks = TenBlocks(picture, manager, (first, second, third))
+    manager.allocate_slots(first)
+    blocks.draw("Request 0 comes with 14 tokens. Its three full blocks are cached.")
+    for token in (14, 15, 16):
+        manager.append_slots(first, [token])
+    blocks.draw("Request 0 has three more tokens: block 3 is full and cached, and a new block begins.")
+    manager.allocate_slots(second, hit=manager.get_computed_blocks(second))
+    blocks.draw("Request 1 comes with 14 tokens, of which 11 are the same: two full blocks are hit.")
+    manager.free(first)
+    blocks.draw("Request 0 ends. Blocks 0 and 1 still have an owner. Block 4 was not full, so it holds nothing.")
+    manager.free(second)
+    blocks.draw("Request 1 ends.")
+    manager.allocate_slots(third, hit=manager.get_computed_blocks(third))
+    blocks.draw("Request 2 comes with 29 tokens, of which 12 are the same: three blocks are hit, five are taken.")
+    return picture

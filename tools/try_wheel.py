@@ -3,8 +3,9 @@
     python tools/try_wheel.py WHEEL [--python PYTHON ...]
 
 Each PYTHON gets a virtual environment of its own in a temporary folder: the wheel, its dependencies, and the tests'
-tools at the versions in constraints.txt. There the trial imports kvblocks, hits a cached prefix, runs the command that
-needs an extra, and runs the tests below on a copy of tests/. It prints a line for each interpreter. The exit status is
+tools at the versions in constraints.txt. There the trial imports kvblocks, hits a cached prefix, runs README.md's code,
+compares what it prints with its comments, runs the command that needs an extra, and runs the tests below on a copy of
+tests/. It prints a line for each interpreter. The exit status is
 1 if one failed.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 TESTS = ("test_worked_examples.py", "test_manager.py", "test_late_commit.py", "core", "prefix_cache")
+PAGE = "docs/worked-example.md"  # which one of the tests runs
 TRIAL = """
 import sys
 import kvblocks
@@ -49,6 +51,15 @@ def run(command: list[str], folder: Path, *, expected: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def check_readme(own: str, folder: Path) -> None:
+    """Run README.md's first Python code. A comment behind a print begins with what is printed. Raises TrialError."""
+    code = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    expected = re.findall(r"^print\(.*\)  # (.+)$", code, flags=re.MULTILINE)
+    printed = run([own, "-c", code], folder).splitlines()
+    if not expected or len(printed) != len(expected) or not all(map(str.startswith, expected, printed)):
+        raise TrialError(f"README.md: expected its code to print {expected}, got {printed}")
+
+
 def try_wheel(wheel: Path, python: str, folder: Path) -> str:
     """Try the wheel with one interpreter and return a line of results. Raises TrialError."""
     environment = folder / "venv"
@@ -62,12 +73,15 @@ def try_wheel(wheel: Path, python: str, folder: Path) -> str:
     said = run([own, "-c", TRIAL], folder).strip()
     if not Path(said.split(" ", 2)[2]).resolve().is_relative_to(environment.resolve()):
         raise TrialError(f"expected kvblocks of {environment}, got {said}")
+    check_readme(own, folder)
     refusal = run([own, "-m", "kvblocks"], folder, expected=1)
     if "kvblocks[engine]" not in refusal:
         raise TrialError(f"expected `python -m kvblocks` to name the extra that it needs, got {refusal}")
     run([*install, *TOOLS], folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / PAGE, folder / PAGE)
     report = run(
         [own, "-m", "pytest", "-q", "-m", "not slow", "--durations=0", *(f"tests/{name}" for name in TESTS)], folder
     )

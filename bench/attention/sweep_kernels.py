@@ -4,6 +4,7 @@
 candidate runs on the same few batches, each replayed from a CUDA graph, and the one with the least product of times
 wins, so all batches count alike. A candidate that does not compile, does not fit, or computes a wrong result is out.
 
+Candidates of an entry are compiled by several processes (`--processes`), and then measured one after another.
 `--json FILE` writes each candidate's times there at once. A run with the same file goes on behind what it has.
 
 The table's present entries do not come from here: they were chosen by reasoning and by compiling ahead of time, for
@@ -12,17 +13,25 @@ want of a GPU.
 
 import argparse
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from bench.attention import sass
+from bench.attention.recording import SMS, Recording, record
 from bench.attention.sweep_results import SweepResults, Times
 from kvblocks.kernels import table
 from kvblocks.kernels.layout import FP8
@@ -72,13 +81,14 @@ def candidates(kernel: str, head_dim: int, element_bytes: int) -> Iterator[Launc
                 yield Launch(tile_keys, num_warps, num_stages, tile_rows, programs)
 
 
-def make_call(kernel: str, shape: tuple[int, int, int], head_dim: int, element_bytes: int) -> Call:
+def make_call(
+    kernel: str, shape: tuple[int, int, int], head_dim: int, element_bytes: int, device: torch.device
+) -> Call:
     """A call of a kernel on a batch whose blocks are scattered."""
     from kvblocks.kernels.decode import decode
     from kvblocks.kernels.extend import extend
 
     num_seqs, num_rows, context = shape
-    device = torch.device("cuda")
     dtype, kv_dtype = DTYPES[element_bytes]
     max_blocks = -(-context // BLOCK_SIZE)
     torch.manual_seed(0)
@@ -133,14 +143,46 @@ def try_launch(
             launches[key] = before
 
 
-def sweep(kernel: str, head_dim: int, element_bytes: int, results: SweepResults) -> None:
+def record_launch(launch: Launch, kernel: str, key: table.Key) -> Recording:
+    """What a candidate launches on all shapes of its kernel, for the key's family. Nothing is computed."""
+    launches: dict[table.Key, Launch] = getattr(table, kernel)
+    with record(key[0]) as recording, patch.dict(launches, {key: launch}):
+        for shape in SHAPES[kernel]:
+            make_call(kernel, shape, *key[1:], torch.device("meta"))()
+    return recording
+
+
+def _compile_share(kernel: str, key: table.Key, launches: list[Launch]) -> None:
+    for launch in launches:
+        with suppress(Exception):  # whatever it is, measuring the candidate meets it again, and says so
+            for specialisation in record_launch(launch, kernel, key).specialisations.values():
+                sass.build(specialisation, key[0])
+
+
+def compile_candidates(kernel: str, key: table.Key, launches: list[Launch], num_processes: int) -> None:
+    """Compile candidates into Triton's cache, in processes that use no GPU. A compiler that ends one is no error.
+
+    Measuring them afterwards finds them there. Compiled one by one they would take most of a sweep.
+    """
+    if num_processes < 2 or not launches or key[0] not in SMS:
+        return
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+        shares = [pool.submit(_compile_share, kernel, key, launches[i::num_processes]) for i in range(num_processes)]
+        for share in shares:
+            with suppress(BrokenProcessPool):
+                share.result()
+
+
+def sweep(kernel: str, head_dim: int, element_bytes: int, results: SweepResults, num_processes: int) -> None:
     """Sweep one entry. Print the fastest one, with its times and the mean of the table's present one."""
     launches: dict[table.Key, Launch] = getattr(table, kernel)
-    key = (table.family(torch.device("cuda")), head_dim, element_bytes)
+    device = torch.device("cuda")
+    key = (table.family(device), head_dim, element_bytes)
     present = launches.get(key) or launches["any", head_dim, element_bytes]
-    calls = [make_call(kernel, shape, head_dim, element_bytes) for shape in SHAPES[kernel]]
-    expected = [call()[0].float() for call in calls]
     tried = dict.fromkeys([present, *candidates(kernel, head_dim, element_bytes)])
+    compile_candidates(kernel, key, [one for one in tried if not results.knows(kernel, key, one)], num_processes)
+    calls = [make_call(kernel, shape, head_dim, element_bytes, device) for shape in SHAPES[kernel]]
+    expected = [call()[0].float() for call in calls]
 
     def times_of(launch: Launch) -> Times:
         found = try_launch(launch, launches, key, calls, expected)
@@ -207,6 +249,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), action="append")
     parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="of an element of K")
     parser.add_argument("--json", type=Path, help="a file of JSON lines for the results, and from an earlier run")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile; default: %(default)s")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")
@@ -219,7 +262,7 @@ def main() -> None:
     for kernel in (name for name in kernels if name in SHAPES):
         for head_dim, element_bytes in product(given.head_dim or (64, 128, 256), given.bytes or (1, 2, 4)):
             if element_bytes > 1 or torch.cuda.get_device_capability() >= (8, 9):
-                sweep(kernel, head_dim, element_bytes, results)
+                sweep(kernel, head_dim, element_bytes, results, given.processes)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,13 @@ class SweepResults:
             for line in text.splitlines():
                 self._note(line)
 
+    def knows(self, kernel: str, key: Key, launch: Launch) -> bool:
+        """Whether `measured` has the times of a candidate, or knows that it is out."""
+        return json.dumps(_describe(kernel, key, launch)) in self._found
+
     def measured(self, kernel: str, key: Key, launch: Launch, measure: Callable[[], Times]) -> Times:
         """A candidate's times: those in the file, or else what `measure` gives, which is written."""
-        what = {"kernel": kernel, "key": list(key), "launch": asdict(launch)}
+        what = _describe(kernel, key, launch)
         name = json.dumps(what)
         if name not in self._found:
             self._append(json.dumps(what | {"state": "began"}) + "\n")
@@ -56,3 +60,7 @@ class SweepResults:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def _describe(kernel: str, key: Key, launch: Launch) -> dict[str, Any]:
+    return {"kernel": kernel, "key": list(key), "launch": asdict(launch)}

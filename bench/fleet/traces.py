@@ -38,8 +38,9 @@ from kvblocks import KVCacheManager, Tier
 from kvblocks import Sequence as Prompt
 from kvblocks.errors import KVBlocksError
 from kvblocks.replay.options import parse_range
+from kvblocks.replay.pools import STORE, SharedBlocks
 from kvblocks.replay.readers import read_trace
-from kvblocks.replay.run import ARRIVAL, STORE, Agenda, FleetMember, Setup, SharedBlocks, TraceRun, push_arrivals
+from kvblocks.replay.run import ARRIVAL, Agenda, FleetMember, Setup, TraceRun, push_arrivals
 from kvblocks.replay.sample import SAMPLE
 from kvblocks.replay.trace import Trace, arrival_times, think_times
 from kvblocks.wire.codecs import EventBatch

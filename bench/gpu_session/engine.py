@@ -89,6 +89,7 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
     for batch, context, options in DECODES[:2] if is_rehearsal else DECODES:
         how = "top_p" if options else "greedy"
         yield f"decode {batch} x {context}, {how}", partial(runs.decode, batch, context, options)
+    yield "memory of the largest steps", runs.memory
     yield "prefill 2 x 8000", runs.prefill
     yield "prefixes of 1024 cached, 32 suffixes of 16", runs.suffixes
     yield "mixed: 32 decodes, prompts of 512 beside them", runs.mixed
@@ -126,6 +127,19 @@ class _Runs:
         facts["tokens_per_s"] = batch / (facts["step_ms"] * 1e-3)
         return facts
 
+    def memory(self) -> Facts:
+        """What the largest steps take beside the cache, as an engine measures it that gets a share of the memory."""
+        from kvblocks.engine import StepLimits
+        from kvblocks.engine.run.backends import Backend
+        from kvblocks.engine.worst_steps import WorstSteps
+
+        model = self._loaded()
+        limits = StepLimits.default_on("cuda") if self._scale.shrink == 1 else StepLimits(self._scale.chunk, 4)
+        start = time.perf_counter()
+        backend = Backend(attention="triton").prepared(model, BLOCK_SIZE)
+        num_bytes = WorstSteps(model, backend, BLOCK_SIZE, limits).measure()
+        return {"bytes": num_bytes, "seconds": time.perf_counter() - start, "limits": str(limits)}
+
     def prefill(self) -> Facts:
         """Whole prompts, a token of each."""
         context = self._small(8000, least=8)
@@ -140,7 +154,13 @@ class _Runs:
     def suffixes(self) -> Facts:
         """The main case of a prefix cache: a long cached prefix, and few new tokens."""
         shared, own, batch = self._small(1024, least=32), self._small(16, least=2), self._small(32)
-        engine, facts = self._engine(batch, shared + own + 16, warms_up=False)
+        facts: Facts = {}
+        for how, has_graphs in (("without graphs", False), ("with graphs", True)):
+            engine, _ = self._engine(batch, shared + own + 16, warms_up=False, has_graphs=has_graphs)
+            facts[how] = self._time_suffixes(engine, shared, own, batch)
+        return facts
+
+    def _time_suffixes(self, engine: "Engine", shared: int, own: int, batch: int) -> Facts:
         prefix = self._prompts(1, shared, seed=99)[0]
         engine.generate([prefix], max_tokens=1, ignore_eos=True)
         samples = []
@@ -151,9 +171,10 @@ class _Runs:
             samples.append(self._time_steps(engine, 1))
             while engine.has_work:
                 engine.step()
+        facts: Facts = {"all": samples, "replays": getattr(engine.runner, "num_ragged_replays", 0)}
         for name in ("step_ms", "host_cpu_ms"):
             facts[name] = statistics.median(sample[name] for sample in samples[1:])
-        return facts | {"all": samples}
+        return facts
 
     def mixed(self) -> Facts:
         """Steps with decodes of some requests, and a chunk of another one's prompt."""
@@ -217,13 +238,16 @@ class _Runs:
             self._model = random_model(config(self._scale), self._scale.device, self._scale.dtype)
         return self._model
 
-    def _engine(self, batch: int, num_tokens: int, *, warms_up: bool = True) -> "tuple[Engine, Facts]":
+    def _engine(
+        self, batch: int, num_tokens: int, *, warms_up: bool = True, has_graphs: bool = True
+    ) -> "tuple[Engine, Facts]":
         """An engine with room for so many requests of so many tokens, and what its warm-up took."""
         from kvblocks.engine import Engine, StepLimits
 
         self._forget_engines()
         num_blocks = (batch + 1) * -(-num_tokens // BLOCK_SIZE)
-        engine = Engine(self._loaded(), num_blocks=num_blocks, block_size=BLOCK_SIZE, attention="triton")
+        sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE}
+        engine = Engine(self._loaded(), **sizes, attention="triton", cuda_graphs=has_graphs)
         most = max(batch, self._scale.chunk)
         engine.limits = StepLimits(max_num_batched_tokens=most, max_num_seqs=batch + 1)
         facts: Facts = {"num_blocks": num_blocks}

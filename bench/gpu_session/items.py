@@ -15,7 +15,9 @@ TEST_PROCESSES = ("4", "12")
 _TEST_TIMEOUT_S = 120
 OWN = ("facts", "smoke", "engine")
 """Items that are modules of this folder: each has `cases`."""
-SANITIZED = tuple(f"tests/kernels/test_{name}.py" for name in ("store", "decode", "extend", "prefix_decode", "copy"))
+SANITIZED = tuple(
+    f"tests/kernels/test_{name}.py" for name in ("store", "decode", "extend", "prefix_decode", "copy", "states")
+)
 """Run under compute-sanitizer, without torch's caching allocator: only then it knows the bounds of every tensor."""
 
 NO_GPU = """bench.gpu_session: expected a GPU that torch can use, got none.

@@ -1,9 +1,10 @@
 """What a session gate is worth: sessions' delays on servers that take time, beside no gate, caps and an infinite cache.
 
     python -m bench.replay.gate TRACE [--kind sessions|mooncake] [--pool 1000000] [--host 0] [--servers 8B 70B]
-        [--gaps agents recorded] [--loads 1 0.5] [--seeds 1 2 3] [--caps 6 8 ...] [--json FILE]
+        [--gaps agents recorded] [--loads 1 0.5] [--seeds 1 2 3] [--caps 6 8 ...] [--made-up SEED] [--json FILE]
 
-Each run is a `ServedRun`: the production manager and the production gate, on modelled time. A setting is a server and
+Each run is a `ServedRun`: the production manager (or arrays that decide the same) and the production gate, on modelled
+time. A setting is a server and
 a kind of gaps:
 
     8B, 70B     20,000 and 3,000 prompt tokens a second; steps of 8 ms and 25 ms, and 44 ns and 25 ns for each token of
@@ -16,8 +17,9 @@ loop: always the same number of users, who begin their next session 5 s after th
 number of users. Sessions are shuffled, and begin at random (Poisson), by the seed. "tuned cap" is the cap with the
 least mean delay: of all caps at the first seed, then of the best one and those beside it.
 
-With `--kind mooncake` a request that continues another's prompt is of its session, and sessions begin when the trace
-says, `--speed` times as fast.
+With `--made-up` the sessions are drawn at random from the trace's distributions: a check on sessions that nothing was
+tuned for. With `--kind mooncake` a request that continues another's prompt is of its session, and sessions begin when
+the trace says, `--speed` times as fast.
 
 What it doesn't show: a real engine's time, prompts whose computing grows with their length, or users who give up.
 """
@@ -25,6 +27,7 @@ What it doesn't show: a real engine's time, prompts whose computing grows with t
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from random import Random
@@ -34,9 +37,10 @@ import numpy as np
 
 from bench.conditions import conditions, keep, print_conditions
 from kvblocks.replay.readers import read_trace
+from kvblocks.replay.run import num_common
 from kvblocks.replay.served.entrances import GATE, INFINITE, NONE
 from kvblocks.replay.served.run import Served, ServedRun, ServerModel
-from kvblocks.replay.trace import Numbers, Trace, think_times
+from kvblocks.replay.trace import Numbers, Trace, ends_of, number_densely, think_times
 
 BLOCK_SIZE = 512
 SERVERS = {
@@ -131,6 +135,57 @@ def chain(trace: Trace) -> Trace:
     )
 
 
+def made_up(trace: Trace, seed: int) -> Trace:
+    """Return as many made-up sessions, of the same distributions, as a check on traces that weren't looked at.
+
+    Drawn independently from the trace: how many requests a session has; its first request; and for each further one, a
+    request of the trace that isn't a first one: which share of the prompt before it begins its own, how many blocks and
+    tokens it adds, its answer, its pause, its duration and its stop reason. No two sessions have a block in common.
+    """
+    random = Random(seed)
+    lengths = np.diff(trace.ends).tolist()
+    by_session: dict[int, list[int]] = {}
+    for request, session in enumerate(trace.sessions.tolist()):
+        by_session.setdefault(session, []).append(request)
+    firsts = [requests[0] for requests in by_session.values()]
+    steps = [pair for requests in by_session.values() for pair in pairwise(requests)]
+    shared = {after: num_common(trace.blocks_of(before), trace.blocks_of(after)) for before, after in steps}
+    most = max(lengths)
+    prompts: list[Numbers] = []
+    sources: list[int] = []
+    sessions: list[int] = []
+    num_blocks = 0
+    for session in range(len(by_session)):
+        path = np.empty(0, np.int64)
+        for turn in range(len(by_session[random.choice([*by_session])])):
+            before, source = random.choice(steps) if turn else (-1, random.choice(firsts))
+            kept = len(path) * shared[source] // max(1, lengths[before]) if turn else 0
+            number = max(0, min(lengths[source] - shared.get(source, 0), most - kept))
+            path = np.concatenate([path[:kept], np.arange(num_blocks, num_blocks + number)])
+            num_blocks += number
+            prompts.append(path)
+            sources.append(source)
+            sessions.append(session)
+    sizes = np.array([len(prompt) for prompt in prompts])
+    rest = (trace.tokens - np.diff(trace.ends) * trace.block_size)[sources]  # of the prompt's last, partial block
+    thinks, durations = trace.thinks[sources], np.nan_to_num(trace.durations[sources], nan=_UNKNOWN_S)
+    return replace(
+        trace,
+        name=f"made up of {trace.name}, seed {seed}",
+        blocks=number_densely(np.concatenate(prompts)),
+        ends=ends_of(sizes),
+        sessions=np.array(sessions),
+        times=np.arange(len(sources), dtype=np.float64),
+        durations=durations,
+        thinks=np.where(np.isnan(thinks), think_times(trace)[sources], thinks),
+        tokens=np.maximum(1, sizes * trace.block_size + rest),
+        outputs=trace.outputs[sources],
+        stops=[trace.stops[source] for source in sources],
+        session_names=[str(session) for session in range(len(by_session))],
+        tenants=[None] * len(by_session),
+    )
+
+
 class Bench:
     """All runs of one server and one kind of gaps."""
 
@@ -188,6 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--kind", choices=("sessions", "mooncake"), default="sessions")
     parser.add_argument("--sessions", help="FROM:TO: only these, counted from 0")
+    parser.add_argument("--made-up", type=int, help="a seed: made-up sessions of the trace's distributions instead")
     parser.add_argument("--pool", type=int, default=1_000_000, help="tokens")
     parser.add_argument("--host", type=int, default=0, help="tokens of a host tier")
     parser.add_argument("--speed", type=float, default=1.0, help="of Mooncake's clock")
@@ -204,6 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
         trace = trace.take_sessions(int(first), int(last))
     if given.kind == "mooncake":
         trace = chain(trace)
+    if given.made_up is not None:
+        trace = made_up(trace, given.made_up)
     facts = conditions(
         trace=trace.name,
         num_sessions=len(trace.session_names),

@@ -23,7 +23,6 @@ from kvblocks.engine.model.fields import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
-from kvblocks.engine.run.cache_size import size_cache
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
@@ -38,6 +37,7 @@ from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.registry import read_tiers
+from kvblocks.engine.worst_steps import WorstSteps
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.manager import KVCacheManager
@@ -60,7 +60,8 @@ class Engine:
     num_blocks, block_size: the KV cache, in blocks and tokens a block. A block holds the KV of one group of layers
     (`plan`). If no layer has a window, that is all layers.
     kv_cache_memory: instead of num_blocks, the memory of all blocks: bytes, a text such as "2GiB", or a share of the
-    memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
+    memory that is free once the model is loaded (a float, up to 1.0). A share of a GPU's memory is for what steps take
+    beside the cache, too: that is measured first. Neither: DEFAULT_KV_CACHE_BYTES, on a GPU DEFAULT_GPU_SHARE.
     num_state_slots: how many sequences can run at once, in a model with recurrent states. None: MAX_STATE_SLOTS, or as
     many as take no more memory than the blocks. They are a part of kv_cache_memory, and come on top of num_blocks.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
@@ -85,6 +86,7 @@ class Engine:
     needs the blocks (docs/design/engine/remembered.md). `close` frees them.
     session_gate: whether sessions take turns, so that the prompts of those inside fit the pool (docs/gate.md). Others
     wait before the queue; their requests are those with the option `session`.
+    limits: how much one step computes at most; None: `StepLimits.default_on` the device.
     num_history_blocks: how many evicted blocks `manager.inspect.explain` remembers.
     tiers: where blocks go that don't fit the pool, the quickest first: URLs such as "host:2GiB", "disk:FOLDER" and
     "valkey://HOST:6379", or `TierOptions`, which also have a size and a secret (docs/tiers.md). Close an engine with
@@ -115,18 +117,15 @@ class Engine:
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
         eviction: str | PolicyFactory | None = None,
+        limits: StepLimits | None = None,
         num_history_blocks: int = 0,
         remember_next_token: bool = False,
         session_gate: bool = False,
         tiers: Iterable[str | TierOptions] = (),
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
-        _check_options(
-            on_events,
-            eviction,
-            enable_prefix_caching,
-            {"remember_next_token": remember_next_token, "session_gate": session_gate},
-        )
+        flags = {"remember_next_token": remember_next_token, "session_gate": session_gate}
+        _check_options(on_events, eviction, enable_prefix_caching, flags)
         below = read_tiers(tiers)
         order = make_order(schedule)
         check_count("block_size", block_size, 1)
@@ -135,8 +134,9 @@ class Engine:
         if self.model.config.has_states:
             _check_states(self.model, below, remembers=remember_next_token)
         backend = backend.prepared(self.model, block_size)  # called before anything large is allocated
-        layout = backend.plan_cache(self.model, block_size)
-        self.plan = size_cache(layout, num_blocks, kv_cache_memory, num_state_slots, self.model.device)
+        limits = StepLimits.default_on(self.model.device.type) if limits is None else _check_limits(limits)
+        steps = WorstSteps(self.model, backend, block_size, limits)
+        self.plan = steps.plan_cache(num_blocks, kv_cache_memory, num_state_slots)
         built = build_tiers(below, self.model, self.plan, backend)
         with built:  # closes what it has opened if this fails
             self.manager = KVCacheManager(
@@ -151,8 +151,8 @@ class Engine:
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
             located = [LayerLocation(*location) for location in self.plan.layer_groups]
             self.runner = backend.make_runner(self.model, self.manager, located)
-            remembers, has_gate = remember_next_token, session_gate
-            self.scheduler = _make_scheduler(self.manager, self.runner, order, remembers=remembers, has_gate=has_gate)
+            how = {"remembers": remember_next_token, "has_gate": session_gate}
+            self.scheduler = _make_scheduler(self.manager, self.runner, order, limits, **how)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
         self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens))
@@ -166,9 +166,7 @@ class Engine:
 
     @limits.setter
     def limits(self, limits: StepLimits) -> None:
-        if not isinstance(limits, StepLimits):
-            raise InvalidArgumentError(f"limits: expected StepLimits, got {limits!r}")
-        self.scheduler.limits = limits
+        self.scheduler.limits = _check_limits(limits)
 
     @property
     def sampling(self) -> SamplingCounts:
@@ -226,7 +224,7 @@ class Engine:
     def warm_up(self, on_step: Callable[[str, int, int], object] | None = None) -> dict[str, float]:
         """Compile all kernels and capture decode steps now, and not only when the first requests need them.
 
-        For steps of up to `limits.max_num_seqs` sequences, before anything is submitted. on_step: called with the next
+        For steps within `limits`, before anything is submitted. on_step: called with the next
         step's name, the number of steps done, and their total. Returns the seconds that compiling took, by kernel name;
         0 for kernels in Triton's cache on disk; empty if attention isn't triton. Raises InvalidArgumentError if
         anything is running, and what a step raises. Cached blocks and requests are unchanged.
@@ -236,7 +234,7 @@ class Engine:
             raise wrong("on_step", "a callable or None", on_step)
         if self.has_work or self.scheduler.entrance.held:
             raise InvalidArgumentError("warm_up: expected an engine with nothing to do, got unfinished work")
-        steps = self.runner.warm_up_steps(self.limits.max_num_seqs)
+        steps = self.runner.warm_up_steps(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         with watch_compiling(self.runner.model.attention) as seconds:
             for done, (name, run) in enumerate(steps):
                 if on_step is not None:
@@ -401,6 +399,12 @@ class Engine:
                 self._stepper.cancel(generation)
 
 
+def _check_limits(limits: object) -> StepLimits:
+    if not isinstance(limits, StepLimits):
+        raise InvalidArgumentError(f"limits: expected StepLimits, got {limits!r}")
+    return limits
+
+
 def _check_options(
     on_events: object, eviction: object, enable_prefix_caching: object, flags: Mapping[str, Flag]
 ) -> None:
@@ -434,12 +438,12 @@ def _check_states(model: LoadedModel, tiers: Sequence[TierOptions], *, remembers
 
 
 def _make_scheduler(
-    manager: KVCacheManager, runner: ModelRunner, order: Order, *, remembers: bool, has_gate: bool
+    manager: KVCacheManager, runner: ModelRunner, order: Order, limits: StepLimits, *, remembers: bool, has_gate: bool
 ) -> Scheduler:
     """The scheduler of an engine. remembers: whether it keeps next tokens. has_gate: whether sessions take turns."""
     kept = RememberedPrompts(manager, int(REMEMBERED_SHARE * manager.num_blocks)) if remembers else None
     most = runner.model.config.max_position_embeddings
-    scheduler = Scheduler(manager, most, order=order, remembered=kept, num_layers=runner.num_slice_layers)
+    scheduler = Scheduler(manager, most, limits, order=order, remembered=kept, num_layers=runner.num_slice_layers)
     if has_gate:
         gate = make_gate(manager, scheduler.limits.num_step_tokens)
         scheduler.entrance = Entrance(gate, manager, scheduler.lookups)

@@ -38,16 +38,22 @@ class MissAccounts:
         self._tenants = np.array([tenants[tenant] for tenant in trace.tenants])
         self._counts = dict.fromkeys(("first", "own", "other", "tenant", "dropped", "refused", "window"), 0)
         self._ages = np.zeros(len(AGES) + 1, np.int64)
-        self._taken: list[KVCacheBlock] = []
+        self._taken: list[int] = []
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
         """Remember blocks that were taken from the pool, until `note_admitted`. For a manager's hook."""
-        self._taken += blocks
+        self._taken += [block.block_id for block in blocks]
+
+    def note_evicted(self, block_ids: Numbers) -> None:
+        """`note_taken` of blocks that held something, by their ids."""
+        self._taken += block_ids.tolist()
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Do nothing: hits are counted when their request is admitted."""
 
-    def note_admitted(self, path: Numbers, found: tuple[int, int], table: list[int], session: int, now: float) -> None:
+    def note_admitted(
+        self, path: Numbers, found: tuple[int, int], table: Items[int] | Numbers, session: int, now: float
+    ) -> None:
         """Count a request. path: its blocks. table: where they are now. found: how many were hit, and how many loaded.
 
         O(blocks), by NumPy.
@@ -58,7 +64,7 @@ class MissAccounts:
         fresh = path[num_hit:]
         self._was_hit[path[:num_hit]] = True
         if self._taken:
-            taken = np.fromiter([block.block_id for block in self._taken], np.int64, len(self._taken)) - self._first_id
+            taken = np.array(self._taken, np.int64) - self._first_id
             self._taken.clear()
             lost = self._content[taken]
             lost = lost[self._place[lost] == taken]

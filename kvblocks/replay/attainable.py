@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from kvblocks.replay.bound import next_uses, references_in
+from kvblocks.replay.bound import next_uses_in
 from kvblocks.replay.trace import Numbers, Trace
 
 _NEVER = np.iinfo(np.int64).max
@@ -173,7 +173,7 @@ def attainable_hits(
 def needed_ranks(trace: Trace, order: Numbers) -> Numbers:
     """Return, for each reference in the trace's order, the rank of the next request that has the block."""
     lengths = np.diff(trace.ends)
-    uses = next_uses(references_in(trace, order.tolist()))
+    uses = next_uses_in(trace, order.tolist())
     ranks = np.repeat(np.arange(len(order)), lengths[order])
     needed = np.where(uses >= 0, ranks[uses], _NEVER)
     found = np.empty(len(needed), np.int64)

@@ -5,34 +5,36 @@ as the trace says that it ran, and frees them. Requests are admitted in the orde
 fit holds up those after it. In a closed loop a session waits its think time after one request ends, and then sends the
 next.
 
-The manager is the production one. It gets each block of the trace as one token, whose id is the block's number, and its
-own blocks have one token each. Equal numbers mean equal prefixes, so the manager finds exactly the hits that the trace
-has. Hits are counted in blocks. When a whole prompt is cached, its last block counts as hit too: an engine computes
-only the prompt's last token again, one of the 512 or so in that block.
+The manager is the production one (`pools.ManagerPool`), or arrays that decide the same (`pools.ArrayRunPool`). It gets
+each block of the trace as one token, whose id is the block's number, and its own blocks have one token each. Equal
+numbers mean equal prefixes, so the manager finds exactly the hits that the trace has. Hits are counted in blocks. When
+a whole prompt is cached, its last block counts as hit too: an engine computes only the prompt's last token again, one
+of the 512 or so in that block.
 """
 
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from kvblocks import KVCacheManager, Sequence, Tier
+from kvblocks import KVCacheManager, Tier
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import Group
-from kvblocks.replay.accounts import MissAccounts, State, Timeline, count_waits
+from kvblocks.replay.accounts import State, Timeline, count_waits
+from kvblocks.replay.pools import ArrayRunPool, ManagerPool, SharedBlocks, has_own_blocks
 from kvblocks.replay.result import Misses, Moment, Waits
 from kvblocks.replay.trace import Numbers, Trace
 from kvblocks.retention.policies import NAMED
-from kvblocks.tiers.store.recent import RecentUses
+
+DROPPING = "lru-drop"
 
 POLICIES: dict[str, str | None] = {
     **{name: None if name == "lru" else name for name in NAMED},
-    "lru-drop": None,
+    DROPPING: None,
 }
 """Values of `Setup.policy`. lru: the manager's own queue, which equals its policy of that name block for block.
 
@@ -42,9 +44,6 @@ request of another live session has them.
 
 END, ARRIVAL = 0, 1
 """Kinds of events of a request. Of two at the same time an END comes first."""
-
-STORE = "store"
-"""The manager's name for the tier that several runs share."""
 
 _EVERY = 64  # requests between two calls of `progress`
 
@@ -101,6 +100,13 @@ def make_manager(setup: Setup) -> KVCacheManager:
     return KVCacheManager(setup.num_blocks, 1, **options)
 
 
+def can_use_arrays(trace: Trace, setup: Setup) -> bool:
+    """Return whether arrays stand in for the manager: one group of layers, no tier, and nothing is dropped."""
+    if setup.host_blocks is not None or setup.groups is not None or setup.policy not in (POLICIES.keys() - {DROPPING}):
+        return False
+    return has_own_blocks(trace)
+
+
 def run(
     trace: Trace,
     arrivals: Numbers,
@@ -111,7 +117,8 @@ def run(
 ) -> Outcome:
     """Run a trace. arrivals, thinks: from `arrival_times` and `think_times`. progress: called with the requests done.
 
-    manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`.
+    manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`,
+    or arrays in its place.
     A duration that the trace doesn't have is 0. O(references), and O(log requests) for each.
     """
     place = None if manager is None else FleetMember(Agenda(), manager)
@@ -138,34 +145,6 @@ class Agenda:
         return when, kind, request
 
 
-class SharedBlocks:
-    """A store that several runs share: blocks of the trace, by salt and number, least recently used first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        """num_blocks: the store's size."""
-        self._num_blocks = num_blocks
-        self._held: OrderedDict[tuple[str | None, int], None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def num_found(self, path: Items[int], salt: str | None) -> int:
-        """Return how many of the first blocks are there. Whatever is there counts as used. O(blocks)."""
-        number = next((place for place, block in enumerate(path) if (salt, block) not in self._held), len(path))
-        for block in reversed(path):
-            if (salt, block) in self._held:
-                self._held.move_to_end((salt, block))
-        return number
-
-    def add(self, blocks: Items[int], salt: str | None) -> None:
-        """Store blocks, in the order of a prefix. The least recently used blocks go. O(blocks)."""
-        for block in reversed(blocks):
-            self._held[salt, block] = None
-            self._held.move_to_end((salt, block))
-        while len(self._held) > self._num_blocks:
-            self._held.popitem(last=False)
-
-
 @dataclass(frozen=True, slots=True)
 class FleetMember:
     """What one of several runs on one clock needs. agenda: shared by all. manager: of this run, not made by the setup.
@@ -185,11 +164,11 @@ class TraceRun:
         self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, *, place: FleetMember | None = None
     ) -> None:
         self.trace, self.setup = trace, setup
-        self.manager = make_manager(setup) if place is None else place.manager
-        self.store = None if place is None else place.store
-        self.uses = RecentUses()
-        self.accounts = MissAccounts(trace, setup.num_blocks, self.manager.first_block_id)
-        self.manager._watch_blocks(self.accounts.note_taken, self.accounts.note_touched)  # noqa: SLF001  # a hook for us
+        if place is None and can_use_arrays(trace, setup):
+            self.pool: ManagerPool | ArrayRunPool = ArrayRunPool(trace, setup.num_blocks, POLICIES[setup.policy])
+        else:
+            manager, store = (make_manager(setup), None) if place is None else (place.manager, place.store)
+            self.pool = ManagerPool(trace, setup.num_blocks, manager, store)
         self.arrivals: list[float] = arrivals.tolist()
         self.thinks: list[float] = thinks.tolist()
         self.durations: list[float] = np.nan_to_num(trace.durations, nan=0.0).tolist()
@@ -197,13 +176,12 @@ class TraceRun:
         self.followers = followers(trace)
         self.names = trace.session_names
         self.salts = trace.tenants if any(tenant is not None for tenant in trace.tenants) else None
-        self.drops = Drops(trace) if setup.policy == "lru-drop" else None
+        self.drops = Drops(trace) if setup.policy == DROPPING else None
         self.now = 0.0
         self.agenda = Agenda() if place is None else place.agenda
-        self.has_tiers = len(self.manager.tiers) > 0
         self.num_done = 0
         self.waiting: deque[tuple[int, float]] = deque()
-        self.running: dict[int, Sequence] = {}
+        self.running: set[int] = set()  # those that hold blocks
         self.unfinished = Counter(self.sessions)
         self.live: set[int] = set()
         self.order: list[int] = []
@@ -215,6 +193,12 @@ class TraceRun:
         self.timeline = Timeline(
             min(self.arrivals, default=0.0), max(map(sum, zip(self.arrivals, self.durations, strict=True)), default=0.0)
         )
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The manager of a `FleetMember`."""
+        assert isinstance(self.pool, ManagerPool), "a run of its own may use arrays"
+        return self.pool.manager
 
     def run(self, progress: Callable[[int], object]) -> Outcome:
         """Run all requests."""
@@ -232,7 +216,7 @@ class TraceRun:
         if when > self.timeline.next_s:
             self.timeline.note(self.state(), when)
         self.now = when
-        self.manager.now = when
+        self.pool.set_time(when)
         if kind == END:
             self.end(request)
         else:
@@ -243,16 +227,16 @@ class TraceRun:
 
     def outcome(self) -> Outcome:
         """Return the results."""
-        stats = self.manager.stats
+        num_evicted, num_failures = self.pool.counts()
         return Outcome(
             order=self.order,
             hits=self.hits,
             loaded=self.loaded,
-            misses=self.accounts.misses(),
+            misses=self.pool.accounts.misses(),
             waits=count_waits(self.waits, len(self.refused)),
             moments=self.timeline.end(self.state(), self.now),
-            num_evicted=stats.num_evicted_blocks,
-            num_policy_failures=stats.num_eviction_failures,
+            num_evicted=num_evicted,
+            num_policy_failures=num_failures,
             refused=self.refused,
         )
 
@@ -267,118 +251,57 @@ class TraceRun:
 
     def state(self) -> State:
         """Return the state of the run now."""
-        stats = self.manager.stats
+        num_held, num_cached = self.pool.levels()
         return State(
             live_sessions=len(self.live),
             running_requests=len(self.running),
             waiting_requests=len(self.waiting),
-            held_blocks=stats.num_blocks - stats.num_free_blocks,
-            cached_blocks=stats.num_cached_blocks,
-            used_blocks=self.accounts.num_used_blocks(),
+            held_blocks=num_held,
+            cached_blocks=num_cached,
+            used_blocks=self.pool.accounts.num_used_blocks(),
         )
 
     def admit(self, request: int, came_s: float) -> bool:
         """Admit a request, or refuse it for good. Returns False if it has to wait."""
         path = self.trace.blocks_of(request)
         session = self.sessions[request]
-        manager = self.manager
         salt = None if self.salts is None else self.salts[session]
         hold_s = self.durations[request]
         if self.setup.never_waits and len(path):
-            whole, path = path, self.cut(path, salt)
+            whole, path = path, self.pool.cut(path, salt)
             if len(path) < len(whole):
-                self.accounts.note_refused(whole[len(path) :])
+                self.pool.accounts.note_refused(whole[len(path) :])
                 hold_s = 0.0
         if len(path):
-            sequence = Sequence(request, path, salt=salt, session=None if self.names[session] is None else session)
-            hit = manager.get_computed_blocks(sequence)
-            num_hit, num_loaded = len(hit.blocks), 0
-            if self.has_tiers:
-                loaded = self.load(sequence, hit)
-                if loaded is not None:
-                    num_loaded = loaded
-            elif manager.allocate_slots(sequence, hit=hit) is None:
-                loaded = None
-            else:
-                loaded = 0
-            if loaded is None:
+            found = self.pool.take(request, path, salt, self.now)
+            if found is None:
                 if self.running:
                     return False
                 self.refuse(request, path)  # nothing else runs, and still there is no room
                 return True
-            self.accounts.note_admitted(path, (num_hit, num_loaded), sequence.block_ids, session, self.now)
-            self.hits[request], self.loaded[request] = num_hit, num_loaded
-            self.timeline.add(len(path), num_hit + num_loaded)
-            self.running[request] = sequence
+            self.hits[request], self.loaded[request] = found
+            self.timeline.add(len(path), sum(found))
+            self.running.add(request)
             if self.drops is not None:
-                self.drop(session, path)
+                assert isinstance(self.pool, ManagerPool), "arrays drop nothing"
+                self.pool.drop(self.drops.superseded(session, path))
         self.order.append(request)
         self.waits.append(self.now - came_s)
         self.agenda.push(self.now + hold_s, END, request)
         return True
 
-    def cut(self, path: Numbers, salt: str | None) -> Numbers:
-        """Return the first blocks of a prompt for which there is room now; perhaps none."""
-        sequence = Sequence(-1, path, salt=salt)
-        hit = self.manager.get_computed_blocks(sequence)
-        num_missing = self.manager.get_num_blocks_to_allocate(sequence, len(path), hit=hit)
-        num_left_out = max(0, num_missing - self.manager.num_free_blocks)
-        return path[: len(path) - num_left_out] if num_left_out else path
-
-    def load(self, sequence: Sequence, hit: Any) -> int | None:
-        """Make room for a sequence of a manager with a tier, and load what the tier has. Returns how many blocks."""
-        manager = self.manager
-        if manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit) > manager.num_free_blocks:
-            return None
-        asked = memoryview(sequence.tokens)[
-            :-1
-        ].tolist()  # the last token is always computed: its block isn't asked for
-        is_at_hand = len(hit.blocks) >= len(asked)
-        if self.store is not None and not is_at_hand:
-            manager.tiers.note_found(STORE, sequence, self.store.num_found(asked, sequence.salt))
-        loads = manager.tiers.find(hit)
-        if manager.tiers.allocate(sequence, hit, loads, 0 if loads else None) is None:
-            return None
-        if self.store is not None and asked and is_at_hand:
-            self.tell_store(self.store, sequence, asked)
-        self.move()
-        if sequence.num_computed_tokens < sequence.num_tokens and manager.allocate_slots(sequence) is None:
-            raise AssertionError(f"{sequence}: there was room for it, and now {manager.last_refusal}")
-        return sum(load.num_tokens for load in loads)
-
-    def tell_store(self, store: SharedBlocks, sequence: Sequence, asked: list[int]) -> None:
-        """Tell the store of a use of blocks that the device has, as a server does, and learn which of them are gone."""
-        if self.uses.is_due((sequence.salt, *asked), self.now):
-            num_found = store.num_found(asked, sequence.salt)
-            if num_found < len(asked):
-                self.manager.tiers.note_found(STORE, sequence, num_found)
-
-    def move(self) -> None:
-        """Carry out all transfers at once."""
-        if self.has_tiers:
-            tiers = self.manager.tiers
-            while True:
-                for transfer in tiers.take_transfers():
-                    if self.store is not None and not transfer.is_load:
-                        prefix, first = transfer.prefix, transfer.position
-                        self.store.add(prefix.token_view()[first : first + len(transfer.slots)].tolist(), prefix.salt)
-                    tiers.complete(transfer, ok=True)
-                if not tiers.is_busy:
-                    return
-
     def refuse(self, request: int, path: Numbers) -> None:
         """Refuse a request that is larger than the pool."""
         self.refused.append(request)
-        self.accounts.note_refused(path)
+        self.pool.accounts.note_refused(path)
         self.timeline.add(len(path), 0)
         self.finish(request)
 
     def end(self, request: int) -> None:
         """End a request."""
-        sequence = self.running.pop(request, None)
-        if sequence is not None:
-            self.manager.free(sequence)
-            self.move()
+        if request in self.running:
+            self.running.discard(request)
+            self.pool.free(request)
         self.finish(request)
 
     def finish(self, request: int) -> None:
@@ -393,24 +316,14 @@ class TraceRun:
             self.agenda.push(self.now + self.thinks[follower], ARRIVAL, follower)
 
     def tell(self, request: int, session: int, *, has_ended: bool) -> None:
-        """Tell the manager that a session has ended, or that it pauses, and why."""
+        """Tell the cache that a session has ended, or that it pauses, and why."""
         if self.names[session] is None:
             return
         salt = None if self.salts is None else self.salts[session]
         if has_ended and self.setup.tells_ends:
-            self.manager.sessions.end(session, salt)
+            self.pool.end(session, salt)
         elif self.trace.stops[request]:
-            self.manager.sessions.pause(session, self.trace.stops[request], salt)
-
-    def drop(self, session: int, path: Numbers) -> None:
-        """Drop blocks that the session's last request had, this one hasn't, and nobody holds."""
-        assert self.drops is not None
-        dropped = self.accounts.place(self.drops.superseded(session, path))
-        first = self.manager.first_block_id
-        free = [block_id for block_id in dropped if not self.manager.blocks[block_id - first].ref_cnt]
-        if free:
-            self.manager.evict_blocks(free)
-            self.accounts.note_dropped(free)
+            self.pool.pause(session, salt, self.trace.stops[request])
 
 
 class Drops:

@@ -18,7 +18,7 @@ from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
 from kvblocks.groups.plan import KVLayer, plan
 from kvblocks.replay.attainable import attainable_hits
-from kvblocks.replay.bound import max_hits, next_uses, references_in
+from kvblocks.replay.bound import max_hits, next_uses_in
 from kvblocks.replay.prefixes import prefix_tree
 from kvblocks.replay.result import Conditions, FixedOrder, Result, Row, Tokens
 from kvblocks.replay.run import Outcome, Setup, make_manager, run
@@ -124,7 +124,7 @@ class Workload:
         """Return `max_hits` of an order of requests. The data for the last order is kept for the next call."""
         name = repr(order).encode()
         if name not in self._uses:
-            self._uses = {name: next_uses(references_in(self.trace, order))}
+            self._uses = {name: next_uses_in(self.trace, order)}
         return max_hits(self._uses[name], num_blocks)
 
     def do(self, job: SweepJob, progress: Callable[[float], object]) -> Row | tuple[int, int]:

@@ -132,7 +132,7 @@ def number_densely(blocks: Numbers) -> Numbers:
         return np.unique(blocks, return_inverse=True)[1].astype(np.uint32)
     is_used = np.zeros(int(blocks.max()) + 1, bool)
     is_used[blocks] = True
-    return (np.cumsum(is_used) - 1)[blocks].astype(np.uint32)
+    return (np.cumsum(is_used) - 1).astype(np.uint32)[blocks]
 
 
 def arrival_times(trace: Trace, mean_s: float | None, seed: int) -> Numbers:

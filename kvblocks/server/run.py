@@ -45,7 +45,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
 
     Raises InvalidArgumentError and DiskError.
     """
-    engine = Engine(
+    return Engine(
         model,
         num_blocks=settings.num_blocks,
         kv_cache_memory=settings.kv_cache_memory,
@@ -61,10 +61,9 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         remember_next_token=settings.remember_next_token,
         session_gate=settings.session_gate,
         tiers=settings.tiers,
+        limits=settings.limits_on(model.device),
         on_events=None if publisher is None else publisher.publish,
     )
-    engine.limits = settings.limits_on(engine.model.device)
-    return engine
 
 
 def warm_up(engine: Engine) -> str:
@@ -237,7 +236,7 @@ def serve(
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
             )
             say(f"events at {publisher.endpoint}{where}")
-        if cache.warm_up:
+        if cache.warms_up_on(engine.model.device):
             say(warm_up(engine))
         if recorder is not None:
             say(f"requests are recorded in {settings.record}, without their texts")

@@ -58,11 +58,15 @@ class CacheSettings:
     long_prefill_token_threshold: the most tokens of one prompt in a step; 0: no such limit; None: CPU_CHUNK_TOKENS on a
     CPU, no such limit on other devices. kv_cache_dtype, eviction: names that `Engine` takes. host_cache, disk_cache,
     store: addresses of tiers, without "host:" and "disk:" (`TierOptions`), beside a size and files with secrets.
-    threads: of torch; None: its own choice.
+    max_num_batched_tokens, max_num_seqs, warm_up: None: by the device. threads: of torch; None: its own choice.
     """
 
     block_size: int = flag("Tokens in a block.", _CACHE, default=16, least=1)
-    num_blocks: int | None = flag("Blocks in the pool. Default: as many as 512 MB hold.", _CACHE, least=1)
+    num_blocks: int | None = flag(
+        "Blocks in the pool. Default: as many as 512 MB hold; on a GPU as many as fit into 0.85 of what is free.",
+        _CACHE,
+        least=1,
+    )
     kv_cache_memory: float | str | None = flag(
         "Instead of --num-blocks: 2GiB, or 0.5 of what is free.", _CACHE, kind=str, read=parse_memory
     )
@@ -116,8 +120,10 @@ class CacheSettings:
         " there. Or $KVBLOCKS_STORE_SECRET.",
         _TIERS,
     )
-    max_num_batched_tokens: int = flag("The most tokens in a step.", _WORK, default=512)
-    max_num_seqs: int = flag("The most sequences in a step.", _WORK, default=64, least=1)
+    max_num_batched_tokens: int | None = flag(
+        "The most tokens in a step. Default: 512 on a CPU, 8192 on a GPU.", _WORK, least=1
+    )
+    max_num_seqs: int | None = flag("The most sequences in a step. Default: 64 on a CPU, 256 on a GPU.", _WORK, least=1)
     long_prefill_token_threshold: int | None = flag(
         "The most tokens of one prompt in a step, so that others don't wait for long; 0: no such limit. Default: 64 on"
         " a CPU, 0 on a GPU.",
@@ -142,7 +148,12 @@ class CacheSettings:
     deterministic: bool = flag("Give equal logits, cached or not.", _WORK, default=False)
     device: str = flag("cpu, cuda, cuda:1 or auto.", _WORK, default="auto")
     attention: str = flag("torch, triton, flash-attn or auto.", _WORK, default="auto")
-    warm_up: bool = flag("Compile kernels before serving, not during it.", _WORK, default=False)
+    warm_up: bool | None = flag(
+        "Compile kernels before serving, not during it. Default: on a GPU.",
+        _WORK,
+        name="--warm-up/--no-warm-up",
+        kind=bool,
+    )
     dtype: str | None = flag("float32, float16 or bfloat16. Default: float32 on a CPU, else the model's.", _WORK)
     threads: int | None = flag("Torch threads. Default: torch's own choice.", _WORK, least=1)
 
@@ -165,7 +176,8 @@ class CacheSettings:
         check_one_of(name("kv_cache_dtype"), self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_one_of(name("attention"), self.attention, ATTENTIONS)
         backend = Backend(self.attention, self.deterministic, kv_cache_dtype=self.kv_cache_dtype)
-        backend.check_place(choose_device(self.device), self.block_size)
+        device = choose_device(self.device)
+        backend.check_place(device, self.block_size)
         check_one_of(name("schedule"), self.schedule, SCHEDULES)
         if self.eviction is not None:
             check_one_of(name("eviction"), self.eviction, NAMED)
@@ -180,10 +192,11 @@ class CacheSettings:
                     f"{name(field)}: expected prefix caching with it, got {name('prefix_caching')}"
                 )
         self._check_tiers()
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        num_tokens, num_seqs = self._sizes_on(device)
+        if num_tokens < num_seqs:
             raise InvalidArgumentError(
-                f"{name('max_num_batched_tokens')}: expected at least {name('max_num_seqs')} ({self.max_num_seqs}),"
-                f" since every running sequence needs room for one token in a step, got {self.max_num_batched_tokens}"
+                f"{name('max_num_batched_tokens')}: expected at least {name('max_num_seqs')} ({num_seqs}), since every"
+                f" running sequence needs room for one token in a step, got {num_tokens}"
             )
 
     def _check_tiers(self) -> None:
@@ -235,12 +248,18 @@ class CacheSettings:
         most = self.long_prefill_token_threshold
         if most is None and device.type == "cpu":
             most = CPU_CHUNK_TOKENS
-        return StepLimits(
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-            most or None,
-            max_num_partial_prefills=self.max_num_partial_prefills,
-        )
+        return StepLimits(*self._sizes_on(device), most or None, max_num_partial_prefills=self.max_num_partial_prefills)
+
+    def _sizes_on(self, device: "torch.device") -> tuple[int, int]:
+        """The most tokens and the most sequences in a step."""
+        from kvblocks.engine.schedule.step import StepLimits
+
+        default = StepLimits.default_on(device.type)
+        return self.max_num_batched_tokens or default.max_num_batched_tokens, self.max_num_seqs or default.max_num_seqs
+
+    def warms_up_on(self, device: "torch.device") -> bool:
+        """Whether kernels are compiled before serving."""
+        return device.type == "cuda" if self.warm_up is None else self.warm_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,11 +27,10 @@ class SlotChanges:
         return bool(self._changes)
 
     def note_stored(self, slots: list[KVCacheBlock], identities: list[BlockIdentity]) -> None:
-        """Take note of what slots hold. O(slots)."""
+        """Take note of what slots hold, which held nothing before. O(slots)."""
         for slot, identity in zip(slots, identities, strict=True):
             self._changes.pop(slot.block_id, None)
             self._changes[slot.block_id] = identity
-            self._used.pop(slot.block_id, None)  # a new block is the last used one anyway
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
         """Take note that slots hold nothing that lookups can find. O(slots)."""

@@ -1,6 +1,9 @@
 """A sweep of the launch table: results are on the disk at once, and a second run goes on with what is left."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +31,7 @@ def test_a_second_run_measures_what_the_first_did_not_reach(tmp_path):
         results.measured("DECODE", KEY, DEADLY, die)
     with path.open("a") as file:
         file.write('{"kernel": "DEC')  # killed while it wrote
+    assert [SweepResults(path).knows("DECODE", KEY, one) for one in (FAST, WRONG, DEADLY, LATE)] == [True] * 3 + [False]
     for _ in range(2):
         again, asked = SweepResults(path), []
         for launch in (FAST, WRONG, DEADLY, LATE):
@@ -53,3 +57,40 @@ def test_the_sessions_command_is_one_that_the_sweep_takes(monkeypatch):
     monkeypatch.setattr(sys, "argv", list(item.command[place:]))
     with pytest.raises(SystemExit, match="expected a GPU"):
         sweep_kernels.main()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from bench.attention import sass, sweep_kernels
+from kvblocks.kernels.table import DECODE, Launch
+
+def main():
+    key, cache = ("sm90", 64, 2), Path(sys.argv[1])
+    before = dict(DECODE)
+    launches = [Launch(16, 4, 1), Launch(32, 4, 1), Launch(7, 4, 1)]  # no tile of 7 keys can be compiled
+    sweep_kernels.compile_candidates("DECODE", key, launches, 2)
+    found = sorted(cache.rglob("stream_kernel.cubin"))
+    assert len(found) == 2, found
+    for launch in launches[:2]:
+        for specialisation in sweep_kernels.record_launch(launch, "DECODE", key).specialisations.values():
+            sass.build(specialisation, "sm90")
+    assert sorted(cache.rglob("stream_kernel.cubin")) == found
+    assert DECODE == before
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.exhaustive
+def test_candidates_are_compiled_by_several_processes_into_the_cache(tmp_path):
+    """And measuring finds them there: building them again adds nothing. One that can't be compiled stops nothing."""
+    program, root = tmp_path / "program.py", Path(__file__).parents[2]
+    program.write_text(PROGRAM)
+    cache = tmp_path / "cache"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, str(program), str(cache)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

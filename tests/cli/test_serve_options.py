@@ -69,8 +69,9 @@ def test_options_that_turn_off_and_files_of_keys(serve, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\ntenant = "ann"\nkey = "a-key-of-anns-that-is-long-enough"\n')
     keys.chmod(0o600)
-    cache, server, _ = serve("--no-prefix-caching", "--keys", keys)
-    assert cache == CacheSettings(prefix_caching=False)
+    cache, server, _ = serve("--no-prefix-caching", "--no-warm-up", "--keys", keys)
+    assert cache == CacheSettings(prefix_caching=False, warm_up=False)
+    assert serve("--warm-up")[0] == CacheSettings(warm_up=True)
     assert [type(one) for one in server.keys] == [TenantKey]
 
 

@@ -49,6 +49,7 @@ FLOORS = {
     "kvblocks.kernels.device": 8,  # the kernels themselves
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
+    "kvblocks.replay.arrays": 9,  # the manager's decisions for whole prompts; knows nothing of traces
     "kvblocks.replay": 10,  # traces through the public manager; no engine
     "kvblocks.replay.served": 11,  # the same on a server that takes time
     "kvblocks.verify": 8,  # random walks over any block manager
@@ -107,7 +108,7 @@ CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
-    | {"flash_attn", "fla", "xxhash", "llguidance"}
+    | {"flash_attn", "fla", "mamba_ssm", "xxhash", "llguidance"}
 )
 SERVER = "kvblocks.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {

@@ -107,6 +107,9 @@ def test_the_wheels_description_is_the_readme_with_links_that_work_anywhere(meta
     description = metadata.get_payload()
     links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", description)
     assert len(links) == len(re.findall(r"\]\(", readme)) > 20
+    html = re.findall(r"(src)(?:set)?=\"([^\"]+)\"", description)
+    assert len(html) == len(re.findall(r"\bsrc(?:set)?=", readme)) == 2
+    links += html
     for image, link in links:
         kind = "raw" if image else "blob"
         if link.startswith(repository):
@@ -140,6 +143,7 @@ def test_the_wheel_says_what_it_needs(metadata):
         "valkey",
         "gpu",
         "fla",
+        "mamba",
         "flash-attn",
         "bench",
         "replay",

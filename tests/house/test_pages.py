@@ -41,6 +41,8 @@ def read(text: str) -> tuple[set[str], list[str]]:
         if token.type == "inline":
             links += [str(child.attrs["href"]) for child in token.children if child.type == "link_open"]
             links += [str(child.attrs["src"]) for child in token.children if child.type == "image"]
+        if token.type == "html_block":
+            links += re.findall(r"(?:src|srcset|href)=\"([^\"]+)\"", token.content)
         if token.type == "heading_open":
             inside = tokens[i + 1].children
             anchor = anchor_of("".join(child.content for child in inside if child.type in {"text", "code_inline"}))
@@ -124,9 +126,9 @@ def test_what_leads_nowhere_is_found():
     assert "expected a file" in fault("docs/nowhere.md", readme)
     assert "expected a heading" in fault("docs/design.md#nowhere", readme)
     assert "expected a heading" in fault("#nowhere", readme)
-    assert read("# `kvblocks`, *too*: a\n\n# B\n\n[x](y.md#z) ![](p.png)\n\n## B\n") == (
+    assert read('# `kvblocks`, *too*: a\n\n# B\n\n[x](y.md#z) ![](p.png)\n\n## B\n\n<p>\n<img src="q.svg">\n') == (
         {"kvblocks-too-a", "b", "b-1"},
-        ["y.md#z", "p.png"],
+        ["y.md#z", "p.png", "q.svg"],
     )
     assert FILE.findall("`core/pool.py`, `setup` and `x.py`") == ["core/pool.py", "x.py"]
     assert NAMED.findall("see docs/design.md, and docs/policies.md#sessions.") == [

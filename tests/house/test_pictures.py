@@ -10,7 +10,7 @@ FOLDER = ROOT / "docs" / "pictures"
 
 def test_the_pictures_are_what_the_script_draws():
     script = runpy.run_path(str(ROOT / "tools" / "draw_pictures.py"))
-    drawn = {f"{draw.__name__.replace('_', '-')}.svg": draw().svg() for draw in script["PICTURES"]}
+    drawn = script["files"]()
     assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")} == drawn
     for svg in drawn.values():
         ET.fromstring(svg)

@@ -1,6 +1,7 @@
 """The site's navigation and links: what `make docs` builds, without building it."""
 
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -11,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from api_pages import api_pages, public_names  # noqa: E402  # tools is no package
+from browser import MISSING, browser  # noqa: E402
 from links import relink  # noqa: E402
+from try_site import faults  # noqa: E402
 
 import kvblocks  # noqa: E402
 
@@ -61,3 +64,34 @@ def test_the_sites_packages_are_those_that_the_extra_asks_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {re.split("[<>=]", wanted)[0] for wanted in extras["docs"]} <= set(pinned)
     assert callable(public_names)
+
+
+def test_what_a_page_of_the_site_lacks_is_found(tmp_path):
+    (tmp_path / "a.html").write_text('<h1 id="a">A</h1><a href="b.html#b"></a><a href="#a"></a><img src="c.svg">')
+    (tmp_path / "b.html").write_text('<h1 id="b">B</h1><a href="https://example.org"></a>')
+    (tmp_path / "c.svg").touch()
+    assert faults(tmp_path) == []
+    (tmp_path / "b.html").write_text('<a href="../x.html"></a><script src="https://example.org/x.js"></script>')
+    (tmp_path / "c.svg").unlink()
+    assert faults(tmp_path) == [
+        "a.html: b.html#b: expected a heading, got none",
+        "a.html: c.svg: expected a file, got none",
+        "b.html: https://example.org/x.js: expected a file of the site",
+        "b.html: ../x.html: expected a file, got none",
+    ]
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_page_that_is_a_file_has_a_worker(tmp_path):
+    shutil.copy(ROOT / "docs" / "iframe-worker.js", tmp_path)
+    (tmp_path / "worker.js").write_text("addEventListener('message', event => postMessage(event.data + 1))")
+    page = tmp_path / "page.html"
+    page.write_text(
+        """<script src="iframe-worker.js"></script><body><script>
+        const worker = new Worker(new URL("worker.js", location));
+        worker.addEventListener("message", event => document.title = event.data);
+        worker.postMessage(1)</script>"""
+    )
+    with browser() as window:
+        window.open(page.as_uri())
+        assert window.wait_for("return document.title", seconds=60) == "2"

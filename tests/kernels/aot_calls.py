@@ -11,7 +11,7 @@ from itertools import product
 import torch
 
 from kvblocks.kernels.cascade import cascade_decode, own_parts
-from kvblocks.kernels.copy import CacheTable, copy_blocks, gather_blocks, scatter_blocks
+from kvblocks.kernels.copy import CacheTable, copy_blocks, gather_blocks, restore_states, save_states, scatter_blocks
 from kvblocks.kernels.decode import decode
 from kvblocks.kernels.draw import NUM_PARAMETERS, draw_tokens
 from kvblocks.kernels.extend import extend
@@ -96,6 +96,12 @@ def make_rest(model):
     copy_blocks(table, ids.view(1, 2))
     gather_blocks(table, ids, staging)
     scatter_blocks(table, ids, staging)
+    slots, pieces = (
+        torch.empty(2, 3 * table.staging_bytes // 2, dtype=torch.uint8),
+        torch.zeros(2, 3, dtype=torch.int64),
+    )
+    save_states(table, slots, pieces)
+    restore_states(table, slots, pieces)
 
 
 def make_rows(model):

@@ -21,6 +21,13 @@ if HAS_TRITON and DEVICE == "cpu":
     if already_loaded and not isinstance(triton.language.cdiv, InterpretedFunction):
         raise pytest.UsageError("triton was imported before its interpreter was turned on: set TRITON_INTERPRET=1")
 
+    from kvblocks.kernels.layout import is_interpreted
+
+    try:
+        is_interpreted()
+    except ImportError as error:
+        raise pytest.UsageError(str(error)) from error
+
 
 class SkippedModule(pytest.Module):
     """A test file that can't be imported on this machine."""

@@ -160,3 +160,16 @@ def test_cpu_users_have_no_triton():
         "import kvblocks.engine.attention.attention\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "works"),
+    [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.6.1+x", "2.5.1", False), ("3.7.1", "2.5.0rc1", True)],
+)
+def test_versions_that_the_interpreter_needs(triton_version, numpy_version, works):
+    """It was tried: triton 3.6.0 with numpy 2.3.5 and 2.4.6, and 3.7.1 with 2.4.6."""
+    if works:
+        layout.check_interpreter(triton_version, numpy_version)
+        return
+    with pytest.raises(ImportError, match=r"expected triton 3\.7 or newer.* got triton 3\.6\.\S+ and numpy 2\.[45]"):
+        layout.check_interpreter(triton_version, numpy_version)

@@ -1,4 +1,4 @@
-"""Even shares of a line of tiles, compared with plain lists."""
+"""Even shares of a line of tiles, compared with plain lists; and what calls with the same shares check once."""
 
 from itertools import pairwise
 
@@ -9,7 +9,12 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvblocks.kernels import decode as decode_module
+from kvblocks.kernels import extend as extend_module
+from kvblocks.kernels.decode import decode, share_decodes
 from kvblocks.kernels.device.shares import find_cut, find_unit, find_work, share_begin, share_of
+from kvblocks.kernels.extend import extend, share_rows
+from kvblocks.kernels.layout import KernelArgumentError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Numbers are never constants in these kernels, as in those that ship: Triton 3.6.0 can't compile a search of 1 unit.
@@ -101,3 +106,60 @@ def test_every_tile_is_some_units_and_every_split_head_is_merged_once(sizes, num
     split = sorted([*head, min(held), len(set(held))] for head, held in holders.items() if len(set(held)) > 1)
     merged = [cut for cut in cuts.view(-1, 4).tolist()[1:] if cut[3] > 0]
     assert sorted(merged) == split
+
+
+def call_of(kind):
+    """A call of two sequences with shares, its arguments, and a number of layers' caches."""
+    generator = torch.Generator().manual_seed(3)
+    layers = [torch.randn(2, 4, 16, 1, 64, generator=generator).to(DEVICE) for _ in range(2)]
+    lengths = torch.tensor([20, 9], dtype=torch.int32, device=DEVICE)
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=DEVICE)
+    query = torch.randn(2, 2, 64, generator=generator).to(DEVICE)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    arguments = {"query": query, "key_cache": layers[0][0], "value_cache": layers[0][1], "block_tables": tables}
+    arguments |= {"seq_lens": lengths, "scale": 0.125}
+    if kind == "decode":
+        return decode, arguments | {"shares": share_decodes(query, layers[0][0], lengths)}, layers
+    shares = share_rows(query, layers[0][0], starts, lengths)
+    return extend, arguments | {"query_start": starts, "shares": shares}, layers
+
+
+@pytest.mark.parametrize("kind", ["decode", "extend"])
+def test_the_layers_of_a_step_are_checked_once(kind, monkeypatch):
+    call, arguments, layers = call_of(kind)
+    checked = []
+    for module in (decode_module, extend_module):
+        check = module.check_attention
+        monkeypatch.setattr(module, "check_attention", lambda *args, own=check: checked.append(args) or own(*args))
+    for layer in layers:
+        one = arguments | {"key_cache": layer[0], "value_cache": layer[1]}
+        together, alone = call(**one), call(**{**one, "shares": None})
+        assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+    assert len(checked) == 1 + 2 * len(layers)  # a call that makes its own shares checks before and behind that
+
+
+DEVIATIONS = [
+    (lambda a: {"query": a["query"].half()}, "query: expected"),
+    (lambda a: {"query": a["query"][:, :, ::2]}, "head_dim"),
+    (lambda a: {"query": a["query"].transpose(1, 2).contiguous().transpose(1, 2)}, "stride"),
+    (lambda a: {"key_cache": a["key_cache"][:, :8], "value_cache": a["value_cache"][:, :8]}, "block_size"),
+    (lambda a: {"value_cache": a["value_cache"].half()}, "value_cache: expected"),
+    (lambda a: {"block_tables": a["block_tables"].long()}, "block_tables: expected"),
+    (lambda a: {"seq_lens": a["seq_lens"][:1]}, "seq_lens: expected"),
+    (lambda a: {"scale": -1.0}, "scale: expected"),
+    (lambda a: {"window": 0}, "window: expected"),
+    (lambda a: {"sinks": torch.zeros(3, device=DEVICE)}, "sinks: expected"),
+    (lambda a: {"output": a["query"][:1]}, "output: expected"),
+    (lambda a: {"k_scale": torch.ones(1, device=DEVICE)}, "k_scale and v_scale"),
+    (lambda a: {"block_tables": a["block_tables"].to("meta")}, "the device of query"),
+]
+
+
+@pytest.mark.parametrize("kind", ["decode", "extend"])
+def test_a_call_that_differs_from_the_one_before_is_checked(kind):
+    call, arguments, _ = call_of(kind)
+    expected = call(**arguments)
+    for changed, words in DEVIATIONS:
+        with pytest.raises(KernelArgumentError, match=words):
+            call(**arguments | changed(arguments))
+    assert all(torch.equal(*pair) for pair in zip(call(**arguments), expected, strict=True))

@@ -3,6 +3,7 @@
 A missing entry would show only on a GPU that no test runs on.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -96,3 +97,17 @@ def test_a_device_is_asked_for_its_properties_once(monkeypatch):
     for _ in range(2):
         assert (table.family(current), table.count_sms(current)) == ("sm90", 304)
     assert asked[4:] == [current] * 4
+
+
+def test_calls_with_options_ask_for_as_many_programs_as_fit():
+    key = ("sm90", 128, 2)
+    entry = table.DECODE[key]
+    both = table.make_room(entry, key, has_softcap=True, has_sinks=True)
+    assert (entry.programs_per_sm, both) == (3, replace(entry, programs_per_sm=2))
+    assert (
+        table.make_room(replace(entry, programs_per_sm=1), key, has_softcap=True, has_sinks=True).programs_per_sm == 1
+    )
+    for flags in ({"has_softcap": True, "has_sinks": False}, {"has_softcap": False, "has_sinks": True}):
+        assert table.make_room(entry, key, **flags) is entry
+    assert table.make_room(entry, ("sm100", 64, 2), has_softcap=True, has_sinks=True) is entry
+    assert {table.DECODE[crowded].programs_per_sm for crowded in table.CROWDED} == {3}  # else they need no exception

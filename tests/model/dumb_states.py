@@ -389,9 +389,14 @@ class DumbStates(DumbGroups):
         return twin
 
     def floor(self, sequence: ModelSequence, num_tokens: int) -> int:
-        """Where a rewind to `num_tokens` ends: its last checkpoint up to there, 0 if there is none."""
+        """Where a rewind to `num_tokens` ends: its last checkpoint up to there, 0 if there is none.
+
+        A sequence from before a reset has none, even if another one's `renew` has cached their common blocks again.
+        """
         if num_tokens == sequence.num_computed and not num_tokens % self.alignment:
             return num_tokens
+        if not sequence.is_of_this_epoch:
+            return 0
         cached = 0
         while cached < len(sequence.table) and sequence.table[cached] in self.content:
             cached += 1

@@ -12,7 +12,7 @@ from replay.small_traces import asks, make_trace, run_trace
 
 from kvblocks.replay import attainable
 from kvblocks.replay.attainable import KnownFuture, attainable_hits, closed_times
-from kvblocks.replay.bound import max_hits, next_uses, references_in
+from kvblocks.replay.bound import max_hits, next_uses, next_uses_in, references_in
 from kvblocks.replay.run import Setup, followers
 from kvblocks.replay.trace import think_times
 
@@ -135,6 +135,21 @@ def test_the_bound_is_min_with_bypass():
         num_blocks = random.randint(1, 8)
         uses = next_uses(np.array(references, np.int64))
         assert max_hits(uses, num_blocks) == belady(references, num_blocks)
+
+
+def test_the_bound_of_whole_prompts_is_the_same():
+    """Here the next uses of many references are consecutive, and a prompt may be asked for again at once."""
+    for seed in range(300):
+        random = Random(seed)
+        prompts = [[(tree, block) for block in range(random.randint(0, 12))] for tree in random.choices(range(4), k=25)]
+        trace = make_trace([Ask(str(n), n, 0, 0, tuple(prompt)) for n, prompt in enumerate(prompts)])
+        order = random.sample(range(len(prompts)), len(prompts))
+        references = references_in(trace, order)
+        uses = next_uses_in(trace, order)
+        assert uses.tolist() == next_uses(references).tolist()
+        num_blocks = random.randint(1, 30)
+        assert max_hits(uses, num_blocks) == belady(references.tolist(), num_blocks)
+    assert next_uses_in(trace, []).tolist() == []
 
 
 class Watched(KnownFuture):

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvblocks.engine.run.cache_size import DEFAULT_GPU_SHARE, DEFAULT_KV_CACHE_BYTES
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.server import settings as settings_module
 from kvblocks.server.access.hosts import is_loopback
+from kvblocks.server.flags import options_of
 from kvblocks.server.run import warm_up
 from kvblocks.server.settings import CacheSettings, ServerSettings, parse_memory, read_secret
 
@@ -153,3 +155,19 @@ def test_chunks_are_small_where_a_step_takes_as_long_as_it_has_tokens(given, dev
     settings = CacheSettings(long_prefill_token_threshold=given, max_num_partial_prefills=2, max_num_seqs=9)
     limits = settings.limits_on(torch.device(device))
     assert (limits.max_num_chunk_tokens, limits.max_num_partial_prefills, limits.max_num_seqs) == (most, 2, 9)
+
+
+@pytest.mark.parametrize(("device", "tokens", "seqs", "warms_up"), [("cpu", 512, 64, False), ("cuda", 8192, 256, True)])
+def test_defaults_are_those_of_the_device_and_help_says_them(device, tokens, seqs, warms_up):
+    chosen = torch.device(device)
+    limits = CacheSettings().limits_on(chosen)
+    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (tokens, seqs)
+    assert CacheSettings().warms_up_on(chosen) == warms_up
+    assert CacheSettings(warm_up=not warms_up).warms_up_on(chosen) != warms_up
+    given = CacheSettings(max_num_batched_tokens=100, max_num_seqs=7).limits_on(chosen)
+    assert (given.max_num_batched_tokens, given.max_num_seqs) == (100, 7)
+    helps = {option.field: option.flag.help for option in options_of(CacheSettings)}
+    assert f"{tokens} on a {'CPU' if device == 'cpu' else 'GPU'}" in helps["max_num_batched_tokens"]
+    assert f"{seqs} on a {'CPU' if device == 'cpu' else 'GPU'}" in helps["max_num_seqs"]
+    assert f"{DEFAULT_KV_CACHE_BYTES >> 20} MB hold; on a GPU" in helps["num_blocks"]
+    assert f"{DEFAULT_GPU_SHARE} of what is free" in helps["num_blocks"]

@@ -1,29 +1,27 @@
-"""Faults in the code of recurrent states, each of which the walks must find, or they would prove nothing.
+"""Faults in the code of recurrent states, each of which the tests of `make test` must find.
 
-A fault is a change of the sources: in a file, a text that it has once, and what stands there instead. `PYTHONPATH=.
-python tests/states/faults.py [WORD ...]` makes each whose name has all the words in a copy of the package, walks with
-it, and says after how many seconds what found it.
+`python tests/states/faults.py [WORD ...]` makes each whose name has all the words, and says after how many seconds
+which test found it.
 """
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-import pytest
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[2]
+from model.faults import Change, find_all
+
 SLOTS, LIVE = "states/slots.py", "groups/states/live.py"
 CHECKPOINT, HIT, INDEX = "groups/states/checkpoint.py", "groups/hit.py", "groups/index.py"
 LAYOUT, MANAGER, GROUP_SLOTS = "groups/layout.py", "manager.py", "groups/slots.py"
 ARRIVING, HOLDERS, JOBS = "states/arriving.py", "tiers/grouped/holders.py", "tiers/grouped/jobs.py"
 TIER_POOL, TIER_PREFIX = "tiers/grouped/pool.py", "tiers/grouped/prefix.py"
 
-Change = tuple[str, str, str]
-"""A file, a text that it has once, and what replaces it."""
+TESTS = tuple(
+    f"tests/states/test_{name}.py"
+    for name in ("states", "taking", "state_tiers", "state_walks", "state_stateful", "in_place")
+)
+"""The quick ones first."""
 
 FAULTS: dict[str, list[Change]] = {
     "checkpoints outlive their prefix": [
@@ -227,69 +225,5 @@ FAULTS: dict[str, list[Change]] = {
     ],
 }
 
-WALK = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from states.faults import find_fault
-print(find_fault(int(sys.argv[2])))
-"""
-
-
-def find_fault(num_rounds: int) -> str:
-    """Walk until something is wrong, and say what; "" if nothing is in so many rounds."""
-    from model.history import RandomChooser, walk
-    from states.test_state_stateful import STATE_SETS, make_history
-    from states.test_state_walks import walk as walk_states
-
-    for seed in range(num_rounds):
-        for number, name in enumerate(STATE_SETS):
-            try:
-                walk(
-                    make_history(name, "xxh3_128"),
-                    RandomChooser(seed),
-                    num_operations=200,
-                    reset_every=45,
-                    forget_every=70,
-                )
-                walk_states(seed * len(STATE_SETS) + number, num_steps=200)
-                walk_states(seed * len(STATE_SETS) + number, num_steps=300, has_tiers=True)
-            except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  # whatever a fault brings about
-                notes = "; ".join(getattr(error, "__notes__", []))
-                return f"{name}: {notes}: {type(error).__name__}: {str(error)[:160]}"
-    return ""
-
-
-def changed(name: str) -> dict[str, str]:
-    """Return the sources that a fault changes, by file. Raises AssertionError if a text isn't there once."""
-    sources: dict[str, str] = {}
-    for file, text, replacement in FAULTS[name]:
-        source = sources.get(file) or (ROOT / "kvblocks" / file).read_text()
-        assert source.count(text) == 1, f"{name}: {file} has {source.count(text)} times: {text}"
-        sources[file] = source.replace(text, replacement)
-    return sources
-
-
-def run(name: str, num_rounds: int) -> str:
-    """Walk with a fault; returns what found it, "" if nothing did."""
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "kvblocks"
-        shutil.copytree(ROOT / "kvblocks", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        for file, source in changed(name).items():
-            (package / file).write_text(source)
-        command = [sys.executable, "-c", WALK, str(ROOT / "tests"), str(num_rounds)]
-        environment = os.environ | {"PYTHONPATH": folder}
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{name}: {done.stderr}"
-        return done.stdout.strip()
-
-
 if __name__ == "__main__":
-    survivors = []
-    chosen = [name for name in FAULTS if all(word in name for word in sys.argv[1:])]
-    for number, one in enumerate(chosen, 1):
-        start = time.monotonic()
-        found = run(one, num_rounds=25)
-        survivors += [one] * (not found)
-        print(f"{number} {one}: {time.monotonic() - start:.0f} s, {found or 'SURVIVES'}", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} were found")
-    sys.exit(bool(survivors))
+    sys.exit(find_all(FAULTS, TESTS))

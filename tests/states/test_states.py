@@ -299,6 +299,21 @@ def test_a_rewind_goes_back_to_the_last_checkpoint() -> None:
     assert manager.states.take_copies()[0] == [StateCopy("clear", 0, 0)]
 
 
+def test_a_sequence_from_before_a_reset_goes_back_to_its_beginning() -> None:
+    """Even if its blocks are cached again, since another sequence that shares them was renewed."""
+    manager = make()
+    first = prefill(manager, "a", range(40))
+    twin = manager.fork(first, "b")
+    manager.reset_prefix_cache()
+    manager.renew(twin)
+    third = Sequence("c", range(40))
+    manager.states.mark(third, 12)
+    prefill(manager, "c", third)
+    assert first.blocks[0].is_cached
+    assert manager.rewind(twin, 30) == 12
+    assert manager.rewind(first, 30) == 0
+
+
 def test_a_truncation_goes_back_no_further_than_kept_states() -> None:
     manager = make(num_kept=2)
     sequence = prefill(manager, "a", range(22))

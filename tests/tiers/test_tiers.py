@@ -449,6 +449,35 @@ def test_what_turns_out_to_be_bad_has_not_arrived():
     assert (loaded.num_tokens, loaded.is_whole) == (8, False)
 
 
+def test_what_turns_out_to_be_bad_under_one_salt_is_loaded_under_another():
+    manager = make_manager(64)
+    for salt in ("ann", "bob"):
+        run(manager, salt, salt=salt)
+        settle(manager)
+    spill(manager)
+    waiting = Sequence("waiting", PROMPT, salt="ann")
+    hit = manager.get_computed_blocks(waiting)
+    manager.tiers.allocate(waiting, hit, manager.tiers.find(hit))
+    (transfer,) = manager.tiers.take_transfers()
+    other = Sequence("other", PROMPT, salt="bob")
+    manager.allocate_slots(other)
+    manager.evict_blocks([other.block_ids[2]])
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert (loaded.num_tokens, loaded.is_whole) == (36, True)
+
+
+def test_nothing_is_stored_behind_what_a_load_found_to_be_wrong():
+    manager, _, _ = loading_manager(num_blocks=128)
+    (load,) = manager.tiers.take_transfers()
+    run(manager, "longer", range(48))  # computes what is being loaded, and more
+    (store,) = manager.tiers.take_transfers()
+    assert len(store.slots) == 2
+    manager.tiers.complete(load, ok=False)
+    manager.tiers.complete(store, ok=True)
+    manager.check()
+    assert (stats(manager).num_cached_blocks, stats(manager).num_dropped_blocks) == (0, 2)
+
+
 def test_nothing_behind_a_failed_transfer_is_cached_for_a_fork_either():
     manager, sequence, _ = loading_manager(Tier("host", 64, 100, max_transfer_blocks=4))
     transfers = manager.tiers.take_transfers()

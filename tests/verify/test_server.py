@@ -7,7 +7,9 @@ import pytest
 from engine.hybrid_models import save_tiny
 from server.server_harness import running_server, tiny_loaded
 from tokenizers import Tokenizer, models, pre_tokenizers
-from verify.adapter_proxy import with_adapters
+from verify.played_adapters import PlayedAdapters
+from verify.played_images import PlayedImages
+from verify.proxy import proxy_of
 from verify.server_faults import FAULTS, state_under_an_earlier_key
 
 from kvblocks.cli import main
@@ -56,8 +58,8 @@ def test_a_right_server_passes_every_case(model):
         server.wait_until_idle()
     assert checkup.findings == []
     assert set(checkup.num_tries) == set(CASES) - set(checkup.not_tried)
-    assert checkup.not_tried == ["adapters", "reloads"]
-    assert "Not tried with this server: adapters, reloads." in as_text(checkup)
+    assert checkup.not_tried == ["adapters", "reloads", "images"]
+    assert "Not tried with this server: adapters, reloads, images." in as_text(checkup)
     assert checkup.patient.coldness.by == "salt"
     assert "Nothing was found." in as_text(checkup)
     assert server.service.metrics.counts()["cancelled"] >= 1  # the case that leaves
@@ -86,11 +88,34 @@ def test_a_state_under_an_earlier_key_is_found(hybrid, fault):
 def test_a_stale_adapter_is_found(model, is_stale):
     with (
         running_server(model, cache={"num_blocks": 2000}) as server,
-        with_adapters(server, is_stale=is_stale) as url,
+        proxy_of(server, PlayedAdapters(server, is_stale=is_stale)) as url,
     ):
         checkup = check(url, "reloads", adapter_paths=["one", "two"])
     assert checkup.num_tries["reloads"] == 1
     assert bool(checkup.findings) == is_stale
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_an_adapter_that_finds_the_kv_of_the_model_is_found(model, is_stale):
+    with (
+        running_server(model, cache={"num_blocks": 2000}) as server,
+        proxy_of(server, PlayedAdapters(server, ["one", "two"], is_stale=is_stale)) as url,
+    ):
+        checkup = check(url, "adapters")
+    assert checkup.num_tries["adapters"] == 1
+    assert bool(checkup.findings) == is_stale
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_the_kv_of_another_image_is_found(model, is_stale):
+    with (
+        running_server(model, cache={"num_blocks": 2000}) as server,
+        proxy_of(server, PlayedImages(is_stale=is_stale)) as url,
+    ):
+        checkup = check(url, "images")
+    assert checkup.num_tries["images"] == 1
+    assert bool(checkup.findings) == is_stale
+    assert "images" not in checkup.patient.measured
 
 
 def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
@@ -135,7 +160,7 @@ def test_no_server_and_wrong_arguments_are_named():
     for options, message in (
         ({"minutes": 0}, "minutes: expected more than 0, got 0"),
         ({"max_requests": 0}, "max_requests: expected at least 1, got 0"),
-        ({"only": "all"}, "only: expected one of repeats, foreign"),
+        ({"only": "all"}, "only: expected one of salts, usage"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             CheckupOptions(**options)

@@ -201,6 +201,18 @@ class KVCache:
         for part, given in zip(parts, staging.chunk(len(self.parts), dim=1), strict=True):
             part.index_copy_(0, ids, given.contiguous().view(part.dtype).view(len(ids), *part.shape[1:]))
 
+    def move_states(self, slots: Tensor, pieces: Sequence[tuple[int, int, int]], *, saving: bool) -> None:
+        """Copy states between slots and blocks, in one launch. Only if `copies_by_kernel`.
+
+        slots: uint8 [num_slots, bytes of a state]. pieces: a slot, the number of a block within its state, and a block
+        of the cache; nothing is written twice. Changes the cache, or without `saving` the slots.
+        """
+        from kvblocks.kernels import copy  # needs triton
+
+        move = copy.save_states if saving else copy.restore_states
+        with torch.cuda.device_of(slots):
+            move(self._copy_table, slots, to_device(torch.tensor(pieces, dtype=torch.int64), slots.device))
+
     @cached_property
     def _copy_table(self) -> "CacheTable":
         """The caches in the form that copy kernels take. Waits for the device once."""

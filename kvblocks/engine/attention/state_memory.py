@@ -7,6 +7,8 @@ A checkpoint is the bytes of a slot, cut into blocks of the KV cache, in the ord
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -34,6 +36,13 @@ class Blocks(Protocol):
     @property
     def block_rows(self) -> Tensor | None:
         """All of them, [num_blocks, num_block_bytes]; None if they aren't contiguous."""
+
+    @property
+    def copies_by_kernel(self) -> bool:
+        """Whether there is `move_states`."""
+
+    def move_states(self, slots: Tensor, pieces: Sequence[tuple[int, int, int]], *, saving: bool) -> None:
+        """Copy states between slots and blocks."""
 
     def gather_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
         """Copy blocks to a buffer."""
@@ -86,21 +95,27 @@ class StateMemory:
 
         Raises InvalidArgumentError, with the copies before it made, for slots and blocks that aren't there. O(bytes).
         """
-        for kind, _, slot, source, block_ids in copies:
-            self._check(slot, source if kind == "fork" else slot, block_ids, blocks)
-            if kind == "clear":
-                self.slots[slot] = 0
-            elif kind == "fork":
-                self.slots[slot] = self.slots[source]
+        for kind, some in groupby(copies, key=attrgetter("kind")):
+            group = list(some)
+            for _, _, slot, source, block_ids in group:
+                self._check(slot, source if kind == "fork" else slot, block_ids, blocks)
+            if kind in ("clear", "fork"):
+                for _, _, slot, source, _ in group:
+                    self.slots[slot] = 0 if kind == "clear" else self.slots[source]
+            elif blocks.copies_by_kernel:
+                if kind == "restore":  # of two of a slot the second one counts, and one launch has no order
+                    group = list({copy.slot: copy for copy in group}.values())
+                pieces = [(copy.slot, place, block) for copy in group for place, block in enumerate(copy.block_ids)]
+                blocks.move_states(self.slots, pieces, saving=kind == "save")
             else:
-                ids = torch.tensor(block_ids, device=self.slots.device)
-                full, rest = divmod(self.slots.shape[1], blocks.num_block_bytes)
-                whole = self.slots[slot, : full * blocks.num_block_bytes].unflatten(0, (full, -1)) if full else None
-                tail = self.slots[slot, self.slots.shape[1] - rest :]
-                if kind == "restore":
-                    _take(blocks, ids, whole, tail)
-                else:
-                    _put(blocks, ids, whole, tail)
+                for _, _, slot, _, block_ids in group:
+                    self._move(slot, block_ids, blocks, saving=kind == "save")
+
+    def _move(self, slot: int, block_ids: tuple[int, ...], blocks: Blocks, *, saving: bool) -> None:
+        ids = torch.tensor(block_ids, device=self.slots.device)
+        full, rest = divmod(self.slots.shape[1], blocks.num_block_bytes)
+        whole = self.slots[slot, : full * blocks.num_block_bytes].unflatten(0, (full, -1)) if full else None
+        (_put if saving else _take)(blocks, ids, whole, self.slots[slot, self.slots.shape[1] - rest :])
 
     def _check(self, slot: int, source: int, block_ids: tuple[int, ...], blocks: Blocks) -> None:
         if not 0 <= slot < self.num_slots or not 0 <= source < self.num_slots:

@@ -1,16 +1,21 @@
 """How many blocks, and how many slots for states, an engine's KV cache has: from a number of blocks, or from memory."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from kvblocks.arguments import check_count, is_a
-from kvblocks.engine.run.memory import check_memory, read_memory
+from kvblocks.engine.run.memory import check_memory, read_memory, show_bytes
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.plan import Plan
 from kvblocks.groups.states.kind import RecurrentState
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+"""On a CPU, whose memory is for other programs, too."""
+
+DEFAULT_GPU_SHARE = 0.85
+"""On a GPU: of what is free once the model is loaded, for the cache and for what steps take beside it."""
 
 MAX_STATE_SLOTS = 64
 """How many slots there are at most unless more are asked for: as many as sequences run at once by default."""
@@ -22,13 +27,18 @@ def size_cache(
     kv_cache_memory: float | str | None,
     num_state_slots: int | None,
     device: torch.device,
+    measure_steps: Callable[[], int] | None = None,
 ) -> Plan:
     """Return a layout of `plan_cache` with the number of blocks that the caller asks for.
 
     num_state_slots: of live states, in models with layers that keep one; None: MAX_STATE_SLOTS, or as many as take no
     more memory than the blocks, but at least one. They are a part of kv_cache_memory, and come in addition to
-    num_blocks. Raises InvalidArgumentError, also if all this takes more memory than is free.
+    num_blocks. measure_steps: returns the bytes that steps take beside the cache. Where the cache's memory is a share
+    of a GPU's, they are a part of the share; elsewhere it isn't called. Raises InvalidArgumentError, also if all this
+    takes more memory than is free.
     """
+    if num_blocks is None and kv_cache_memory is None:
+        kv_cache_memory = DEFAULT_GPU_SHARE if is_shared_with_steps(device) else DEFAULT_KV_CACHE_BYTES
     if num_state_slots is not None:
         check_count("num_state_slots", num_state_slots, 1)
         if not layout.state_bytes:
@@ -44,7 +54,8 @@ def size_cache(
         sized = _with_slots(layout, num_state_slots, pool)
         budget = pool + sized.slot_bytes
     else:
-        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_memory is None else read_memory(kv_cache_memory, device)
+        assert kv_cache_memory is not None
+        budget = _read_budget(kv_cache_memory, device, measure_steps)
         sized = _with_slots(layout, num_state_slots, budget // 2)
         num_groups = len([group for group in layout.groups if group.has_table])
         least = layout.block_bytes * num_groups + sized.slot_bytes
@@ -59,6 +70,25 @@ def size_cache(
         name = "kv_cache_memory" if num_blocks is None else "num_blocks"
         check_memory(name, chosen.num_bytes, chosen.num_blocks, device)
     return chosen
+
+
+def is_shared_with_steps(device: torch.device) -> bool:
+    """Whether a share of the device's memory is for what steps take, too: on a GPU, whose memory they would exceed."""
+    return device.type == "cuda"
+
+
+def _read_budget(memory: float | str, device: torch.device, measure_steps: Callable[[], int] | None) -> int:
+    """The bytes of the cache. Raises InvalidArgumentError for a share that leaves it none."""
+    budget = read_memory(memory, device)
+    if measure_steps is None or not is_a(memory, float) or not is_shared_with_steps(device):
+        return budget
+    taken = measure_steps()
+    if taken >= budget:
+        raise InvalidArgumentError(
+            f"kv_cache_memory: expected a share of more than {show_bytes(taken)} of the memory of {device}, which the"
+            f" largest steps take beside the cache, got {memory}, {show_bytes(budget)}; smaller steps take less"
+        )
+    return budget - taken
 
 
 def _with_slots(layout: Plan, num_slots: int | None, num_bytes: int) -> Plan:

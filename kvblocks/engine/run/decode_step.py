@@ -12,13 +12,17 @@ A step whose sequences share prefixes is another graph over the same memory, wit
 `attention.cascade.RunBucket`. Programs share out their work by lengths on the device, and their number is fixed. So a
 graph depends on nothing but the bucket and on whether there are runs.
 
+Short prompts, and short suffixes of cached prefixes, are captured too, alone or beside decodes: a step of few tokens is
+as hard to launch as a decode step. They are padded to few sizes, of tokens and of sequences (`RaggedStep`).
+
 Capturing is a few lines at the end of this file. Without a GPU the same steps run in the same buffers, uncaptured.
 
 Some steps are not captured but run as any other step: those of more than MAX_BUCKET sequences, whose launches are
-large, and those with runs that no bucket holds.
+large, those with runs that no bucket holds, and those of more tokens than RAGGED_TOKENS.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from weakref import WeakSet
 
 import torch
@@ -29,11 +33,18 @@ from kvblocks.engine.attention.batch import StepBatch, StepShape
 from kvblocks.engine.attention.cascade import BeginCascade, RunBucket
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.resident_table import ResidentTable
-from kvblocks.engine.run.step_upload import DECODE_COLUMNS, UploadedStep, lay_out
+from kvblocks.engine.run.step_upload import DECODE_COLUMNS, RaggedSize, UploadedStep, lay_out
 
 MAX_BUCKET = 512
 FINE_FROM, FINE_STEP = 64, 16
 """Above so many sequences, buckets are multiples of so many."""
+
+RAGGED_TOKENS, RAGGED_SEQS = (16, 32, 64, 128, 256, 512), (4, 16, 64, 256)
+"""What steps with a prompt are padded to: tokens, and sequences with a row of logits each.
+
+A GPU reads all weights for 16 rows as for 256, so padding costs little there (unmeasured). Larger steps take longer
+than their launches.
+"""
 
 
 class DecodeBuffers:
@@ -105,6 +116,41 @@ class DecodeStep:
         return lay_out(step, self.block_tables, block_size)
 
 
+class RaggedStep:
+    """Any step of so many tokens and sequences at most, in fixed buffers: `extend` computes all its rows.
+
+    num_tokens, num_seqs: what the step is padded to. It shares block tables and logits with decode steps of as many
+    sequences. At first all is padding. Columns: as a decode step has them, here one vector (`RaggedSize`).
+    """
+
+    def __init__(self, model: DecoderModel, kv_cache: KVCache, buffers: DecodeBuffers, size: RaggedSize) -> None:
+        self.size = size
+        self.block_tables = [table[: size.num_seqs] for table in buffers.block_tables]
+        self.logits = buffers.logits[: size.num_seqs]
+        self._values = torch.zeros(size.num_values, dtype=torch.int32, device=self.logits.device)
+        self._model = model
+        self._kv_cache = kv_cache
+        self._step = size.split(self._values, self.block_tables[0].shape[1] * kv_cache.block_size)
+        self.clear()
+
+    def clear(self) -> None:
+        """Make all sequences padding: the first one has all rows."""
+        self._values.zero_()
+        for counts in (self._step.seq_lens[:1], self._step.num_readonly[:1], self._step.query_start[1:]):
+            counts.fill_(self.size.num_tokens)
+
+    def fill(self, values: Tensor, tables: Sequence[ResidentTable]) -> None:
+        """Copy a step, as `upload_ragged` uploaded it, and its rows of the tables to the buffers. Never waits."""
+        self._values.copy_(values)
+        for own, table, rows in zip(self.block_tables, tables, self._step.table_rows, strict=True):
+            torch.index_select(table.blocks, 0, rows, out=own)
+
+    def compute(self) -> Tensor:
+        """As `DecodeStep.compute`."""
+        batch = lay_out(self._step, self.block_tables, self._kv_cache.block_size)
+        return self.logits.copy_(self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache)))
+
+
 class CascadeStep:
     """A decode step whose sequences share runs of blocks. It uses the buffers of `step`, and one for the runs.
 
@@ -135,13 +181,15 @@ class CascadeStep:
 
 Replay = Callable[[], Tensor]
 """Runs a step on what its buffers hold, and returns its logits, which are valid until the next replay of any step."""
-Capture = Callable[[DecodeStep | CascadeStep], Replay]
+FixedStep = DecodeStep | RaggedStep | CascadeStep
+Capture = Callable[[FixedStep], Replay]
 
 
 class DecodeBuckets:
-    """The decode steps of one model and cache by their size, made when they are first needed.
+    """The steps of one model and cache by their size, made when they are first needed.
 
-    capture: turns a step into its replay. begin_cascade: `CascadePlanner.begin`, or None. Attribute: num_replays.
+    capture: turns a step into its replay. begin_cascade: `CascadePlanner.begin`, or None. Attributes: num_replays, of
+    decode steps; num_ragged_replays, of steps with prompts.
     """
 
     def __init__(
@@ -153,6 +201,7 @@ class DecodeBuckets:
         begin_cascade: BeginCascade | None = None,
     ) -> None:
         self.num_replays = 0
+        self.num_ragged_replays = 0
         self._model = model
         self._kv_cache = kv_cache
         self._tables = tables
@@ -161,7 +210,8 @@ class DecodeBuckets:
         self._buffers: dict[int, DecodeBuffers] = {}
         self._steps: dict[int, DecodeStep] = {}
         self._cascades: dict[int, CascadeStep] = {}
-        self._replays: dict[DecodeStep | CascadeStep, Replay] = {}
+        self._ragged: dict[RaggedSize, RaggedStep] = {}
+        self._replays: dict[FixedStep, Replay] = {}
 
     def run(self, columns: Tensor, num_seqs: int, packed: Tensor | None = None) -> Tensor:
         """Run a decode step of `num_seqs` sequences, padded to a bucket: logits float32 [num_seqs, vocab].
@@ -182,13 +232,50 @@ class DecodeBuckets:
         self.num_replays += 1
         return self._replays[replayed]()[:num_seqs]
 
+    def run_ragged(self, values: Tensor | None, size: RaggedSize) -> Tensor:
+        """Run a step that `StepUploader.upload_ragged` has padded: logits float32 [size.num_seqs, vocab].
+
+        values: None: padding. The rest: as `run`.
+        """
+        step = self._ragged.get(size)
+        if step is None:
+            buffers = self._buffers_of(size.num_seqs)
+            step = self._ragged[size] = RaggedStep(self._model, self._kv_cache, buffers, size)
+        if step not in self._replays or values is None:
+            step.clear()
+        if step not in self._replays:
+            self._replays[step] = self._capture(step)
+        if values is not None:
+            step.fill(values, self._tables)
+        self.num_ragged_replays += 1
+        return self._replays[step]()
+
+    def ragged_size(self, num_tokens: int, num_seqs: int) -> RaggedSize | None:
+        """What a step of so many tokens and sequences is padded to; None: it isn't captured. O(sizes)."""
+        room = self._tables[0].blocks.shape[1] * self._kv_cache.block_size
+        for padded_tokens in RAGGED_TOKENS:
+            for padded_seqs in RAGGED_SEQS:
+                # The padding's tokens need a sequence of their own.
+                if num_tokens <= padded_tokens <= room and num_seqs < padded_seqs <= padded_tokens:
+                    return RaggedSize(padded_tokens, padded_seqs, len(self._tables))
+        return None
+
+    def ragged_sizes(self, most_tokens: int, most_seqs: int) -> list[RaggedSize]:
+        """All that `ragged_size` returns for steps of at most so many tokens and sequences, the smallest first."""
+        steps = product(range(1, min(most_tokens, RAGGED_TOKENS[-1]) + 1), (1, *RAGGED_SEQS))
+        found = {self.ragged_size(*step) for step in steps if step[1] <= min(step[0], most_seqs)}
+        return sorted((size for size in found if size is not None), key=lambda size: (size.num_tokens, size.num_seqs))
+
     def _step(self, bucket: int) -> DecodeStep:
         if bucket not in self._steps:
-            size = 1 << (bucket - 1).bit_length()
-            if size not in self._buffers:
-                self._buffers[size] = DecodeBuffers(self._tables, size, self._model.config.vocab_size)
-            self._steps[bucket] = DecodeStep(self._model, self._kv_cache, self._buffers[size], bucket)
+            buffers = self._buffers_of(1 << (bucket - 1).bit_length())
+            self._steps[bucket] = DecodeStep(self._model, self._kv_cache, buffers, bucket)
         return self._steps[bucket]
+
+    def _buffers_of(self, num_seqs: int) -> DecodeBuffers:
+        if num_seqs not in self._buffers:
+            self._buffers[num_seqs] = DecodeBuffers(self._tables, num_seqs, self._model.config.vocab_size)
+        return self._buffers[num_seqs]
 
     def _cascade(self, step: DecodeStep) -> CascadeStep:
         bucket = step.columns.shape[1]
@@ -205,7 +292,7 @@ def bucket_of(num_seqs: int) -> int | None:
     return -(-num_seqs // FINE_STEP) * FINE_STEP if num_seqs > FINE_FROM else 1 << (num_seqs - 1).bit_length()
 
 
-def run_in_place(step: DecodeStep | CascadeStep) -> Replay:
+def run_in_place(step: FixedStep) -> Replay:
     """Replay a step by running it again, for machines without a GPU."""
     return step.compute
 
@@ -223,7 +310,7 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, step: DecodeStep | CascadeStep) -> Replay:
+    def __call__(self, step: FixedStep) -> Replay:
         """Capture a step whose columns are all padding, so that running it changes nothing."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # of the current device

@@ -1,8 +1,9 @@
 """The model side of a step on a device: block tables stay there, and decode steps may be replayed.
 
 It does the same as `ModelRunner`. Every step is checked on the host, from what the host knows, since reading a tensor
-would wait for the device. Then the step is uploaded and computed. A decode step runs in its bucket's fixed buffers, so
-that it can be a CUDA graph, and as a cascade if its shared prefixes are worth it. Other steps run directly.
+would wait for the device. Then the step is uploaded and computed. A decode step, or one with short prompts, runs in its
+bucket's fixed buffers, so that it can be a CUDA graph; a decode step as a cascade if its shared prefixes are worth it.
+Other steps run directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from torch import Tensor
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.cascade import CascadePlanner, RunBucket
 from kvblocks.engine.attention.kv_scales import KVScales
-from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
+from kvblocks.engine.run.decode_step import RAGGED_TOKENS, Capture, DecodeBuckets, bucket_of
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.runner import ModelRunner
-from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader, UploadCounts
+from kvblocks.engine.run.step_upload import DECODE_COLUMNS, RaggedSize, StepUploader, UploadCounts
 from kvblocks.engine.run.warm_up import WarmUpStep, batches, padding_batch
 from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.engine.schedule.step import ScheduledChunk
@@ -29,9 +30,10 @@ from kvblocks.errors import InvalidArgumentError
 class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
-    scales: of K and V in 8 bits, as in `ModelRunner`. capture: captures decode steps for replay; None: they run as any
+    scales: of K and V in 8 bits, as in `ModelRunner`. capture: captures small steps for replay; None: they run as any
     other step. cascade: finds shared runs of decode steps; None: no cascades.
-    Attributes: num_cascades, num_replays, uploads, draw_tokens. Raises InvalidArgumentError for sizes below 1.
+    Attributes: num_cascades, num_replays, num_ragged_replays, uploads, draw_tokens. Raises InvalidArgumentError for
+    sizes below 1.
     """
 
     def __init__(
@@ -70,6 +72,11 @@ class DeviceRunner(ModelRunner):
         return self._buckets.num_replays if self._buckets else 0
 
     @property
+    def num_ragged_replays(self) -> int:
+        """How many steps with prompts ran in a bucket."""
+        return self._buckets.num_ragged_replays if self._buckets else 0
+
+    @property
     def uploads(self) -> UploadCounts:
         """What steps have uploaded so far. The cascade planner counts shared runs."""
         return self._uploader.counts
@@ -88,9 +95,20 @@ class DeviceRunner(ModelRunner):
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
             if score is None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
                 return self._decode(chunks, rows)
+            size = self._ragged_size(rows) if score is None else None
+            if size is not None:
+                assert self._buckets is not None
+                logits = self._buckets.run_ragged(self._uploader.upload_ragged(rows, size), size)
+                return logits[: sum(chunk.samples for chunk in chunks)]
             return self._compute(self._uploader.batch(self._uploader.upload(rows)), score)
 
-    def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
+    def _ragged_size(self, rows: Sequence[SequenceRows]) -> RaggedSize | None:
+        """What a step with a prompt is padded to for its graph; None: it runs without one."""
+        if self._buckets is None or self.model.strategy.is_deterministic:
+            return None
+        return self._buckets.ragged_size(sum(len(sequence.token_ids) for sequence in rows), len(rows))
+
+    def warm_up_steps(self, max_num_seqs: int, max_num_tokens: int = max(RAGGED_TOKENS)) -> list[WarmUpStep]:
         """Prompts, decodes followed by prompts, decode steps and cascades of all buckets, draws, copies of blocks."""
         tables, size = self._uploader.tables, self.kv_cache.block_size
         steps: list[WarmUpStep] = [
@@ -106,6 +124,10 @@ class DeviceRunner(ModelRunner):
             steps.append(("decodes", partial(self._compute, decodes)))
         else:
             steps += [(f"decodes of {bucket}", partial(self._replay, bucket)) for bucket in buckets]
+            if not self.model.strategy.is_deterministic:
+                for one in self._buckets.ragged_sizes(max_num_tokens, max_num_seqs):
+                    name = f"{one.num_tokens} tokens of {one.num_seqs} prompts"
+                    steps.append((name, partial(self._buckets.run_ragged, None, one)))
         if self._cascade is not None:
             steps.append(("cascades", self._cascade_once))
             if self._buckets is not None:

@@ -1,7 +1,9 @@
 """How much memory the KV cache may take: a number of bytes, a text such as "2GiB", or a share of what is free."""
 
+import gc
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -58,12 +60,13 @@ def check_memory(name: str, num_bytes: int, num_blocks: int, device: torch.devic
         where = "host memory" if needed <= free or device.type == "cpu" else f"memory of {device}"
         least, most = (num_host_bytes, free_on_host) if needed <= free else (needed, free)
         raise InvalidArgumentError(
-            f"{name}: expected a KV cache within the {_show_bytes(most)} of {where} that are free, got {num_blocks}"
-            f" blocks, which take {_show_bytes(least)}"
+            f"{name}: expected a KV cache within the {show_bytes(most)} of {where} that are free, got {num_blocks}"
+            f" blocks, which take {show_bytes(least)}"
         )
 
 
-def _show_bytes(num_bytes: int) -> str:
+def show_bytes(num_bytes: int) -> str:
+    """A number of bytes for people."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -73,6 +76,35 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     on_machine, in_container = _free_on_machine(), free_in_container()
     return on_machine if in_container is None else min(on_machine, in_container)
+
+
+def measure_taken(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes of a device's memory that `run` takes at most, whether it gives them back or not.
+
+    What `run` returns is kept until they are counted. What torch takes from a GPU it keeps for later tensors, so what
+    is free behind `run` is what was free at its peak. torch's own count is asked too, since it gives memory back where
+    there is too little. What other processes take meanwhile counts as well. Raises what `run` raises. Afterwards torch
+    gives back to the device what nothing uses.
+    """
+    _give_back(device)
+    free, reserved = free_memory(device), _most_reserved(device)
+    kept = run()
+    taken = max(free - free_memory(device), _most_reserved(device) - reserved, 0)
+    del kept
+    _give_back(device)
+    return taken
+
+
+def _most_reserved(device: torch.device) -> int:
+    """The most bytes that torch has taken from a GPU since `_give_back`, kept ones included."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _give_back(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _free_on_machine() -> int:

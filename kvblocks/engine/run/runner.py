@@ -163,12 +163,12 @@ class ModelRunner:
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
         return batch
 
-    def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
-        """Steps that compile and capture all that steps of so many sequences need. None for plain torch.
+    def warm_up_steps(self, max_num_seqs: int, max_num_tokens: int = 1) -> list[WarmUpStep]:
+        """Steps that compile and capture all that steps of so many sequences and tokens need. None for plain torch.
 
         Run them while nothing is cached or running. They then change no state that matters.
         """
-        del max_num_seqs
+        del max_num_seqs, max_num_tokens
         return []
 
     @staticmethod

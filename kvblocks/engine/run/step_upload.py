@@ -9,7 +9,7 @@ the one transfer.)
 Invariant: the vector is overwritten only after the device has read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -41,6 +41,35 @@ class UploadedStep:
     shape: StepShape
 
 
+@dataclass(frozen=True)
+class RaggedSize:
+    """The size of a step that is padded to so many tokens and sequences, in models with so many groups.
+
+    Each sequence has a row of logits, wanted or not.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_groups: int
+
+    @property
+    def num_values(self) -> int:
+        """The length of the vector that a step is."""
+        return sum(self._sizes)
+
+    def split(self, vector: Tensor, max_seq_len: int) -> UploadedStep:
+        """The step in a vector: views of it. max_seq_len: at least the most tokens in a context."""
+        token_ids, seq_lens, num_readonly, *rest = vector.split(self._sizes)
+        *table_rows, query_start, logits_rows = rest
+        shape = StepShape(0, self.num_tokens, max_seq_len)
+        return UploadedStep(token_ids, seq_lens, num_readonly, tuple(table_rows), query_start, logits_rows, None, shape)
+
+    @property
+    def _sizes(self) -> list[int]:
+        num_seqs = self.num_seqs
+        return [self.num_tokens, *[num_seqs] * (DECODE_COLUMNS - 1 + self.num_groups), num_seqs + 1, num_seqs]
+
+
 @dataclass
 class UploadCounts:
     """What was uploaded so far: the number of transfers, their bytes, and the number of block-table entries."""
@@ -61,6 +90,50 @@ class StepUploader:
         self._host, self._staging = self._buffers(1024)
         self._was_read: torch.cuda.Event | None = None
 
+    def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize) -> Tensor:
+        """Upload a step that `size` holds, padded to it: int32 [size.num_values], in the order of `RaggedSize.split`.
+
+        The sequence behind the last one gets the padding's tokens, at read-only positions. Otherwise as `upload`.
+        """
+        num_missing = size.num_tokens - sum(len(sequence.token_ids) for sequence in rows)
+        zeros = [0] * (size.num_seqs - len(rows))
+
+        def padded(sections: list[list[int]]) -> list[list[int]]:
+            token_ids, seq_lens, num_readonly, *table_rows = sections
+            query_start, logits_rows = _ragged_sections(rows)
+            of_padding = [num_missing, *zeros[1:]] if zeros else []
+            return [
+                token_ids + [0] * num_missing,
+                seq_lens + of_padding,
+                num_readonly + of_padding,
+                *(numbers + zeros for numbers in table_rows),
+                query_start + [size.num_tokens] * len(zeros),
+                logits_rows + [0] * (size.num_seqs - len(logits_rows)),
+            ]
+
+        parts = self._upload(rows, lambda changes: padded(self._pack(rows, changes, 0)))
+        assert sum(len(part) for part in parts) == size.num_values
+        return self._staging[: size.num_values]
+
+    def _upload(
+        self, rows: Sequence[SequenceRows], pack: Callable[[list[TableChanges]], list[list[int]]]
+    ) -> list[Tensor]:
+        """Upload the sections that `pack` makes, and write the tables' changes that it finds. Returns the sections."""
+        changes = [TableChanges() for _ in self.tables]
+        for table in self.tables:
+            table.reserve(len(rows))
+        try:
+            sections = pack(changes)
+            num_sections = len(sections)
+            sections += [values for change in changes for values in (change.indexes, change.block_ids)]
+            parts = self._transfer(sections)
+        except BaseException:
+            for table in self.tables:
+                table.forget()
+            raise
+        self._write(changes, parts[num_sections:])
+        return parts[:num_sections]
+
     def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0) -> UploadedStep:
         """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
 
@@ -70,21 +143,12 @@ class StepUploader:
         """
         shape = StepShape.of(rows)
         is_decode = shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows)
-        changes = [TableChanges() for _ in self.tables]
-        for table in self.tables:
-            table.reserve(len(rows))
-        try:
+
+        def pack(changes: list[TableChanges]) -> list[list[int]]:
             sections = self._pack(rows, changes, num_padded if is_decode else 0)
-            if not is_decode:
-                sections += _ragged_sections(rows)
-            num_sections = len(sections)
-            sections += [values for change in changes for values in (change.indexes, change.block_ids)]
-            parts = self._transfer(sections)
-        except BaseException:
-            for table in self.tables:
-                table.forget()
-            raise
-        self._write(changes, parts[num_sections:])
+            return sections if is_decode else sections + _ragged_sections(rows)
+
+        parts = self._upload(rows, pack)
         num_columns = DECODE_COLUMNS + len(self.tables)
         token_ids, seq_lens, num_readonly = parts[:DECODE_COLUMNS]
         if is_decode:
@@ -93,7 +157,7 @@ class StepUploader:
             index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
             query_start, logits_rows, shape = index, index[:-1], replace(shape, num_decodes=num_seqs)
         else:
-            columns, (query_start, logits_rows) = None, parts[num_columns:num_sections]
+            columns, (query_start, logits_rows) = None, parts[num_columns:]
         table_rows = tuple(parts[DECODE_COLUMNS:num_columns])
         return UploadedStep(token_ids, seq_lens, num_readonly, table_rows, query_start, logits_rows, columns, shape)
 

@@ -8,6 +8,9 @@ from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
 
+GPU_BATCHED_TOKENS, GPU_SEQS = 8192, 256
+"""The limits of a step on a GPU, if nobody says otherwise: smaller ones hardly take less time there."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
@@ -42,6 +45,11 @@ class StepLimits:
             raise InvalidArgumentError(f"wait_for_prefixes: expected True or False, got {self.wait_for_prefixes!r}")
         if not is_number(self.watermark) or not 0 <= self.watermark < 1:
             raise InvalidArgumentError(f"watermark: expected a share from 0.0 to below 1.0, got {self.watermark!r}")
+
+    @classmethod
+    def default_on(cls, device_type: str) -> "StepLimits":
+        """The limits of an engine on a "cpu" or on "cuda", if nobody says otherwise. O(1)."""
+        return cls(GPU_BATCHED_TOKENS, GPU_SEQS) if device_type == "cuda" else cls()
 
     def chunk_tokens(self, num_left: int) -> int:
         """How many tokens one sequence may compute in a step that has `num_left` left. O(1)."""

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvblocks.arguments import is_a, wrong
+from kvblocks.engine.run.memory import read_memory
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.sealing import LEAST_SECRET_BYTES
 
@@ -45,6 +48,13 @@ class TierOptions:
     def wrong(self, expected: str, got: Any) -> InvalidArgumentError:
         """Return the error to raise for this tier. O(1)."""
         return wrong(f"tiers: {self.scheme}", expected, got)
+
+    def size_in_bytes(self, default: str) -> int:
+        """Return `size` in bytes, or `default` if there is none. No share. Raises InvalidArgumentError. O(1)."""
+        if is_a(self.size, float):
+            raise wrong(f"tiers: {self.scheme}: size", "bytes (an int, or a text such as '8GiB')", self.size)
+        size = default if self.size is None else self.size
+        return read_memory(size, torch.device("cpu"), f"tiers: {self.scheme}: size")
 
     def expect_no_size(self) -> None:
         """Raise InvalidArgumentError if there is a size. O(1)."""

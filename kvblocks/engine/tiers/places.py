@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from kvblocks.arguments import is_a
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.tiers.block_bytes import Row
 from kvblocks.engine.tiers.options import TierOptions
@@ -87,22 +86,18 @@ class DiskPlace(Place):
         """As `Place`."""
         if not options.address:
             raise options.wrong("a folder behind the colon", options.address)
-        size = options.size
-        if is_a(size, float):
-            raise options.wrong("size: bytes (an int, or a text such as '8GiB')", size)
-        read_memory(DEFAULT_DISK_SIZE if size is None else size, CPU, "tiers: disk: size")
+        options.size_in_bytes(DEFAULT_DISK_SIZE)
 
     @classmethod
     def open(cls, options: TierOptions, site: Site) -> "DiskPlace | None":
         """As `Place`. None if the folder's volume is full. Raises DiskError for a folder that can't be used."""
-        size = DEFAULT_DISK_SIZE if options.size is None else options.size
         try:
             store = DiskStore(
                 Path(options.address).expanduser(),
                 fingerprint=site.fingerprint(),
                 num_block_bytes=site.num_block_bytes,
                 block_size=site.block_size,
-                max_bytes=read_memory(size, CPU, "tiers: disk: size"),
+                max_bytes=options.size_in_bytes(DEFAULT_DISK_SIZE),
                 secret=options.secret,
             )
         except DiskFullError as error:

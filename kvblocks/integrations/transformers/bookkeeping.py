@@ -23,6 +23,7 @@ from typing import Any
 from kvblocks import CacheHit, Group, KVCacheManager, Sequence
 from kvblocks.integrations.transformers.probe import refuse
 from kvblocks.integrations.transformers.records import Record, Records, count_needed_blocks, known_tokens
+from kvblocks.integrations.transformers.state_slots import ModelStates
 
 END = "end"  # key of what `count_new_complete_blocks` returns: where a request's tokens of this step end
 MARGINS = {"fifo": 0.15, "prefill_first": 0.0}  # of transformers' schedulers, unless the user sets one
@@ -44,11 +45,15 @@ class Bookkeeping:
     """Comes before transformers' PagedAttentionCache in the class order. manager: the KVCacheManager.
 
     commit: "early" caches at allocation wherever that is right; "late" always caches after the step. debug: runs
-    `manager.check()` after every change. `install` sets both in a subclass.
+    `manager.check()` after every change. num_state_slots: for how many requests there are states at once; None: as many
+    as are useful. `install` sets these in a subclass. state_slots: the states of running requests, in models that have
+    layers with states, and else None.
     """
 
     commit = "early"
     debug = False
+    num_state_slots: int | None = None
+    state_slots: ModelStates | None = None
     allow_block_sharing: bool  # this and the next one are transformers'
     max_blocks_per_request: int
 
@@ -65,7 +70,7 @@ class Bookkeeping:
         )
         self.records: Records = {}
         self.use_prefix_sharing = self.allow_block_sharing
-        has_window = not all(group.sees_all for group in groups)
+        has_window = not all(group.sees_all for group in groups if group.has_table)
         is_early = self.commit == "early" and not has_window and not config.use_async_batching
         self.is_late = self.allow_block_sharing and not is_early
         margin = config.safety_margin
@@ -73,6 +78,7 @@ class Bookkeeping:
             margin = MARGINS.get(config.scheduler_type, MARGINS["fifo"])
         self._num_margin_blocks = int(margin * self.manager.num_blocks)
         self._refused: str | None = None  # the request of the last lookup, if it may not start yet
+        self._missed: tuple[Sequence, CacheHit] | None = None  # the last lookup, if no token of it can be used
 
     # Slots.
 
@@ -101,12 +107,14 @@ class Bookkeeping:
         request_id = state.request_id
         if state.current_len():  # not a user's prompt, but one that warms up kernels: nobody may hit what it leaves
             return self.allocate_unfound(request_id, state, total)
-        sequence = Sequence(request_id, state.initial_tokens)
+        sequence, hit = Sequence(request_id, state.initial_tokens), None
+        if self._missed is not None and self._missed[0].sequence_id == request_id:
+            sequence, hit = self._missed  # a state is saved where its keys and values part from cached ones
         if request_id == self._refused or not self._may_start(sequence, None):
             return False
-        num_tokens = self._num_computed(state, total, total)
+        num_tokens = self._cut(sequence, self._num_computed(state, total, total) or 1, hit)
         is_delayed = self._is_delayed(num_tokens)
-        if self.manager.allocate_slots(sequence, num_tokens or 1, delay_cache_blocks=is_delayed) is None:
+        if self.manager.allocate_slots(sequence, num_tokens, hit, delay_cache_blocks=is_delayed) is None:
             return False
         self.records[request_id] = Record(sequence, state, 0)
         return True
@@ -127,6 +135,7 @@ class Bookkeeping:
             num_new = self._num_computed(state, min(total, num_tokens) - num_slots, request_len)
             if not num_new:
                 return True
+            num_new = self._cut(sequence, num_slots + num_new, None) - num_slots
             is_delayed = self._is_delayed(num_new)
             return self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=is_delayed) is not None
         tokens = known_tokens(state, num_tokens, total)
@@ -138,6 +147,27 @@ class Bookkeeping:
         """Return how many of the new tokens the step computes. A prompt's last token waits until its forks are made."""
         waits = state.num_children > 0 and request_len == len(state.remaining_prefill_tokens)
         return num_new - waits
+
+    def _cut(self, sequence: Sequence, end: int, hit: CacheHit | None) -> int:
+        """Return where a step that would compute a prompt up to `end` should stop: where a state is to be saved."""
+        return end if self.state_slots is None else self.manager.states.next_cut(sequence, end, hit)
+
+    def count_slots_ahead(self, state: Any) -> int | None:
+        """Return how many tokens a request has slots for that no step has computed. None: states don't limit them."""
+        if self.state_slots is None:
+            return None
+        return max(0, self.records[state.request_id].sequence.num_computed_tokens - int(state.current_len()))
+
+    def plan_states(self, requests: list[Any]) -> None:
+        """Take the copies of states for a step of these requests: FutureRequestStates, in the order of their rows."""
+        if self.state_slots is None:
+            return
+        rows = []
+        for future in requests:
+            slot = self.records[future.state.request_id].sequence.state_slot
+            if future.query_length and slot is not None:
+                rows.append((slot, future.query_length))
+        self.state_slots.plan_step(rows, *self.manager.states.take_copies())
 
     def _is_delayed(self, num_tokens: int) -> bool:
         """Whether the tokens that a step computes of a request are cached after the step."""
@@ -164,12 +194,13 @@ class Bookkeeping:
 
         Returns the number of their tokens. 0 also if the request may not start yet.
         """
-        self._refused = None
+        self._refused = self._missed = None
         if not self.use_prefix_sharing or len(prompt_ids) < 2:
             return 0
         sequence = Sequence(request_id, prompt_ids)
         hit = self.manager.get_computed_blocks(sequence, len(prompt_ids) - 1)
         if not hit.num_tokens:
+            self._missed = None if self.state_slots is None else (sequence, hit)
             return 0
         if not self._may_start(sequence, hit) or self.manager.allocate_slots(sequence, 0, hit=hit) is None:
             self._refused = request_id  # otherwise it would start without its hit
@@ -226,8 +257,12 @@ class Bookkeeping:
         if source is None:
             return forked, copies
         for request_id in request_ids:
+            if self.state_slots is not None and not self.manager.states.num_free_slots:
+                break
             child = self.manager.fork(source.sequence, request_id)
-            if self.manager.allocate_slots(child, 0, num_total_tokens=child.num_tokens + 1) is None:
+            # A state can't go back behind a token that isn't known, so there are no slots for such.
+            num_total = child.num_tokens + (self.state_slots is None)
+            if self.manager.allocate_slots(child, 0, num_total_tokens=num_total) is None:
                 self.manager.free(child)
                 break
             self.records[request_id] = Record(child, None, source.num_written)

@@ -1,12 +1,23 @@
 """`KVBlocksPagedCache`: transformers' PagedAttentionCache with a KVCacheManager for its bookkeeping, from 5.18 on."""
 
+import sys
 from typing import Any
 
+from transformers.generation.continuous_batching import continuous_api, scheduler
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from kvblocks import Group, RecurrentState
 from kvblocks.integrations.transformers.allocators import OURS, plan_groups
 from kvblocks.integrations.transformers.bookkeeping import Bookkeeping, Nothing
 from kvblocks.integrations.transformers.probe import refuse
+from kvblocks.integrations.transformers.state_kinds import kind_of, state_types
+from kvblocks.integrations.transformers.state_slots import ModelStates, state_bytes
+from kvblocks.integrations.transformers.state_steps import StateModelRunner, with_cuts, without_state_layers
+
+_PACKAGE, _GROUPING = "transformers.generation.continuous_batching", "group_layers_by_attn_type"
+
+_MOST_SLOTS = 64
+"""Slots for states, unless `install` was told how many, or their memory would exceed that of keys and values."""
 
 
 class SlotsOnly(Nothing):
@@ -39,6 +50,8 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         groups, geometries, first_block_id = plan_groups(self)
         self._allocators: list[Any] = list(self.cache_allocators.values())
         num_blocks = self._allocators[0].num_blocks // geometries[0].num_pages
+        if state_types(config):
+            groups.append(self._make_slots(config, continuous_batching_config.max_requests_per_batch, num_blocks))
         self.keep_books(continuous_batching_config, groups, num_blocks, first_block_id)
         self.pool = SlotsOnly("pool")
         self._layer_types: list[str] = list(self.cache_allocators)  # 5.18's allocators don't know their layer type
@@ -47,6 +60,20 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
             allocator.kv_manager, allocator.kv_records, allocator.kv_geometry = self.manager, self.records, geometry
             allocator.kv_is_first = not geometry.group
             allocator.pool = self.pool
+
+    def _make_slots(self, config: Any, max_requests: int | None, num_blocks: int) -> Group:
+        """Make the slots for states, and return the group of the layers that keep them."""
+        kind, layers = kind_of(config), [n for n, of in enumerate(config.layer_types) if of != "full_attention"]
+        shape, allocator = kind.shape(config), self._allocators[0]
+        num_bytes = state_bytes(shape, self.dtype) * len(layers)
+        num_slots = self.num_state_slots
+        if num_slots is None:
+            fitting = num_blocks * allocator.bytes_per_block // num_bytes
+            num_slots = max(1, min(_MOST_SLOTS, max_requests or _MOST_SLOTS, fitting))
+        rows = self.cache_tensor.view(-1, allocator.bytes_per_block)
+        self.state_slots = ModelStates(kind, shape, layers, num_slots, rows, self.dtype)
+        num_state_blocks = -(-num_bytes // allocator.bytes_per_block)
+        return RecurrentState(allocator.tokens_per_page, num_slots, num_state_blocks)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
         """Return how many of these requests, in order, there is room for."""
@@ -80,6 +107,13 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return forked
 
 
-def schedulers() -> dict[str, Any]:
-    """Return the replacements of schedulers in `continuous_api`: none is needed from 5.18 on."""
-    return {}
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Return what `install` replaces for models whose layers keep states: a module, a name in it, and the new value."""
+    theirs = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
+    grouping = [module for module in theirs if hasattr(module, _GROUPING)]
+    return [
+        (continuous_api, "SCHEDULER_MAPPING", {n: with_cuts(cls) for n, cls in scheduler.SCHEDULER_MAPPING.items()}),
+        (continuous_api, "FIFOScheduler", with_cuts(scheduler.FIFOScheduler)),
+        (continuous_api, "ModelRunner", StateModelRunner),
+        *((module, _GROUPING, without_state_layers(getattr(module, _GROUPING))) for module in grouping),
+    ]

@@ -10,7 +10,7 @@ gives one instead that asks as newer versions do: for a request and a number of 
 
 from typing import Any
 
-from transformers.generation.continuous_batching import scheduler
+from transformers.generation.continuous_batching import continuous_api, scheduler
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_manager import (
     FullAttentionCacheAllocator,
@@ -146,12 +146,13 @@ class _Scheduler(scheduler.Scheduler):
         return result
 
 
-def schedulers() -> dict[str, Any]:
-    """Return the replacements in `continuous_api` of each present scheduler, and of the default one."""
-    return {
-        "SCHEDULER_MAPPING": {name: _on_kvblocks(theirs) for name, theirs in scheduler.SCHEDULER_MAPPING.items()},
-        "FIFOScheduler": _on_kvblocks(scheduler.FIFOScheduler),
-    }
+def replacements() -> list[tuple[Any, str, Any]]:
+    """Return what `install` replaces: each present scheduler, and the default one."""
+    ours = {name: _on_kvblocks(theirs) for name, theirs in scheduler.SCHEDULER_MAPPING.items()}
+    return [
+        (continuous_api, "SCHEDULER_MAPPING", ours),
+        (continuous_api, "FIFOScheduler", _on_kvblocks(scheduler.FIFOScheduler)),
+    ]
 
 
 def _on_kvblocks(theirs: type) -> type:

@@ -85,6 +85,13 @@ SECTORS = Parts(
         },
         "cache_allocators.FullAttentionCacheAllocator": _SECTOR_ALLOCATOR,
         "cache_allocators.SlidingAttentionCacheAllocator": _SECTOR_ALLOCATOR,
+        SCHEDULER: {
+            PROCESS: "candidates token_budget cache_budget request_ids_to_remove_from_waiting",
+            "_schedule_request": "state request_tokens token_budget request_ids_to_remove_from_waiting",
+        },
+        "model_runner.ModelRunner": {
+            "_forward_process_and_sample": "model batch_data carry_over_ids prev_output_ids output_ids"
+        },
     },
     ignored_calls="get_cache_for_block_table get_block_table_key",
     cache_uses={
@@ -110,7 +117,7 @@ SECTORS = Parts(
     },
     pool="pool",
     pool_uses="try_to_free_sectors",
-    replaced="",
+    replaced="SCHEDULER_MAPPING FIFOScheduler ModelRunner",
     steps=("can_store_request_tokens", _SCHEDULE, "count_new_complete_blocks", _SCHEDULED),
     num_ways_out=1,
     mark="mark_complete_blocks",

@@ -8,6 +8,7 @@ warning.
 
 import inspect
 import re
+from copy import copy
 from typing import Any
 
 from kvblocks import UnsupportedEngineError
@@ -22,6 +23,7 @@ from kvblocks.integrations.transformers.parts import (
     STATE_FIELDS,
     Parts,
 )
+from kvblocks.integrations.transformers.state_kinds import reason_against, state_types
 
 NAME = "kvblocks.integrations.transformers"
 TESTED_VERSIONS = (
@@ -191,18 +193,37 @@ def _order_of_steps(parts: Parts, modules: dict[str, Any]) -> list[str]:
 
 
 def check_layers(config: Any) -> None:
-    """Raise UnsupportedEngineError if a model's configuration has layers that don't attend. Others are ignored.
+    """Raise UnsupportedEngineError if a model's configuration has layers with states that kvblocks can't keep.
 
-    transformers has no place for the states of such layers in continuous batching.
+    Other objects are ignored.
     """
-    kinds = getattr(config, "layer_types", None) or ()
-    other = sorted({str(kind) for kind in kinds if not str(kind).endswith("_attention") or kind == "linear_attention"})
-    if other:
+    kinds = state_types(config)
+    if not kinds:
+        return
+    reason = reason_against(config)
+    if reason is None and find_parts() is GROUPS:
+        reason = "transformers 5.18 and newer alone can be told where their states are"
+    if reason is not None:
         name = getattr(config, "model_type", type(config).__name__)
-        raise refuse(
-            f"{name}, whose layer_types have {' and '.join(other)}",
-            "transformers' continuous batching has no place for states; `kvblocks serve` and `kvblocks.engine` do",
-        )
+        raise refuse(f"{name}, whose layer_types have {' and '.join(kinds)}", reason)
+
+
+def step_by_step(config: Any) -> Any:
+    """Return a ContinuousBatchingConfig for a model with states, with what it leaves open decided. Others as they are.
+
+    States are brought to the model by Python code before each step. So a step is prepared when the one before it has
+    ended, and is neither captured nor compiled. Raises UnsupportedEngineError if that was asked for.
+    """
+    if not hasattr(config, "use_async_batching"):
+        return config
+    asked = {"use_async_batching": config.use_async_batching, "use_cuda_graph": config.use_cuda_graph}
+    asked |= {name: getattr(config, name, None) for name in ("varlen_compile_config", "decode_compile_config")}
+    for name, value in asked.items():
+        if any(value) if isinstance(value, tuple) else value:
+            raise refuse(f"{name}={value}", "layers that keep states are computed step by step, by Python code")
+    decided = copy(config)
+    decided.use_async_batching, decided.use_cuda_graph = False, False
+    return decided
 
 
 def check_config(config: Any) -> None:

@@ -5,9 +5,9 @@ computes. It gives each running request whose prompt is computed one token of it
 come first served; tokens of both kinds together are at most `num_step_tokens`. Sessions begin at the given times. Each
 waits its think time after one request ends before it sends the next, so whoever is served late also asks late.
 
-The cache is the production manager, with the trace's blocks as tokens, as in `run`. Answers take no room. What a host
-tier has is loaded over one link, one request after another, before the rest of its prompt is computed. Stores cost
-nothing.
+The cache is the production manager, or arrays that decide the same, with the trace's blocks as tokens, as in `run`.
+Answers take no room. What a host tier has is loaded over one link, one request after another, before the rest of its
+prompt is computed. Stores cost nothing.
 """
 
 import heapq
@@ -20,6 +20,9 @@ import numpy as np
 
 from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.arguments import check_count, check_number, wrong
+from kvblocks.replay.arrays.pool import ArrayPool
+from kvblocks.replay.arrays.released import Blocks
+from kvblocks.replay.pools import has_own_blocks
 from kvblocks.replay.run import followers
 from kvblocks.replay.served.entrances import INFINITE, make_entrance
 from kvblocks.replay.trace import Numbers, Trace
@@ -164,6 +167,43 @@ class ManagerCache:
         return self._sequences[request]
 
 
+class ArrayCache:
+    """An `ArrayPool`, which gives the same results as the manager without a host tier, in a fraction of the time."""
+
+    def __init__(self, trace: Trace, num_blocks: int) -> None:
+        """Only for a trace that `has_own_blocks`."""
+        self._trace = trace
+        self._pool = ArrayPool(num_blocks, trace.num_unique_blocks)
+        self._paths: dict[int, Blocks] = {}
+
+    def find(self, request: int) -> int:
+        """Return how many of a prompt's first blocks are cached. O(log blocks)."""
+        return self._pool.find(self._path(request))
+
+    def take(self, request: int) -> tuple[int, int] | None:
+        """Give a request its blocks, and return how many were cached, and 0. O(blocks), by NumPy."""
+        path = self._path(request)
+        num_hit = self._pool.find(path)
+        return None if self._pool.take(path, num_hit, None, None) is None else (num_hit, 0)
+
+    def free(self, request: int) -> None:
+        """Take them back. O(blocks), by NumPy."""
+        self._pool.release(self._paths.pop(request), None, None)
+
+    def _path(self, request: int) -> Blocks:
+        path = self._paths.get(request)
+        if path is None:
+            path = self._paths[request] = self._trace.blocks_of(request).astype(np.intp)
+        return path
+
+
+def make_cache(trace: Trace, num_blocks: int, host_blocks: int | None) -> Cache:
+    """Return the cache of a run: arrays where they can stand in for the manager."""
+    if host_blocks is None and has_own_blocks(trace):
+        return ArrayCache(trace, num_blocks)
+    return ManagerCache(trace, num_blocks, host_blocks)
+
+
 @dataclass(eq=False, slots=True)
 class _Running:
     """A request that runs: prompt tokens to compute, tokens of its answer to come, and all tokens before those.
@@ -199,7 +239,7 @@ class ServedRun:
         self.trace, self.server, self.num_blocks = trace, server, num_blocks
         self.entrance_name, self.entrance = entrance, make_entrance(entrance, num_room, 1 / server.prefill_rate)
         most = max(1, trace.num_unique_blocks) if entrance == INFINITE else num_blocks
-        self.cache: Cache = ManagerCache(trace, most, None if entrance == INFINITE else host_blocks)
+        self.cache = make_cache(trace, most, None if entrance == INFINITE else host_blocks)
         self.tokens: list[int] = trace.tokens.tolist()
         self.outputs: list[int] = np.maximum(trace.outputs, 1).tolist()
         self.sessions, self.thinks = trace.sessions.tolist(), np.nan_to_num(times[1]).tolist()

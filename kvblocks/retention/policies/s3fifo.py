@@ -27,8 +27,7 @@ class S3FIFO:
 
     def free(self, blocks: list[FreeBlock]) -> None:
         """Put them at the end of their queues. O(blocks), and a hash for each new block while there are ghosts."""
-        for block in blocks:
-            block_id, num_hits = block.block_id, block.num_hits
+        for block_id, _, _, _, num_hits, _ in blocks:
             if num_hits > 1 or (not num_hits and self._ghosts and self._was_evicted(block_id)):
                 self._main[block_id] = min(num_hits, MAX_ROUNDS)
             else:
@@ -37,19 +36,25 @@ class S3FIFO:
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their queues. O(blocks)."""
         for block_id in block_ids:
-            self._small.pop(block_id, None)
-            self._main.pop(block_id, None)
+            if block_id in self._main:
+                del self._main[block_id]
+            else:
+                self._small.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
         """Take them out of their queues. Those in the small queue become ghosts, at most 0.9 * num_blocks of them."""
+        ghosts = self._ghosts
         for block_id in block_ids:
             if block_id in self._small:
                 digest = self._cache.digest(block_id)
                 if digest is not None:
-                    self._ghosts[digest] = None
-        while len(self._ghosts) > (1 - SMALL_SHARE) * self._cache.num_blocks:
-            self._ghosts.popitem(last=False)
-        self.use(block_ids)
+                    ghosts[digest] = None
+                del self._small[block_id]
+            else:
+                self._main.pop(block_id, None)
+        most = (1 - SMALL_SHARE) * self._cache.num_blocks
+        while len(ghosts) > most:
+            ghosts.popitem(last=False)
 
     def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
         """Return the first of the small queue while that is too long, else the main queue's first without rounds left.

@@ -20,12 +20,14 @@ without a session.
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
+from operator import is_
 from typing import Final
 
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
-from kvblocks.retention.policies.returns import RECENCY_WEIGHT, Returns, Rhythm
+from kvblocks.retention.policies.returns import Rhythm
+from kvblocks.retention.policies.threads import PauseKind, Session, SessionKey, Thread
 
 _MAX_REASONS: Final = 32  # different reasons; all further ones count as one kind
 _MANY: Final = 7  # other sessions: the most that `FreeBlock.others` has
@@ -33,47 +35,6 @@ _MOST_HEIRS: Final = 8  # the newest threads of the same session that may get a 
 _SHORTEST: Final = 256  # shorter pauses count as 1/256 of the time for which the pool keeps blocks
 _ADAPTING: Final = 50  # that time is averaged over so many victims
 _HORIZON: Final = 2.0  # how far to look ahead, in multiples of that time
-
-SessionKey = tuple[str | None, Hashable]
-
-
-class PauseKind:
-    """A kind of pause. returns: what was learned of it. paused: its threads by rhythm, each in order of pausing."""
-
-    def __init__(self, recency_weight: float = RECENCY_WEIGHT) -> None:
-        self.returns = Returns(recency_weight)
-        self.paused: dict[float, OrderedDict[Thread, None]] = {}
-
-
-class Session:
-    """A session. reason: why it pauses, None: not known. last: the thread of its last request."""
-
-    def __init__(self, key: SessionKey) -> None:
-        self.key = key
-        self.threads: dict[Thread, None] = {}
-        self.waiting: dict[Thread, None] = {}  # those that pause, but are neither left nor set aside
-        self.rhythms: dict[PauseKind, Rhythm] = {}
-        self.reason: str | None = None
-        self.began: float | None = None  # when its last request began
-        self.last: Thread | None = None
-        self.has_ended = False
-
-
-class Thread:
-    """Free blocks with their depths, the next to evict first.
-
-    kind: of its pause, None: it doesn't pause. is_open: whether its return is still expected.
-    """
-
-    def __init__(self, session: Session | None) -> None:
-        self.session = session
-        self.blocks: OrderedDict[int, int] = OrderedDict()
-        self.kind: PauseKind | None = None
-        self.is_open = False
-        self.rhythm = 0.0
-        self.since: float = 0.0
-        self.took = 0.0  # how long the request ran that gave the blocks back, 0: not known
-        self.number = 0
 
 
 class SessionsPolicy:
@@ -115,10 +76,9 @@ class SessionsPolicy:
         self._settle()
         thread: Thread | None = None
         first = 0
-        for i in range(1, len(blocks) + 1):
-            block, before = blocks[i] if i < len(blocks) else None, blocks[i - 1]
-            if block is None or block.session is not before.session or block.tenant != before.tenant:
-                thread = self._gather(blocks[first:i])
+        for i in [*_changes(blocks), len(blocks)]:
+            if first < i:
+                thread = self._gather(blocks if i - first == len(blocks) else blocks[first:i])
                 first = i
                 if thread.session is not None and thread.session.has_ended:
                     self._drop(thread)
@@ -127,17 +87,40 @@ class SessionsPolicy:
 
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their threads. O(blocks)."""
-        for block_id in block_ids:
-            thread = self._leave(block_id)
-            if thread is None:
-                continue
-            session = thread.session
-            if session is None:
-                if thread.is_open:  # its pause has ended; the blocks that aren't used stay in it
-                    self._learn(thread)
-                    self._close(thread)
-            elif session is self._starting:
-                self._used.setdefault(thread, []).append(block_id)
+        if self._others:
+            for block_id in self._others.keys() & block_ids:
+                self._forget_others(block_id)
+        threads = [*map(self._threads.get, block_ids)]
+        thread = threads[0] if threads else None
+        if thread is not None and threads.count(thread) == len(threads):  # mostly
+            self._use(thread, block_ids)
+            return
+        for block_id, found in zip(block_ids, threads):  # noqa: B905  # as many
+            if found is None:
+                self._unwanted.pop(block_id, None)
+            else:
+                self._use(found, [block_id])
+
+    def _use(self, thread: Thread, block_ids: list[int]) -> None:
+        """Take blocks out of the thread that has them, or had them last. O(blocks)."""
+        own = thread.blocks
+        taken = [block_id for block_id in block_ids if block_id in own]
+        for block_id in taken:  # faster than `pop` of an OrderedDict
+            del own[block_id]
+        if len(taken) < len(block_ids):
+            for block_id in block_ids:
+                self._unwanted.pop(block_id, None)
+            if not taken:
+                return
+        if not thread.blocks:
+            self._note_empty(thread)
+        session = thread.session
+        if session is None:
+            if thread.is_open:  # its pause has ended; the blocks that aren't used stay in it
+                self._learn(thread)
+                self._close(thread)
+        elif session is self._starting:
+            self._used.setdefault(thread, []).extend(taken)
 
     def remove(self, block_ids: list[int]) -> None:
         """Forget them. O(blocks)."""
@@ -353,12 +336,14 @@ class SessionsPolicy:
                     found = known
                     break
         thread = Thread(session) if found is None else found
-        for block in blocks:
-            thread.blocks[block.block_id] = block.depth
-            self._threads[block.block_id] = thread
-            if block.others:
-                self._others[block.block_id] = block.others
-                self._tenants[block.block_id] = block.tenant
+        ids = [block.block_id for block in blocks]
+        own = thread.blocks
+        for block_id, depth in zip(ids, [block.depth for block in blocks]):  # noqa: B905  # faster than `update`
+            own[block_id] = depth
+        self._threads.update(dict.fromkeys(ids, thread))
+        for block in [block for block in blocks if block.others]:
+            self._others[block.block_id] = block.others
+            self._tenants[block.block_id] = block.tenant
         if session is not None:
             took = 0.0 if session.began is None else float(self._cache.now - session.began)
             thread.took = max(took, self._kept / _SHORTEST) if took > 0.0 else 0.0
@@ -383,15 +368,16 @@ class SessionsPolicy:
             return None
         del thread.blocks[block_id]
         if not thread.blocks:
-            if thread.kind is not None:
-                thread.kind.paused[thread.rhythm].pop(thread, None)
-            if (
-                thread.session is not None
-                and thread.session.last is not thread
-                and thread.session is not self._starting
-            ):
-                thread.session.threads.pop(thread, None)
+            self._note_empty(thread)
         return thread
+
+    def _note_empty(self, thread: Thread) -> None:
+        """A thread has lost its last block."""
+        if thread.kind is not None:
+            thread.kind.paused[thread.rhythm].pop(thread, None)
+        session = thread.session
+        if session is not None and session.last is not thread and session is not self._starting:
+            session.threads.pop(thread, None)
 
     def _kind_of(self, session: Session | None) -> PauseKind:
         if session is None:
@@ -466,3 +452,19 @@ class SessionsPolicy:
         else:
             self._sessions.move_to_end(key)
         return found
+
+
+def _changes(blocks: list[FreeBlock]) -> list[int]:
+    """Return the indices of blocks that another session gave back than the block before, or another tenant's."""
+    if not blocks:
+        return []
+    session, tenant = blocks[0].session, blocks[0].tenant
+    is_same = all(map(is_, [block.session for block in blocks], repeat(session)))
+    if is_same and [block.tenant for block in blocks].count(tenant) == len(blocks):  # mostly
+        return []
+    found: list[int] = []
+    for i, block in enumerate(blocks):
+        if block.session is not session or block.tenant != tenant:
+            found.append(i)
+            session, tenant = block.session, block.tenant
+    return found

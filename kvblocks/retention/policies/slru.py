@@ -23,8 +23,12 @@ class SLRU:
 
     def free(self, blocks: list[FreeBlock]) -> None:
         """Protect those that were hit. Beyond the bound, those protected longest go back. O(blocks)."""
-        for block in blocks:
-            (self._protected if block.num_hits else self._probation)[block.block_id] = None
+        probation, protected = self._probation, self._protected
+        for block_id, _, _, _, num_hits, _ in blocks:
+            if num_hits:
+                protected[block_id] = None
+            else:
+                probation[block_id] = None
         most = PROTECTED_SHARE * (len(self._probation) + len(self._protected))
         while len(self._protected) > most:
             block_id, _ = self._protected.popitem(last=False)
@@ -32,9 +36,12 @@ class SLRU:
 
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their lists. O(blocks)."""
+        probation, protected = self._probation, self._protected
         for block_id in block_ids:
-            self._probation.pop(block_id, None)
-            self._protected.pop(block_id, None)
+            if block_id in protected:
+                del protected[block_id]
+            else:
+                probation.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
         """Take them out of their lists. O(blocks)."""

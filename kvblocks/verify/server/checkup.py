@@ -61,6 +61,8 @@ class Checkup:
     def _run(self, end_s: float, num_turns: int | None, note: Callable[[str], None]) -> None:
         start_s = time.monotonic()
         names = list(CASES) if self.options.only is None else [self.options.only]
+        self.not_tried = [name for name in names if not CASES[name].applies_to(self.patient)]
+        names = [name for name in names if name not in self.not_tried]
         for turn in itertools.count():
             if not names or turn == num_turns or self._is_over(end_s):
                 break
@@ -69,14 +71,11 @@ class Checkup:
                 if self._is_over(end_s):
                     break
                 note(f"{name}, seed {seed}")
-                found = CASES[name](self.patient, seed)
-                if found is None:
-                    self.not_tried.append(name)
-                    names.remove(name)
-                    continue
+                found = CASES[name].find(self.patient, seed)
                 self.num_tries[name] = self.num_tries.get(name, 0) + 1
-                if found:
-                    self.findings.append(self._repeat(name, seed, found[0]))
+                if found is not None:
+                    note(f"{name} found something")
+                    self.findings.append(self._repeat(name, seed, found))
                     names.remove(name)
         self.seconds += time.monotonic() - start_s
 
@@ -93,12 +92,13 @@ class Checkup:
             "tolerance_nats": _finite(patient.tolerance.nats),
             "noise_nats": _finite(patient.tolerance.noise),
             "notes": patient.notes,
+            "measured": patient.measured,
             "num_tries": self.num_tries,
             "not_tried": self.not_tried,
             "findings": [
                 {
                     "case": finding.case,
-                    "shows": CASES[finding.case].__doc__,
+                    "shows": CASES[finding.case].shows,
                     "what": finding.what,
                     "expected": finding.expected,
                     "got": finding.got,
@@ -114,7 +114,7 @@ class Checkup:
 
     def _repeat(self, name: str, seed: str, finding: Finding) -> Finding:
         """Try a case that found something twice more, with the same words."""
-        num_seen = 1 + sum(bool(CASES[name](self.patient, seed)) for _ in range(_TRIES - 1))
+        num_seen = 1 + sum(CASES[name].find(self.patient, seed) is not None for _ in range(_TRIES - 1))
         command = f"kvblocks verify {self.patient.target.url} --only {name} --seed {seed}"
         return repeated(finding, num_seen, _TRIES, command)
 

@@ -22,7 +22,8 @@ def as_text(checkup: Checkup) -> str:
     for name, number in checkup.num_tries.items():
         found = [finding for finding in checkup.findings if finding.case == name]
         result = f"FOUND ({found[0].how_sure})" if found else "nothing found"
-        lines.append(f"  {name:<10} {number:>3} tries  {result}")
+        measured = f": {patient.measured[name]}" if name in patient.measured else ""
+        lines.append(f"  {name:<10} {number:>3} tries  {result}{measured}")
     if checkup.not_tried:
         lines.append(f"Not tried with this server: {', '.join(checkup.not_tried)}.")
     for finding in checkup.findings:
@@ -43,9 +44,8 @@ def as_html(checkup: Checkup) -> str:
 
 
 def _paragraph(finding: Finding) -> list[str]:
-    shows = CASES[finding.case].__doc__
     texts = {
-        "should hold": shows,
+        "should hold": CASES[finding.case].shows,
         "but": finding.what,
         "expected": finding.expected,
         "got": finding.got,
@@ -65,7 +65,7 @@ def _section(finding: Finding) -> str:
         f"<details><summary>the prompt</summary><p>{html.escape(p)}</p></details>" for p in finding.prompts
     )
     return (
-        f"<h2>{html.escape(finding.case)}</h2><p>{html.escape(CASES[finding.case].__doc__ or '')}</p>"
+        f"<h2>{html.escape(finding.case)}</h2><p>{html.escape(CASES[finding.case].shows)}</p>"
         f"<p><b>But:</b> {html.escape(finding.what)} ({html.escape(finding.how_sure)}).</p>"
         f"<div class=sides><div><h3>expected</h3><pre>{html.escape(finding.expected)}</pre></div>"
         f"<div><h3>got</h3><pre>{html.escape(finding.got)}</pre></div></div>"

@@ -11,9 +11,10 @@ from kvblocks.verify.server.finding import Finding
 from kvblocks.verify.server.prompts import Words, recalling, text
 from kvblocks.verify.server.target import Reply, Target, TargetError
 
-_NOISE_PROMPTS = 3
-_NUM_ROUNDED = 4
-_NUMS_OF_WORDS = (90, 360, 1440)
+NUMS_OF_WORDS = (90, 360, 1440)
+"""Lengths of prompts that are tried, until one that is asked again hits."""
+
+_NUM_LEARNED = 4  # prompts from which the tolerance is learned, and as many as are asked at once
 _WORDS_OF_A_FLUSH = 60
 
 
@@ -35,7 +36,8 @@ class Patient:
 
     expects_salts: whether `cache_salt` is to separate requests; None: if the server knows the field. cold_target: a
     server of the same model that caches nothing. num_words: about how long prompts are, so that one which is asked
-    again hits. adapter_paths: of LoRA adapters that may be loaded and unloaded. Raises TargetError.
+    again hits. adapter_paths: of LoRA adapters that may be loaded and unloaded. measured: by case, what it measured.
+    Raises TargetError.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Patient:
         self.adapter_paths = adapter_paths
         self.concurrency = concurrency
         self.notes: list[str] = []
+        self.measured: dict[str, str] = {}
         self._run = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._flush = Words(self._run)
@@ -68,8 +71,10 @@ class Patient:
         self.separates_salts = self.takes_salts and self._separates_salts()
         self.expects_salts = self.takes_salts and target.knows_salts() if expects_salts is None else expects_salts
         self.coldness = self._coldness(cold_target, num_flush_prompts)
-        self.tolerance = Tolerance(self._measure_noise())
-        rounding = self._measure_rounding() if self.tolerance.is_known else 0.0
+        prompts = self._prompts_to_learn_from()
+        answers = [self.cold(prompt) or self.ask(prompt, None) for prompt in prompts]
+        self.tolerance = Tolerance(self._measure_noise(prompts, answers))
+        rounding = self._measure_rounding(prompts, answers) if self.tolerance.is_known else 0.0
         if 2 * TIMES_NOISE * rounding > self.tolerance.nats:
             self.tolerance = Tolerance(2 * rounding)  # all of a beginning is computed otherwise, not one token
             self.notes.append(
@@ -94,13 +99,21 @@ class Patient:
         """Return words of a seed. Where no salt tells two runs apart, other words in each run."""
         return Words(seed if self.separates_salts else f"{self._run}/{seed}")
 
-    def cold(self, prompt: list[str], *, max_tokens: int = 8, model: str | None = None) -> Reply | None:
+    def cold(self, prompt: list[str], *, model: str | None = None, image: str | None = None) -> Reply | None:
         """Return the answer of a cold cache, or None if there is no way to it. Nothing else may run."""
-        return self._cold_text(text(prompt), max_tokens, model)
+        return self._cold_text(text(prompt), model=model, image=image)
 
-    def ask(self, prompt: list[str], salt: str | None, *, max_tokens: int = 8, model: str | None = None) -> Reply:
-        """Return an answer, whatever is cached for this salt."""
-        return self.target.ask(text(prompt), max_tokens, salt=salt, model=model)
+    def ask(
+        self,
+        prompt: list[str],
+        salt: str | None,
+        *,
+        max_tokens: int = 8,
+        model: str | None = None,
+        image: str | None = None,
+    ) -> Reply:
+        """Return an answer, whatever is cached for this salt. image: a URL, shown before the prompt."""
+        return self.target.ask(text(prompt), max_tokens, salt=salt, model=model, image=image)
 
     def ask_all(self, prompts: Sequence[list[str]], salt: str | None) -> list[Reply]:
         """Return the answers to several prompts that are asked at once, in their order."""
@@ -116,11 +129,14 @@ class Patient:
             return []
         return [Finding(case, what, show(cold), show(warm), times, prompts=(text(prompt),))]
 
-    def _cold_text(self, prompt: str, max_tokens: int, model: str | None = None) -> Reply | None:
+    def _cold_text(
+        self, prompt: str, max_tokens: int = 8, *, model: str | None = None, image: str | None = None
+    ) -> Reply | None:
         if self.coldness.by == "never":
             return None
         self._cool()
-        return (self.coldness.server or self.target).ask(prompt, max_tokens, salt=self.salt(), model=model)
+        asked = self.coldness.server or self.target
+        return asked.ask(prompt, max_tokens, salt=self.salt(), model=model, image=image)
 
     def _cool(self) -> None:
         """Make the cache cold, if a new salt doesn't."""
@@ -132,14 +148,14 @@ class Patient:
     def _long_enough(self) -> int:
         """How many words a prompt must have, so that one which is asked again hits, as far as the server tells."""
         if not self.tells_cached:
-            return _NUMS_OF_WORDS[0]
-        for number in _NUMS_OF_WORDS:
+            return NUMS_OF_WORDS[0]
+        for number in NUMS_OF_WORDS:
             prompt = text(Words(f"{self._run}/{number}").draw(number))
             self.target.ask(prompt, 1)
             if self.target.ask(prompt, 1).num_cached_tokens:
                 return number
-        self.notes.append(f"a repeated prompt of {_NUMS_OF_WORDS[-1]} words hits nothing: is prefix caching on?")
-        return _NUMS_OF_WORDS[0]
+        self.notes.append(f"a repeated prompt of {NUMS_OF_WORDS[-1]} words hits nothing: is prefix caching on?")
+        return NUMS_OF_WORDS[0]
 
     def _takes_salts(self) -> bool:
         try:
@@ -177,36 +193,35 @@ class Patient:
         )
         return Coldness("never")
 
-    def _measure_noise(self) -> float:
-        """How far answers of equal states of the cache are apart: alone, and among others."""
-        found = 0.0
-        for number in range(_NOISE_PROMPTS):
-            words = Words(f"{self._run}/noise/{number}").draw(40 + 20 * number)
-            first = self.cold(words) or self.ask(words, None)
-            second = self.cold(words) or self.ask(words, None)
-            found = max(found, distance(first, second))
-        prompts = [Words(f"{self._run}/noise among others/{n}").draw(60) for n in range(self.concurrency)]
-        alone = [self.cold(prompt) or self.ask(prompt, None) for prompt in prompts]
+    def _prompts_to_learn_from(self) -> list[list[str]]:
+        found = []
+        for number in range(max(_NUM_LEARNED, self.concurrency)):
+            words = Words(f"{self._run}/learned/{number}")
+            body = words.draw(60 + 10 * (number % _NUM_LEARNED))
+            found.append(recalling(body, words.integer(0, len(body))))
+        return found
+
+    def _measure_noise(self, prompts: list[list[str]], alone: list[Reply]) -> float:
+        """How far answers of equal states of the cache are apart: asked alone, twice, and among others."""
+        again = [self.cold(prompt) or self.ask(prompt, None) for prompt in prompts[:2]]
         self._cool()
         together = self.ask_all(prompts, self.salt())
-        return max([found, *map(distance, alone, together)])
+        return max([*map(distance, alone, again), *map(distance, alone, together)])
 
-    def _measure_rounding(self) -> float:
+    def _measure_rounding(self, prompts: list[list[str]], answers: list[Reply]) -> float:
         """How far tokens that were generated one by one are from the same ones as the end of a prompt; 0.0: not known.
 
         Many kernels round differently for short chunks, and a cached beginning makes the rest of a prompt short. This
         measures it without the prefix cache: what is generated was computed one by one, behind a cold prompt.
         """
         found = 0.0
-        for number in range(_NUM_ROUNDED if self.target.has_completions else 0):
-            words = Words(f"{self._run}/rounding/{number}")
-            body = words.draw(60 + 10 * number)
-            prompt = text(recalling(body, words.integer(0, len(body))))
-            whole = self._cold_text(prompt, 8)
-            if whole is None or "".join(whole.tokens) != whole.text:
+        if not self.target.has_completions or self.coldness.by == "never":
+            return found
+        for prompt, whole in list(zip(prompts, answers, strict=True))[:_NUM_LEARNED]:
+            if not whole.tokens or "".join(whole.tokens) != whole.text:
                 continue
             for count in (3, 6):
-                rest = self._cold_text(prompt + "".join(whole.tokens[:count]), 8 - count)
+                rest = self._cold_text(text(prompt) + "".join(whole.tokens[:count]), 8 - count)
                 if rest is not None and rest.num_prompt_tokens == (whole.num_prompt_tokens or 0) + count:
                     found = max(found, distance(whole.behind(count), rest))
         return found

@@ -1,6 +1,9 @@
 """Prompts whose continuation depends on the KV of a known place: lists of words that begin to repeat themselves."""
 
+import base64
 import random
+import struct
+import zlib
 
 # Short, frequent words, which are one token each, with the space before them, in nearly all vocabularies.
 _WORDS = (
@@ -48,3 +51,22 @@ def recalling(words: list[str], place: int, length: int = 5) -> list[str]:
     """
     start = max(0, min(place, len(words) - length - 8))
     return [*words, *words[start : start + length]]
+
+
+def picture(words: Words, size: int = 128, tile: int = 16) -> str:
+    """Return a PNG image of tiles in colours that are drawn, as a `data:` URL. size, tile: in pixels."""
+    num_tiles = size // tile
+    colours = [bytes(words.integer(0, 255) for _ in range(3)) for _ in range(num_tiles * num_tiles)]
+    rows = b""
+    for row in range(size):
+        first = row // tile * num_tiles
+        rows += b"\0" + b"".join(colour * tile for colour in colours[first : first + num_tiles])
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    )
+    found = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        found += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return f"data:image/png;base64,{base64.b64encode(found).decode()}"

@@ -8,6 +8,7 @@ from typing import Any, Self
 import httpx2
 
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.verify.server.prompts import Words, picture
 
 NUM_LOGPROBS = 5
 Json = dict[str, Any]
@@ -114,12 +115,20 @@ class Target:
         """Unload it. Raises TargetError."""
         self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    def ask(self, prompt: str, max_tokens: int = 8, *, salt: str | None = None, model: str | None = None) -> Reply:
-        """Return the greedy continuation of a prompt. Raises TargetError.
+    def ask(
+        self,
+        prompt: str,
+        max_tokens: int = 8,
+        *,
+        salt: str | None = None,
+        model: str | None = None,
+        image: str | None = None,
+    ) -> Reply:
+        """Return the greedy continuation of a prompt. image: a URL, shown before it. Raises TargetError.
 
-        It uses /v1/completions, and /v1/chat/completions of a server that has no other.
+        It uses /v1/completions, and /v1/chat/completions with an image, or of a server that has no other.
         """
-        path, body = self._request(prompt, max_tokens, salt, model)
+        path, body = self._request(prompt, max_tokens, salt, model, image)
         start_s = time.perf_counter()
         answer = self._post(path, body)
         return _read(answer, time.perf_counter() - start_s)
@@ -132,6 +141,14 @@ class Target:
         except TargetError:
             return True
         return False
+
+    def takes_images(self) -> bool:
+        """Whether the server answers to a chat that shows an image."""
+        try:
+            self.ask("one two three", 1, image=picture(Words("image")))
+        except TargetError:
+            return False
+        return True
 
     def begin_and_leave(self, prompt: str, after_s: float, *, salt: str | None = None) -> None:
         """Ask for an answer as a stream, and close the connection after some seconds, whatever has come. No error."""
@@ -157,17 +174,21 @@ class Target:
                 return
         raise TargetError(f"{self.url}: expected completions or chat completions, got {problems[0]}")
 
-    def _request(self, prompt: str, max_tokens: int, salt: object, model: str | None) -> tuple[str, Json]:
+    def _request(
+        self, prompt: str, max_tokens: int, salt: object, model: str | None, image: str | None = None
+    ) -> tuple[str, Json]:
         """A path, and what to post there."""
         body: Json = {"model": model or self.model, "max_tokens": max_tokens, "temperature": 0}
         if salt is not None:
             body["cache_salt"] = salt
-        if self.has_completions:
+        if self.has_completions and image is None:
             logprobs: Json = {"logprobs": NUM_LOGPROBS}
             path, body["prompt"] = "/v1/completions", prompt
         else:
             logprobs = {"logprobs": True, "top_logprobs": NUM_LOGPROBS}
-            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": prompt}]
+            shown = {"type": "image_url", "image_url": {"url": image}}
+            content = prompt if image is None else [shown, {"type": "text", "text": prompt}]
+            path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": content}]
         return path, body | (logprobs if self.has_logprobs else {})
 
     def _list_models(self) -> list[Json]:

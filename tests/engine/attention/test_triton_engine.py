@@ -135,6 +135,7 @@ def test_warming_up_changes_nothing_and_says_what_comes(model, prompts):
     told = []
     assert triton.warm_up(lambda *step: told.append(step)) == {}, "the interpreter compiles nothing"
     names = ["prompts", "short prompts", "decodes and prompts", "decodes of 1", "decodes of 2"]
+    names += ["16 tokens of 4 prompts", "32 tokens of 4 prompts"]
     names += ["cascades", "cascades of 2", "copies"]
     assert told == [(name, done, len(names)) for done, name in enumerate(names)]
     assert triton.runner.num_replays == 2 + 1 and triton.runner.num_cascades == 0

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from kvblocks import Tier
+from kvblocks import InvalidArgumentError, Tier
 from kvblocks.engine.tiers.block_bytes import Staging
+from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.place import Move
 from kvblocks.engine.tiers.places import DiskPlace
 from kvblocks.tiers.disk import DiskStore
@@ -51,3 +52,11 @@ def test_what_a_group_does_not_use_of_a_block_is_zeros_on_the_disk(tmp_path, is_
         assert not place.load(Move([1], [2], [FULL], blocks, staging)), "another block is there"
     assert (blocks.blocks[1] == 7).all()
     assert (blocks.blocks[0, :3072] == 7).all() and not blocks.blocks[0, 3072:].any()
+
+
+def test_options_say_their_size_in_bytes():
+    sizes = [TierOptions("zip:x", size=size).size_in_bytes("1KiB") for size in ("8MiB", 5000, None)]
+    assert sizes == [2**23, 5000, 1024]
+    for wrong in ("much", 0, 0.5, True):
+        with pytest.raises(InvalidArgumentError, match=f"tiers: zip: size: expected bytes.* got {wrong!r}"):
+            TierOptions("zip:x", size=wrong).size_in_bytes("1KiB")

@@ -75,7 +75,7 @@ def test_offloading_to_the_cpu_is_refused(llama, space):
     ],
 )
 def test_models_with_states_are_refused_by_name(llama, monkeypatch, fields, kind):
-    """As transformers refuses them itself, but with the model's name and the way out."""
+    """As transformers refuses them itself, but with the model's name. Their layers aren't where the config is from."""
     for name, value in fields.items():
         monkeypatch.setattr(llama.config, name, value, raising=False)
     with pytest.raises(ValueError, match=f"Invalid layer type: {kind}"):

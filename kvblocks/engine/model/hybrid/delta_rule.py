@@ -23,10 +23,11 @@ def recur_delta(rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor) ->
     if has_kernels(rows):
         return recurrent(rule, inputs, state, rows.dtype)
     query, key, value, decay, beta = inputs
-    state = state * decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
-    known = (state * key[..., None]).sum(-2)
-    state = state + key[..., None] * ((value - known) * beta[..., None])[..., None, :]
-    return (state * query[..., None]).sum(-2), state
+    after = state * decay.exp().reshape(*decay.shape, *[1] * (state.dim() - decay.dim()))
+    matrices = after.flatten(0, 1)  # a product with a row passes over a state once, where a sum would write it anew
+    known = torch.bmm(key.flatten(0, 1)[:, None], matrices).view_as(value)
+    after.addcmul_(key[..., None], ((value - known) * beta[..., None])[..., None, :])
+    return torch.bmm(query.flatten(0, 1)[:, None], matrices).view_as(value), after
 
 
 def scan_delta(

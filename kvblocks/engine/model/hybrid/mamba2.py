@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvblocks.engine.model.hybrid.mamba_kernels import Mamba2Inputs, Mamba2Rates, chunked, has_kernels, recurrent
 from kvblocks.engine.model.hybrid.mixer import MixerTensors, StatePart, States, Weights, convolve, split_columns
 
 CHUNK_TOKENS = 64
@@ -89,10 +90,14 @@ class Mamba2:
         """As `StateMixer` says."""
         gate, mixed, time = self._split(rows)
         mixed, past = convolve(mixed[:, None], states[0], weights["conv"], weights.get("conv_bias"))
-        value, key, query = self._heads(mixed[:, 0])
+        inputs = Mamba2Inputs(*self._parts(mixed[:, 0]), time)
+        if has_kernels(rows):
+            output, state = recurrent(inputs, _rates(weights), states[1], rows.dtype)
+            return self._finish(weights, output, gate, rows.dtype), (past, state)
+        value, key, query = self._by_heads(inputs)
         step = F.softplus(time + weights["step_bias"])
         state = states[1] * (step * weights["decay"]).exp()[..., None, None]
-        state = state + (value * step[..., None])[..., None] * key[..., None, :]
+        state.addcmul_((value * step[..., None])[..., None], key[..., None, :])
         output = (state * query[..., None, :]).sum(-1) + value * weights["skip"][:, None]
         return self._finish(weights, output, gate, rows.dtype), (past, state)
 
@@ -100,7 +105,11 @@ class Mamba2:
         """As `StateMixer` says."""
         gate, mixed, time = self._split(rows)
         mixed, past = convolve(mixed, states[0][0], weights["conv"], weights.get("conv_bias"))
-        value, key, query = (part.transpose(0, 1) for part in self._heads(mixed))
+        inputs = Mamba2Inputs(*self._parts(mixed), time)
+        if has_kernels(rows):
+            output, after = chunked(inputs, _rates(weights), states[1], rows.dtype)
+            return self._finish(weights, output, gate, rows.dtype), (past[None], after)
+        value, key, query = (part.transpose(0, 1) for part in self._by_heads(inputs))
         step = F.softplus(time + weights["step_bias"]).T
         decay, written = step * weights["decay"][:, None], value * step[..., None]
         state, outputs = states[1][0], []
@@ -114,15 +123,18 @@ class Mamba2:
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return split_columns(rows, [self.num_outputs, self._num_mixed, self.num_heads])
 
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x, b and c of convolved rows, of each head: [num_rows, num_heads, head_dim], and twice state_dim."""
+    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x by heads, and b and c by groups, of convolved rows: [num_rows, heads or groups, dim] each."""
         of_groups = self.num_groups * self.state_dim
         value, key, query = F.silu(mixed).split_with_sizes([self.num_outputs, of_groups, of_groups], -1)
-        shared = self.num_heads // self.num_groups
-        key, query = (
-            part.unflatten(-1, (self.num_groups, self.state_dim)).repeat_interleave(shared, -2) for part in (key, query)
-        )
+        key, query = (part.unflatten(-1, (self.num_groups, self.state_dim)) for part in (key, query))
         return value.unflatten(-1, (self.num_heads, self.head_dim)), key, query
+
+    def _by_heads(self, inputs: Mamba2Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """x, b and c of each head: [num_rows, num_heads, head_dim], and twice state_dim."""
+        shared = self.num_heads // self.num_groups
+        key, query = (part.repeat_interleave(shared, -2) for part in (inputs.key, inputs.query))
+        return inputs.value, key, query
 
     def _finish(self, weights: Weights, output: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
         """The gate, and then the norm of each group."""
@@ -130,6 +142,10 @@ class Mamba2:
         normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + self.epsilon)
         weighted: Tensor = normed.flatten(-2) * weights["norm"]
         return weighted.to(dtype)
+
+
+def _rates(weights: Weights) -> Mamba2Rates:
+    return Mamba2Rates(weights["decay"], weights["skip"], weights["step_bias"])
 
 
 def scan_chunk(query: Tensor, key: Tensor, written: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,159 @@
+"""Faults in the code of tiers, each of which `make test` must find: checks, holds and notes that are left out.
+
+`python tests/tiers/faults.py [WORD ...]` makes each whose name has all the words, and says after how many seconds
+which test found it.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.faults import Change, find_all
+
+TRAFFIC, POOL, JOBS, WISHES = "tiers/traffic.py", "tiers/pool.py", "tiers/jobs.py", "tiers/wishes.py"
+RESTORING, CHANGES, GROUP_JOBS, GROUP_POOL = (
+    "tiers/restoring.py",
+    "tiers/changes.py",
+    "tiers/grouped/jobs.py",
+    "tiers/grouped/pool.py",
+)
+
+TESTS = tuple(
+    f"tests/tiers/test_{name}.py"
+    for name in (
+        *("tiers", "grouped_tiers", "restoring", "grouped_restoring", "tier_quotas", "forgetting", "shared_tiers"),
+        *("tier_events", "tier_removals", "tier_machine"),
+    )
+)
+"""The quick ones first."""
+
+FAULTS: dict[str, list[Change]] = {
+    # What may be loaded, and by whom.
+    "a lookup that is out of date is loaded": [(TRAFFIC, "if not self._is_stored(load):", "if False:")],
+    "loads are taken behind a hit whose last token is computed again": [
+        (TRAFFIC, "if given and hit is not None and hit.num_tokens != start:", "if False:")
+    ],
+    "a twin of a sequence that loads doesn't wait": [
+        (TRAFFIC, "if job is not None and twin.num_computed_tokens > job.start:", "if False:")
+    ],
+    "a cut within a load keeps a part of a block": [
+        (TRAFFIC, "elif num_left < job.start + len(job.blocks) * self._block_size and num_left %", "elif False and 0 %")
+    ],
+    "a sequence that lost its hit waits for the load behind it": [
+        (TRAFFIC, "if start < job.start or num_left <= job.start:", "if False:")
+    ],
+    "a sequence keeps the slots of what didn't arrive": [(TRAFFIC, "if not is_whole:", "if False:")],
+    "a transfer that failed counts as arrived": [
+        (JOBS, "        if ok:\n            self._note_arrived", "        if True:\n            self._note_arrived")
+    ],
+    "blocks behind one that didn't arrive are cached": [
+        (JOBS, "arrived.index(False) if False in arrived else len(arrived)", "sum(arrived)")
+    ],
+    "blocks that a sequence no longer has are cached": [
+        (JOBS, "if index >= len(table) or table[index] is not block:", "if index >= len(table):")
+    ],
+    "a lost part of the hit before a load is forgotten": [
+        (JOBS, "return self.start if lost_from is None else min", "return self.start if True else min")
+    ],
+    # Who holds what while it moves.
+    "the device's blocks aren't held while they are stored": [(TRAFFIC, "self._slots.pool.touch(job.blocks)", "pass")],
+    "the device's blocks aren't held while they are loaded": [
+        (TRAFFIC, "self._slots.pool.touch(job.held)", "job.held = []")
+    ],
+    "slots aren't held while they are loaded": [
+        (TRAFFIC, "        for pool, slots in job.parts:\n            pool.hold(slots)\n", "        job.parts = []\n")
+    ],
+    "a block is in two stores of one tier": [
+        (TRAFFIC, "if first < len(prefix.blocks) and prefix.blocks[first] in pool.storing:", "if False:"),
+        (
+            TRAFFIC,
+            "moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]",
+            "moving = [number]",
+        ),
+    ],
+    "stores hold any number of blocks": [
+        (TRAFFIC, "room = pool.max_storing - len(pool.storing)", "room = len(run.blocks)"),
+    ],
+    # What is lost, or forgotten.
+    "loads aren't told of lost blocks": [(TRAFFIC, "job.note_lost(lost, prefixes)", "pass")],
+    "stores aren't told of lost blocks": [
+        (TRAFFIC, "pool.lost.update([block for block in blocks if block in pool.storing])", "pass")
+    ],
+    "bad blocks stay in tiers": [
+        (TRAFFIC, "pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))", "pass")
+    ],
+    "what was stored of a dead step stays": [
+        (TRAFFIC, "prefixes += [prefix for owner in owners for prefix in pool.drop_copies(owner, left)]", "pass")
+    ],
+    "a dead step takes what the tier had before": [
+        (POOL, "if block in lost and self.copies.get(block) is slot:", "if block in lost:")
+    ],
+    "a reset leaves the tiers": [(TRAFFIC, "        for pool in self.pools:\n            pool.clear()\n", "")],
+    "a salt is forgotten on the device alone": [
+        (TRAFFIC, "return sum([pool.forget_salt(salt) for pool in self.pools])", "return 0")
+    ],
+    "slots whose load failed are found again": [
+        (TRAFFIC, 'pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots], "aborted")', "pass")
+    ],
+    "blocks that changed while they were stored are cached": [
+        (
+            JOBS,
+            "if block.run is not run or block.index != index or not block.is_cached or block in lost:",
+            "if block in lost:",
+        )
+    ],
+    "a store is cached behind slots that were taken": [
+        (JOBS, "if parents and not parents[-1].is_cached:", "if False:")
+    ],
+    "a lost prefix is lost under every salt": [(WISHES, "return keys == (other.extra_keys or {})", "return True")],
+    # Quotas.
+    "a tenant beyond its quota takes any slot": [
+        (POOL, "if tenant.num_excess_blocks > 0 and not self._has_spare():", "if False:")
+    ],
+    "stores under way don't count for a quota": [
+        (POOL, "num_charged = sum([other == salt for other in self.storing.values()])", "num_charged = 0")
+    ],
+    # What another manager is told.
+    "keys that can't be read are restored": [(RESTORING, "(not identity.extra_keys or has_keys(identity))", "True")],
+    "blocks of another size are restored": [(RESTORING, "elif len(identity.tokens) == size and", "elif")],
+    "a slot is restored twice": [(RESTORING, "if len(set(numbers)) < len(numbers):", "if False:")],
+    "a prefix's beginning is restored as older than its end": [
+        (RESTORING, "if parent >= 0 and newest[parent] < newest[number]:", "if False:")
+    ],
+    "what others deleted is still found": [(RESTORING, "if len(held) > num_blocks:", "if False:")],
+    "slots that were evicted are told as they were": [
+        (
+            CHANGES,
+            "        self._changes.note_unstored(self.index.detached)\n",
+            "",
+        ),
+    ],
+    # Several groups.
+    "a store of several groups is cached behind slots that were taken": [
+        (GROUP_JOBS, "if parents and not parents[-1].is_cached:", "if False:")
+    ],
+    "a load relies on blocks of a window that were lost": [
+        (GROUP_JOBS, "if brought or is_same or not blocks.isdisjoint(self._relied_on):", "if brought or is_same:")
+    ],
+    "bad blocks of one group count as arrived": [(GROUP_JOBS, "if self.num_good < len(self.blocks):", "if False:")],
+    "a sequence goes on where its window lacks a block": [
+        (GROUP_JOBS, "if side_group.kind.first_needed(end) < first:", "if False:")
+    ],
+    "a sequence with windows keeps a part of its hit": [
+        (
+            GROUP_JOBS,
+            "return self.start if super().start_for(sequence) == self.start else 0",
+            "return super().start_for(sequence)",
+        )
+    ],
+    "what was stored of a dead step's windows stays": [
+        (GROUP_POOL, "if slot is not None and self.copies[block] is slot:", "if False:")
+    ],
+    "slots of several groups that were evicted are told as they were": [
+        (GROUP_POOL, "        self._changes.note_unstored(self.index.detached)\n", "")
+    ],
+}
+
+if __name__ == "__main__":
+    sys.exit(find_all(FAULTS, TESTS))
