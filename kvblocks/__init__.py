@@ -103,8 +103,6 @@ _HOMES = {
     "errors": (
         "BlockStateError",
         "CorruptStateError",
-        "HeldBlocks",
-        "Inspector",
         "InvalidArgumentError",
         "InvalidTokensError",
         "KVBlocksError",

@@ -40,9 +40,9 @@ class PoolExhaustedError(KVBlocksError):
 class CorruptStateError(KVBlocksError):
     """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or a new cache.
 
-    From then on every call that uses more than counters raises it, unless its arguments are wrong. A call that is made
-    in the middle of another call's change, by a finalizer or a signal handler, raises it too. In that case the object
-    can be used again once the other call has ended.
+    From then on every call raises it, except those that only read counters. (Wrong arguments are reported first.) A
+    call that is made in the middle of another call's change, by a finalizer or a signal handler, raises it too. In that
+    case the object can be used again once the other call has ended.
     """
 
 

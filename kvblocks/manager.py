@@ -281,8 +281,8 @@ class KVCacheManager:
         next chunk, and `hit` is None.
 
         num_total_tokens: the sequence gets room for so many tokens in all, known or not, such as drafts. The known ones
-        among them are new tokens, or only the next num_new_tokens if that is given. Nothing of the others is cached
-        before `append_slots` says which tokens were accepted. If there is room already, nothing happens.
+        among them count as new tokens; with num_new_tokens, only so many do. Nothing of the others is cached before
+        `append_slots` says which tokens were accepted. If there is room already, nothing happens.
 
         num_in_flight_tokens: how many of the last tokens with slots belong to steps that still run; windows keep what
         these tokens see.
@@ -493,10 +493,9 @@ class KVCacheManager:
 
         Blocks that it was to write beyond these tokens stop being cached, here and in the tiers, and so does everything
         below them. Others that own one of them lose what is from there on (`num_written_tokens`). Abort every sequence
-        of the step. This includes sequences that may have hit such a block, since it is still in their
-        tables, and sequences that waited for a copy (`take_copies`); not sequences that wait for loads. Raises
-        SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins), and O(blocks of all sequences) if others
-        own one of them.
+        of the step. This includes sequences that may have hit such a block, since it is still in their tables, and
+        sequences that waited for a copy (`take_copies`); not sequences that wait for loads. Raises SequenceStateError,
+        InvalidArgumentError. O(blocks + blocks of pins), and O(blocks of all sequences) if others own one of them.
         """
         self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
@@ -625,11 +624,11 @@ class KVCacheManager:
         """Stop caching these blocks, and everything below them. Their owners keep them, but lose what is from there on.
 
         For KV that turns out to be bad, such as a load with errors. `num_written_tokens` of the owners goes back to the
-        first of these blocks, and `cache_blocks` says when it is written again. This holds for blocks that aren't
-        cached, too. Where a duplicate holds the same prefix, it takes
-        over, and what is below it stays cached. So pass the blocks that were computed from bad ones, too. Returns how
-        many blocks stopped being cached. Raises InvalidArgumentError for ids that aren't this pool's. O(blocks + blocks
-        below them + blocks of all sequences, if any owns one).
+        first of these blocks, and `cache_blocks` says when it is written again. Blocks that aren't cached may be given,
+        too. If a duplicate holds the same prefix, it takes over, and what is below it stays cached; so also pass the
+        blocks that were computed from bad ones. Returns how many blocks stopped being cached. Raises
+        InvalidArgumentError for ids that aren't this pool's. O(blocks + blocks below them + blocks of all sequences, if
+        any owns one).
         """
         ids = listed("block_ids", "an iterable of ints", block_ids)
         first, end = self._pool.first_block_id, self._pool.end_block_id - 1
@@ -649,8 +648,8 @@ class KVCacheManager:
         Sequences with this salt keep their blocks, as after `reset_prefix_cache`: they cache nothing until they are
         freed and allocated again, or `renew` says that their KV is valid. Stores under way are dropped. Loads under way
         end normally, but only for the sequences that wait for them. Pins stay. Returns how many blocks, slots of tiers
-        included, stopped being cached. Raises InvalidArgumentError. O(runs + sequences + blocks that
-        stopped being cached).
+        included, stopped being cached. Raises InvalidArgumentError. O(runs + sequences + blocks that stopped being
+        cached).
         """
         name = check_name("salt", salt)
         from kvblocks.retention.quotas import ended_epoch, forget_salt

@@ -80,9 +80,9 @@ class Sequence:
     first token that isn't cached before `cache_blocks` says that it is written; None: no token is delayed. lost_from:
     position of the first token whose KV was never written or is bad; None: none is lost. What is computed behind it is
     lost, too. num_readonly_tokens: positions below it lie in full blocks that were hit or shared by a fork; their KV is
-    there and must not be written. It is a multiple of the block size. num_given_tokens: tokens that came with a hit or
-    a fork and that others were to write, not rounded down to blocks. state_marks: where `manager.states.mark` was
-    called. The other attributes are for the manager.
+    there and must not be written. It is a multiple of the block size. num_given_tokens: tokens of a hit or a fork,
+    which others were to write; not rounded down to blocks. state_marks: where `manager.states.mark` was called. The
+    other attributes are for the manager.
     """
 
     __slots__ = (

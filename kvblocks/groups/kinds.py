@@ -163,9 +163,9 @@ class SlidingWindow(Group):
     block_size: tokens in a block. window: at least 1; Hugging Face's configs call it sliding_window. is_cached: whether
     its blocks are cached. If not, hits don't need them: the sequence gets new blocks for what the first token behind
     the hit sees, and the engine computes that part of the hit again for these layers. keeps_passed: whether blocks that
-    left the window are reused in order of last use, like other cached blocks, and not before those. True is better
-    if prompts part from earlier ones anywhere, False if they mostly part where an earlier one ended. Raises
-    InvalidArgumentError.
+    left the window are reused in order of last use, like other cached blocks; if not, they are reused before those.
+    True is better if prompts part from earlier ones anywhere, False if they mostly part where an earlier one ended.
+    Raises InvalidArgumentError.
     """
 
     window: int

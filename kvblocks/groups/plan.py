@@ -46,8 +46,8 @@ class KVLayer(NamedTuple):
 class LatentLayer(NamedTuple):
     """A layer that says how many bytes it keeps for a token, whatever the dtype. kind: an index in `kinds`.
 
-    Multi-head latent attention keeps a latent of, say, 576 elements: 1,152 bytes in bfloat16. What lies in the same
-    block beside it, such as 132 bytes of a sparse indexer, is added, or is a layer of its own.
+    Multi-head latent attention keeps a latent of, say, 576 elements: 1,152 bytes in bfloat16. Add what lies beside it
+    in the same block, such as 132 bytes of a sparse indexer, or make that a layer of its own.
     """
 
     kind: int

@@ -48,8 +48,8 @@ class Explanation:
 
     cause: why the next block isn't found.
     - "no miss": there is no next block; all full blocks are cached.
-    - "evicted", "aborted", "reset", "dropped": it was cached, and removed: see `removal`, which is the last one. Where
-      tiers had it, too, that may be one from a tier. Since then `num_blocks_since` blocks were taken from the pool.
+    - "evicted", "aborted", "reset", "dropped": it was cached, and removed. `removal` is the last removal, which may be
+      one from a tier. Since then `num_blocks_since` blocks were taken from the pool.
     - "other keys": it is cached under `their_keys` instead of `our_keys` (salt, LoRA, keys by position, as
       `decode_extra_keys` returns them). The keys differ first at block `keys_block`.
     - "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
@@ -57,7 +57,6 @@ class Explanation:
     - "group": the primary group has `num_matched_blocks` blocks, but `group` lacks the tokens `missing_tokens` (first,
       end) that a longer hit needs. `kind` says how its layers attend, as `Group.label`. `removal` says why; None if
       that isn't known.
-
     - "state": the primary group has `num_matched_blocks` blocks, but `group`, whose layers keep a state, has no
       checkpoint behind the tokens `missing_tokens`. `removal` is of the last checkpoint there that is remembered.
 

@@ -21,8 +21,8 @@ from kvblocks.stats import GroupUsage, TierPart
 class HeldBlocks(NamedTuple):
     """A sequence that holds blocks: one item of `Inspector.leaks`.
 
-    num_blocks: how many blocks it holds in all groups, shared ones included. age: how many calls of `allocate_slots`
-    and `fork` have begun a sequence since it began.
+    num_blocks: how many blocks it holds in all groups, shared ones included. age: how many sequences have begun since
+    it did, by `allocate_slots` or `fork`.
     """
 
     sequence: Sequence

@@ -24,9 +24,8 @@ class BlockHold:
     """Blocks that are neither reused nor evicted before this is released. Made by `BlockHolds`; compared by identity.
 
     sequence_id: of the sequence whose blocks they were. num_tokens: how many of its first tokens have, or will have,
-    their KV in these blocks. tables: by group, the held blocks: those of the sequence's table from index
-    first_blocks[group] on. Blocks that had left a window are not held. is_released: whether the hold has ended.
-    Read-only.
+    their KV in these blocks. tables: by group, the held blocks, which begin at index first_blocks[group] of the
+    sequence's table. Blocks that had left a window are not held. is_released: whether the hold has ended. Read-only.
     """
 
     __slots__ = ("first_blocks", "is_released", "num_tokens", "sequence_id", "tables")

@@ -45,7 +45,7 @@ class Tier:
       `tiers.restore` takes it back.
     - is_shared: whether others also store in the tier and delete from it. `tiers.note_found` then says what it has. A
       shared tier isn't persistent: its slots are only what this manager knows of it. What others have found there can't
-      be taken back: answer a store to it only when the step that wrote its blocks has ended.
+      be taken back, so answer a store to it only when the step that wrote its blocks has ended.
     - medium: its name in events. None: "EXTERNAL" if shared, as in SGLang; "STORAGE" if persistent, else "CPU", as in
       vLLM.
     """

@@ -212,10 +212,10 @@ class Tiers:
 
         tier: its name. attached: the side groups' blocks that it has, as (index of the primary block that they are
         attached to, column as in `BlockIdentity`), and the parts of checkpoints; it has a checkpoint if it has all of
-        the parts. From now on `find` counts on the answer, and a load checks it. Slots
-        are taken as for a store, within quotas. So the result may be less than `num_blocks`: it is the number of first
-        blocks known to be there. Call it when the tier has answered, before `find`. Blocks that `evict_blocks` took
-        back must be deleted from the tier before it is asked. Raises InvalidArgumentError. O(tokens).
+        the parts. From now on `find` counts on the answer, and a load checks it. Slots are taken as for a store, within
+        quotas. So the result may be less than `num_blocks`: it is the number of first blocks known to be there. Call it
+        when the tier has answered, before `find`. Blocks that `evict_blocks` took back must be deleted from the tier
+        before it is asked. Raises InvalidArgumentError. O(tokens).
         """
         self._change.check_whole()
         pool = self._check_tier("note_found", tier)
@@ -273,10 +273,9 @@ class Tiers:
         """Take a persistent tier's slots back as they were remembered, the least recently stored first.
 
         tier: its name; it must be empty, as in a new manager. slots: ids, and the block that each holds, the least
-        recently stored or used (`take_uses`) first. A slot can't
-        be found if its prefix isn't among them, or its keys can't be read; it counts as forgotten (`take_changes`).
-        Returns how many can be found. The bytes are checked by whoever loads them. Raises InvalidArgumentError, and
-        SequenceStateError if the tier isn't empty. O(slots).
+        recently stored or used (`take_uses`) first. A slot can't be found if its prefix isn't among them, or its keys
+        can't be read; it counts as forgotten (`take_changes`). Returns how many can be found. The bytes are checked by
+        whoever loads them. Raises InvalidArgumentError, and SequenceStateError if the tier isn't empty. O(slots).
         """
         self._change.check_whole()
         pool = self._check_tier("restore", tier, persistent=True)

@@ -19,7 +19,7 @@ class RecurrentState(Group):
     block_size: checkpoints are only after multiples of it, in tokens. num_slots: how many sequences can have a live
     state at once. num_blocks: how many blocks of the pool a checkpoint takes, for all layers of this kind together.
     every: also save a checkpoint each time that so many tokens are passed; None: only where a later prompt will
-    probably need one; this hit as much on the traces that were tried, with far fewer copies. It is a multiple of all
+    probably need one, which hit as much on the traces that were tried, with far fewer copies. It is a multiple of all
     block sizes. num_kept: how many states before the newest one the engine keeps in each slot, so that it can go back
     behind rejected drafts. Raises InvalidArgumentError.
     """

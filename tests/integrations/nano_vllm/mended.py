@@ -1,4 +1,4 @@
-"""nano-vllm's own block manager, changed in the two things that kvblocks decides otherwise."""
+"""nano-vllm's own block manager, changed in the three things that kvblocks decides otherwise."""
 
 
 def mend(block_manager, *, first=True, empties=True, copies=True):
