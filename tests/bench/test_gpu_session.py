@@ -239,7 +239,7 @@ PYTEST_CASES = """
 import os, pytest
 def test_good(): pass
 def test_bad(): assert 1 == 2
-def test_skipped(): pytest.skip("not here")
+def test_skipped(): pytest.skip("its reason is recorded")
 def test_dies():
     if os.environ.get("DIES"): os._exit(9)
 """
@@ -263,7 +263,7 @@ def test_tests_are_recorded_and_finished_ones_left_out(tmp_path):
         **dict.fromkeys(("test_good", "test_skipped", "test_dies"), "done"),
         "test_bad": "failed",
     }
-    assert "assert 1 == 2" in found["test_bad"]["where"] and "not here" in found["test_skipped"]["skipped"]
+    assert "assert 1 == 2" in found["test_bad"]["where"] and "its reason is recorded" in found["test_skipped"]["skipped"]
     again = run_pytest(tmp_path)
     assert again.returncode == 0 and "4 deselected" in again.stdout, again.stdout
 

@@ -34,14 +34,7 @@ class ArrayPool:
 
     def find(self, path: Blocks) -> int:
         """Return how many of a prompt's first blocks are cached. O(log blocks)."""
-        cached, low, high = self._cached, 0, len(path)
-        while low < high:
-            middle = (low + high) // 2
-            if cached[path[middle]]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return _num_first(self._cached, path, len(path))
 
     def num_missing(self, path: Blocks, num_hit: int) -> int:
         """Return how many free blocks a prompt takes, those of its hit that are free included. O(log blocks)."""
@@ -90,15 +83,7 @@ class ArrayPool:
 
     def _num_owned(self, path: Blocks, end: int) -> int:
         """Return how many of a prompt's first `end` blocks have owners: its first ones."""
-        owners: Any = self._owners
-        low, high = 0, end
-        while low < high:
-            middle = (low + high) // 2
-            if owners[path[middle]]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return _num_first(self._owners, path, end)
 
     # What a pool with a policy does in its own way.
 
@@ -125,3 +110,15 @@ class ArrayPool:
     def _note_released(self, path: Blocks, num_owned: int, session: Hashable, tenant: str | None) -> None:  # noqa: ARG002
         """A request gave a prompt back. Its blocks behind the first `num_owned` are free now."""
         self._released.add(path[num_owned:][::-1])
+
+
+def _num_first(flags: Any, path: Blocks, end: int) -> int:
+    """Return how many of a prompt's first `end` blocks have a flag: its first ones, without a gap. O(log blocks)."""
+    low, high = 0, end
+    while low < high:
+        middle = (low + high) // 2
+        if flags[path[middle]]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

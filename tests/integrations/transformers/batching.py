@@ -25,23 +25,24 @@ IS_GROUPED = find_parts() is GROUPS  # transformers 5.15 to 5.17
 FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 PAGE_SIZE = "page_size" if "page_size" in FIELDS else "block_size"  # its name; up to transformers 5.17 the latter
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
 
 def make_model(layer_types=None, window=None):
     """A model whose tokens depend strongly on all that it reads. With small weights, wrong KV would change nothing."""
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.4,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
     if layer_types is None:
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES))
     else:
         model = Qwen2ForCausalLM(
             Qwen2Config(
@@ -49,7 +50,7 @@ def make_model(layer_types=None, window=None):
                 layer_types=list(layer_types),
                 sliding_window=window,
                 use_sliding_window=True,
-                **sizes,
+                **SIZES,
             )
         )
     return model.eval()

@@ -3,22 +3,10 @@
 import torch
 import transformers
 
-from integrations.transformers.batching import IS_GROUPED, VOCABULARY
+from integrations.transformers.batching import IS_GROUPED, SIZES
 from kvblocks.integrations.transformers.state_kinds import reason_against
 
-_SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+_SIZES = SIZES | {"pad_token_id": None, "tie_word_embeddings": False}
 _DELTA = _SIZES | {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],

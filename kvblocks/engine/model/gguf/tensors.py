@@ -69,11 +69,7 @@ class StoredTensor:
 
 def dequantize(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
     """The values of a tensor, float32. Raises ModelError for a quantization that the gguf package can't read."""
-    try:
-        values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise _unreadable(tensor) from error
-    return values
+    return _dequantize(tensor, tensor.data)
 
 
 def check_readable(tensors: list[gguf.ReaderTensor]) -> None:
@@ -82,17 +78,18 @@ def check_readable(tensors: list[gguf.ReaderTensor]) -> None:
     for tensor in tensors:
         if tensor.tensor_type not in seen:
             seen.add(tensor.tensor_type)
-            try:
-                gguf.quants.dequantize(tensor.data[:1], tensor.tensor_type)
-            except NotImplementedError as error:
-                raise _unreadable(tensor) from error
+            _dequantize(tensor, tensor.data[:1])
 
 
-def _unreadable(tensor: gguf.ReaderTensor) -> ModelError:
-    return ModelError(
-        f"expected a quantization that the gguf package can dequantize (F16, BF16, Q4_0 to Q8_0, the K-quants and most"
-        f" IQ ones), got {tensor.tensor_type.name} in {tensor.name!r}"
-    )
+def _dequantize(tensor: gguf.ReaderTensor, rows: NDArray[Any]) -> NDArray[np.float32]:
+    try:
+        values: NDArray[np.float32] = gguf.quants.dequantize(rows, tensor.tensor_type)
+    except NotImplementedError as error:  # what the gguf package raises for a quantization that it only knows by name
+        raise ModelError(
+            f"expected a quantization that the gguf package can dequantize (F16, BF16, Q4_0 to Q8_0, the K-quants and"
+            f" most IQ ones), got {tensor.tensor_type.name} in {tensor.name!r}"
+        ) from error
+    return values
 
 
 def _name(name: str, fields: Mapping[str, Any]) -> tuple[str, int]:
