@@ -263,7 +263,8 @@ def test_tests_are_recorded_and_finished_ones_left_out(tmp_path):
         **dict.fromkeys(("test_good", "test_skipped", "test_dies"), "done"),
         "test_bad": "failed",
     }
-    assert "assert 1 == 2" in found["test_bad"]["where"] and "its reason is recorded" in found["test_skipped"]["skipped"]
+    assert "assert 1 == 2" in found["test_bad"]["where"]
+    assert "its reason is recorded" in found["test_skipped"]["skipped"]
     again = run_pytest(tmp_path)
     assert again.returncode == 0 and "4 deselected" in again.stdout, again.stdout
 
