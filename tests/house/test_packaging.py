@@ -57,7 +57,11 @@ def test_one_function_says_how_to_install_and_names_extras_that_exist():
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "pip_install":
                 named |= set(ast.literal_eval(node.args[0]).split(","))
-            if isinstance(node, ast.Constant) and id(node) not in docstrings and "install 'kvblocks[" in str(node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and id(node) not in docstrings
+                and "install 'kvblocks[" in str(node.value)
+            ):
                 elsewhere.add(path.name)
     assert {"engine", "server", "wire", "valkey", "structured", "gpu"} <= named
     assert named <= set(PYPROJECT["project"]["optional-dependencies"])
