@@ -69,6 +69,8 @@ class ScheduledChunk:
     copies: (source, destination) ids of blocks to copy in all layers, one pair after the other. Make the copies of
     earlier chunks first, and all copies before the step stores anything. part: if the step computes only a slice of an
     open chunk, `part.layers` of these tokens, the open chunk. Such a step has no other chunk, and samples nothing.
+    source: of a chunk that was scheduled before its token was known: the token's place among those that the step before
+    samples. None: its tokens are known.
     """
 
     request: Request
@@ -77,6 +79,7 @@ class ScheduledChunk:
     samples: bool
     copies: tuple[tuple[int, int], ...] = ()
     part: OpenChunk | None = None
+    source: int | None = None
 
     @classmethod
     def slice_of(cls, part: OpenChunk) -> "ScheduledChunk":
@@ -86,7 +89,9 @@ class ScheduledChunk:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to compute. O(num_tokens)."""
+        """The tokens to compute; -1 - source for one that isn't known yet. O(num_tokens)."""
+        if self.source is not None:
+            return [-1 - self.source]
         return self.request.sequence.token_ids(self.start, self.start + self.num_tokens)
 
     @property

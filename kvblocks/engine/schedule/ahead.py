@@ -1,0 +1,71 @@
+"""The step behind one whose tokens aren't known yet, planned while the device still computes that one.
+
+What is planned is a decode step: each running request computes the token that the step before samples for it. The
+request reserves a slot for it, as vLLM's async scheduler does for its placeholders. The token joins the sequence when it
+is known, and only then takes the slot, so a block is cached only with tokens that are known.
+
+A request whose unknown token ends it, such as a stop token, is computed once too often. Its blocks, the reserved slot
+included, are given back when the token is known. Whoever gets them writes in a later step, which the device computes
+later. So the KV of a token behind the end is in nobody's context, and is never cached.
+
+Nobody is preempted for such a step. Where the pool might not have a block for everybody, nothing is planned before the
+tokens are known.
+"""
+
+from collections.abc import Sequence as Items
+
+from kvblocks.engine.schedule.capacity import keeps_states
+from kvblocks.engine.schedule.remembered import RememberedPrompts
+from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.schedule.step import ScheduledChunk
+from kvblocks.errors import CorruptStateError
+from kvblocks.manager import KVCacheManager
+
+
+def may_plan(manager: KVCacheManager, remembered: RememberedPrompts | None) -> bool:
+    """Whether steps can be planned ahead at all. O(groups).
+
+    They can't where layers keep a state, since a checkpoint is taken of known tokens. Nor where next tokens are
+    remembered, since a prompt is kept as it is before its answer goes on.
+    """
+    return remembered is None and not keeps_states(manager)
+
+
+def plan(
+    manager: KVCacheManager, running: Items[Request], step: Items[ScheduledChunk], budget: int
+) -> list[ScheduledChunk]:
+    """Return the decodes behind `step`, with slots reserved; empty, and nothing has changed, if they can't be planned.
+
+    running: the requests that a step could compute now. budget: how many tokens a step computes at most. They can be
+    planned if `step` samples for all of these requests, and the pool surely has a block for each. A request that has
+    all its tokens once it has the one of `step` isn't computed any more. O(requests + new blocks).
+    """
+    unfinished = [(place, chunk.request) for place, chunk in enumerate(step) if chunk.request.finish_reason is None]
+    going_on = [
+        (place, request) for place, request in unfinished if request.num_output_tokens + 1 < request.max_tokens
+    ]
+    num_blocks = len(going_on) * len(manager.groups)
+    if len(unfinished) < len(running) or len(going_on) > budget or num_blocks > manager.num_free_blocks:
+        return []
+    for _, request in going_on:
+        if manager.allocate_slots(request.sequence, num_total_tokens=request.sequence.num_tokens + 1) is None:
+            raise CorruptStateError(f"expected one free block for {request.sequence}, got none")
+    copies = tuple([(source, destination) for _, source, destination in manager.take_copies()]) if going_on else ()
+    chunks = [
+        ScheduledChunk(request, request.sequence.num_tokens, 1, samples=True, source=place)
+        for place, request in going_on
+    ]
+    if copies:
+        first = chunks[0]
+        chunks[0] = ScheduledChunk(first.request, first.start, 1, samples=True, copies=copies, source=first.source)
+    return chunks
+
+
+def take_slots(manager: KVCacheManager, chunks: Items[ScheduledChunk]) -> None:
+    """Give the tokens of a planned step, which are known now, the slots that were reserved. O(requests).
+
+    Blocks that they fill are cached: their step was launched. Requests that have ended are left out.
+    """
+    for chunk in chunks:
+        if chunk.source is not None and chunk.request.finish_reason is None:
+            manager.allocate_slots(chunk.request.sequence, 1)
