@@ -25,6 +25,7 @@ from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
+from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
 from kvblocks.engine.schedule.order import Order
 from kvblocks.engine.schedule.remembered import RememberedPrompts
@@ -77,6 +78,8 @@ class Engine:
     and never change. A pool of the same bytes then has two or four times as many blocks (bench/README.md says what
     that costs).
     cuda_graphs: whether decode steps are captured and replayed, on CUDA with attention by triton.
+    overlap: whether a step is launched before the tokens of the one before are read, where it can be; the tokens are
+    the same. None: on CUDA.
     schedule: the order in which waiting prompts begin: "fcfs", first come first served; "longest-prefix", the longest
     cached prefix first; "grouped", prompts that share a prefix together. See `engine.schedule.order`.
     eviction: the eviction policy of the pool, as of a `KVCacheManager`; its clock is `time.monotonic`. "sessions" uses
@@ -115,6 +118,7 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         kv_cache_dtype: str = "auto",
         cuda_graphs: bool = True,
+        overlap: bool | None = None,
         schedule: str = "fcfs",
         eviction: str | PolicyFactory | None = None,
         limits: StepLimits | None = None,
@@ -124,6 +128,8 @@ class Engine:
         tiers: Iterable[str | TierOptions] = (),
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
+        if overlap is not None:
+            overlap = check_flag("overlap", overlap)
         flags = {"remember_next_token": remember_next_token, "session_gate": session_gate}
         _check_options(on_events, eviction, enable_prefix_caching, flags)
         below = read_tiers(tiers)
@@ -155,7 +161,9 @@ class Engine:
             self.scheduler = _make_scheduler(self.manager, self.runner, order, limits, **how)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
-        self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens))
+        overlaps = self.model.device.type == "cuda" if overlap is None else overlap
+        overlaps = overlaps and may_plan(self.manager, self.scheduler.remembered)
+        self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens), overlaps=overlaps)
         self._on_events = on_events
         self._tell_events()  # of the blocks that a disk has
 
@@ -177,6 +185,11 @@ class Engine:
     def num_steps(self) -> int:
         """How many steps went through the model since the engine was made; those that died don't count. O(1)."""
         return self._stepper.num_steps
+
+    @property
+    def waited_s(self) -> float:
+        """For how many seconds steps have waited for the device's tokens so far. O(1)."""
+        return self._stepper.waited_s
 
     @property
     def has_work(self) -> bool:
@@ -279,6 +292,8 @@ class Engine:
 
     def step(self) -> list[Generation]:
         """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
+
+        With `overlap` it may return what the step before has computed, and leave its own for the next call.
 
         `stream` and `generate` call this, and you may call it too. Never raises for submitted generations: those of a
         step that dies end with finish_reason "error". For a stream's generations it raises the errors of the model and

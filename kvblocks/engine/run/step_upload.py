@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
+from kvblocks.engine.run.feeding import feed
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
 
 DECODE_COLUMNS = 3
@@ -90,7 +91,7 @@ class StepUploader:
         self._host, self._staging = self._buffers(1024)
         self._was_read: torch.cuda.Event | None = None
 
-    def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize) -> Tensor:
+    def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize, drawn: Tensor | None = None) -> Tensor:
         """Upload a step that `size` holds, padded to it: int32 [size.num_values], in the order of `RaggedSize.split`.
 
         The sequence behind the last one gets the padding's tokens, at read-only positions. Otherwise as `upload`.
@@ -111,14 +112,20 @@ class StepUploader:
                 logits_rows + [0] * (size.num_seqs - len(logits_rows)),
             ]
 
-        parts = self._upload(rows, lambda changes: padded(self._pack(rows, changes, 0)))
+        parts = self._upload(rows, lambda changes: padded(self._pack(rows, changes, 0)), drawn)
         assert sum(len(part) for part in parts) == size.num_values
         return self._staging[: size.num_values]
 
     def _upload(
-        self, rows: Sequence[SequenceRows], pack: Callable[[list[TableChanges]], list[list[int]]]
+        self,
+        rows: Sequence[SequenceRows],
+        pack: Callable[[list[TableChanges]], list[list[int]]],
+        drawn: Tensor | None,
     ) -> list[Tensor]:
-        """Upload the sections that `pack` makes, and write the tables' changes that it finds. Returns the sections."""
+        """Upload the sections that `pack` makes, and write the tables' changes that it finds. Returns the sections.
+
+        The first section is the tokens; `drawn` are put in there.
+        """
         changes = [TableChanges() for _ in self.tables]
         for table in self.tables:
             table.reserve(len(rows))
@@ -131,15 +138,17 @@ class StepUploader:
             for table in self.tables:
                 table.forget()
             raise
+        if drawn is not None:
+            feed(parts[0], list(chain.from_iterable(sequence.token_ids for sequence in rows)), drawn)
         self._write(changes, parts[num_sections:])
         return parts[:num_sections]
 
-    def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0) -> UploadedStep:
+    def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0, drawn: Tensor | None = None) -> UploadedStep:
         """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
 
         rows: their block tables are the sequences' own lists (see `resident_table`). num_padded: a step of single
-        tokens is padded to so many sequences; the added ones have no tokens. Raises InvalidArgumentError, and uploads
-        nothing then. O(tokens + new blocks), and O(blocks) for sequences without a row.
+        tokens is padded to so many sequences; the added ones have no tokens. drawn: see `feed`. Raises
+        InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for sequences without rows.
         """
         shape = StepShape.of(rows)
         is_decode = shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows)
@@ -148,7 +157,7 @@ class StepUploader:
             sections = self._pack(rows, changes, num_padded if is_decode else 0)
             return sections if is_decode else sections + _ragged_sections(rows)
 
-        parts = self._upload(rows, pack)
+        parts = self._upload(rows, pack, drawn)
         num_columns = DECODE_COLUMNS + len(self.tables)
         token_ids, seq_lens, num_readonly = parts[:DECODE_COLUMNS]
         if is_decode:

@@ -94,11 +94,19 @@ class Sampler:
         """Exclude `tokens` from the first `num_tokens` of the answer. They must not be the whole vocabulary."""
         self._banned, self._num_without = tuple(tokens), num_tokens
 
-    def next_draw(self, sequence: Sequence) -> Draw:
-        """How to draw the next token of `sequence`. The same until the sequence has that token. O(new tokens)."""
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether how a token is drawn depends on the tokens before it: by penalties, or by the text's form. O(1)."""
+        return self._seen is not None or self.constraint is not None
+
+    def next_draw(self, sequence: Sequence, num_unknown: int = 0) -> Draw:
+        """How to draw the next token of `sequence`. The same until the sequence has that token. O(new tokens).
+
+        num_unknown: how many tokens before it the sequence doesn't have yet; 0 if the sampler `needs_tokens`.
+        """
         if self._seen is not None:
             self._seen.catch_up(sequence)
-        position = sequence.num_tokens - sequence.num_prompt_tokens
+        position = sequence.num_tokens - sequence.num_prompt_tokens + num_unknown
         banned = self._banned if position < self._num_without else ()
         number = 0.0 if self.params.is_greedy else uniform(self.seed, position)
         allowed = None if self.constraint is None else self.constraint.allowed(sequence)

@@ -1,8 +1,8 @@
 """The step behind one whose tokens aren't known yet, planned while the device still computes that one.
 
 What is planned is a decode step: each running request computes the token that the step before samples for it. The
-request reserves a slot for it, as vLLM's async scheduler does for its placeholders. The token joins the sequence when it
-is known, and only then takes the slot, so a block is cached only with tokens that are known.
+request reserves a slot for it, as vLLM's async scheduler does for its placeholders. The token joins the sequence when
+it is known, and only then takes the slot, so a block is cached only with tokens that are known.
 
 A request whose unknown token ends it, such as a stop token, is computed once too often. Its blocks, the reserved slot
 included, are given back when the token is known. Whoever gets them writes in a later step, which the device computes
@@ -12,6 +12,7 @@ Nobody is preempted for such a step. Where the pool might not have a block for e
 tokens are known.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from kvblocks.engine.schedule.capacity import keeps_states
@@ -32,18 +33,26 @@ def may_plan(manager: KVCacheManager, remembered: RememberedPrompts | None) -> b
 
 
 def plan(
-    manager: KVCacheManager, running: Items[Request], step: Items[ScheduledChunk], budget: int
+    manager: KVCacheManager,
+    running: Items[Request],
+    waiting: Iterable[Request],
+    step: Items[ScheduledChunk],
+    budget: int,
 ) -> list[ScheduledChunk]:
     """Return the decodes behind `step`, with slots reserved; empty, and nothing has changed, if they can't be planned.
 
-    running: the requests that a step could compute now. budget: how many tokens a step computes at most. They can be
-    planned if `step` samples for all of these requests, and the pool surely has a block for each. A request that has
-    all its tokens once it has the one of `step` isn't computed any more. O(requests + new blocks).
+    running: the requests that a step could compute now. waiting: those that could be admitted to it. budget: how many
+    tokens a step computes at most. They can be planned if `step` samples for all of the running requests, and the pool
+    surely has a block for each. A request that has all its tokens once it has the one of `step` isn't computed any
+    more. O(requests + new blocks).
+
+    Samples of a prompt, prompts to score and prompts without an answer change as their step ends. So their step is read
+    before anybody can cancel one of them. It is no planned step, and where they wait, none is planned.
     """
+    if any(request.siblings or request.max_hit_tokens is not None or not request.max_tokens for request in waiting):
+        return []
     unfinished = [(place, chunk.request) for place, chunk in enumerate(step) if chunk.request.finish_reason is None]
-    going_on = [
-        (place, request) for place, request in unfinished if request.num_output_tokens + 1 < request.max_tokens
-    ]
+    going_on = [(place, request) for place, request in unfinished if request.num_output_tokens + 1 < request.max_tokens]
     num_blocks = len(going_on) * len(manager.groups)
     if len(unfinished) < len(running) or len(going_on) > budget or num_blocks > manager.num_free_blocks:
         return []

@@ -182,12 +182,13 @@ class Scheduler:
         """Return what the next step computes, while the tokens of `step` aren't known; empty if they have to be known.
 
         step: the last one, which samples for the own request of each chunk. Running requests decode, others are
-        admitted, nobody is preempted. `complete` takes both steps. Call it only if `ahead.may_plan`. Costs as `schedule`.
+        admitted, nobody is preempted. `complete` takes both steps. Call it only if `ahead.may_plan`. As `schedule`.
         """
-        chunks = ahead.plan(self.manager, self._computable(), step, self.limits.max_num_batched_tokens)
+        self._let_in()
+        waiting = self.waiting if len(self.running) < self.limits.max_num_seqs else ()
+        chunks = ahead.plan(self.manager, self._computable(), waiting, step, self.limits.max_num_batched_tokens)
         if chunks:
             self.lookups.forget()
-            self._let_in()
             self._admit(chunks)
         return chunks
 
@@ -238,11 +239,10 @@ class Scheduler:
             if chunk.part is not None and not self.long_prompts.end_slice(chunk.part):
                 continue
             if chunk.request.finish_reason is not None:
-                next(sampled)
+                _ = next(sampled) if chunk.samples else None
                 continue
             chunk.request.num_computed_tokens += chunk.num_tokens
-            samples = chunk.sampled_requests
-            if len(samples) > 1:
+            if len(samples := chunk.sampled_requests) > 1:
                 fork_samples(self.manager, chunk.request, self.running, self.waiting, self.limits.max_num_seqs)
             for request in samples:
                 token_id = next(sampled)
