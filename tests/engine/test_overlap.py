@@ -6,6 +6,7 @@ step is used before it is read: `Late` gives no results before `wait`.
 
 import random
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def model():
 class Late(HostCopy):
     """Results that are there only once somebody has waited for them, as on a device."""
 
-    log = []
+    log: ClassVar = []
 
     def __init__(self, values):
         super().__init__(values)
@@ -344,7 +345,9 @@ def test_a_launch_that_dies_fails_its_own_requests_and_tells_the_tokens_before(m
     prompts = [random_tokens(TINY, 20, seed=seed) for seed in range(2)]
     expected = make(model, overlap=False).generate(prompts, **GREEDY)
     engine = make(model, overlap=True)
-    short, long = (engine.submit(prompt, **GREEDY | {"max_tokens": most})[0] for prompt, most in zip(prompts, (2, 8)))
+    short, long = (
+        engine.submit(prompt, **GREEDY | {"max_tokens": most})[0] for prompt, most in zip(prompts, (2, 8), strict=True)
+    )
     breaking(engine, number, error := RuntimeError("the step died"))
     run(engine)
     assert long.error is error and long.finish_reason == "error"

@@ -148,7 +148,7 @@ class StepUploader:
 
         rows: their block tables are the sequences' own lists (see `resident_table`). num_padded: a step of single
         tokens is padded to so many sequences; the added ones have no tokens. drawn: see `feed`. Raises
-        InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for sequences without rows.
+        InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for those without a row.
         """
         shape = StepShape.of(rows)
         is_decode = shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows)
