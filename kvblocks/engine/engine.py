@@ -98,7 +98,8 @@ class Engine:
     device and in tiers. An `EventPublisher`'s `publish` is one. It must neither wait nor raise. None: no events are
     recorded.
 
-    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling, num_steps. `limits` may be replaced.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner, stepper (`waited_s`, and `overlaps`, which may
+    be assigned), sampling, num_steps. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk's folder that can't be used. Loads
     the model.
     """
@@ -163,7 +164,7 @@ class Engine:
         self._intake = Intake(self.model, self.scheduler)
         overlaps = self.model.device.type == "cuda" if overlap is None else overlap
         overlaps = overlaps and may_plan(self.manager, self.scheduler.remembered)
-        self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens), overlaps=overlaps)
+        self.stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens), overlaps=overlaps)
         self._on_events = on_events
         self._tell_events()  # of the blocks that a disk has
 
@@ -179,17 +180,12 @@ class Engine:
     @property
     def sampling(self) -> SamplingCounts:
         """How many tokens were drawn so far, and how many of them needed the whole vocabulary sorted. O(1)."""
-        return self._stepper.sampler.counts
+        return self.stepper.sampler.counts
 
     @property
     def num_steps(self) -> int:
         """How many steps went through the model since the engine was made; those that died don't count. O(1)."""
-        return self._stepper.num_steps
-
-    @property
-    def waited_s(self) -> float:
-        """For how many seconds steps have waited for the device's tokens so far. O(1)."""
-        return self._stepper.waited_s
+        return self.stepper.num_steps
 
     @property
     def has_work(self) -> bool:
@@ -283,12 +279,12 @@ class Engine:
         generations = self._intake.read(prompt, GenerationOptions(**options), "prompt", prompt_index)
         for generation in generations:
             generation.is_submitted = True
-        self._stepper.add(generations, timeout_s=timeout_s)
+        self.stepper.add(generations, timeout_s=timeout_s)
         return generations
 
     def cancel(self, generation: Generation) -> None:
         """End a submitted generation, between two steps. Its blocks are free at once. Does nothing if it has ended."""
-        self._stepper.cancel(generation)
+        self.stepper.cancel(generation)
 
     def step(self) -> list[Generation]:
         """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
@@ -304,7 +300,7 @@ class Engine:
         self.manager.now = time.monotonic()
         if self.offload is not None:
             self.offload.seek(self.scheduler)
-        changed = self._stepper.step(self.runner)
+        changed = self.stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
         self.metrics.observe()
@@ -400,7 +396,7 @@ class Engine:
     def _run(self, generations: list[Generation]) -> Iterator[Piece]:
         """Queue the requests, step until they are finished, and yield their pieces."""
         try:
-            self._stepper.add(generations)
+            self.stepper.add(generations)
             while True:
                 for generation in generations:
                     while generation.pieces:
@@ -411,7 +407,7 @@ class Engine:
                 self._wait_for_gate()
         finally:
             for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
-                self._stepper.cancel(generation)
+                self.stepper.cancel(generation)
 
 
 def _check_limits(limits: object) -> StepLimits:

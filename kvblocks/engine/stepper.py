@@ -38,8 +38,8 @@ Outcomes = list[tuple[Generation, Outcome]]
 class Stepper:
     """Runs the steps of one scheduler. It holds a generation exactly as long as its request is unfinished.
 
-    overlaps: whether a step may be launched before the tokens of the one before are read (see `step`). Attributes:
-    num_steps, that went through the model; waited_s, the seconds for which steps waited for tokens.
+    overlaps: whether a step may be launched before the tokens of the one before are read (see `step`); assign it at any
+    time. Attributes: num_steps, that went through the model; waited_s, the seconds for which steps waited for tokens.
     """
 
     def __init__(self, scheduler: Scheduler, sampler: BatchSampler, *, overlaps: bool = False) -> None:
@@ -47,7 +47,7 @@ class Stepper:
         self.sampler = sampler
         self.num_steps = 0
         self.waited_s = 0.0
-        self._overlaps = overlaps
+        self.overlaps = overlaps
         self._pending: PendingStep | None = None  # launched, but not read
         self._generations: dict[Request, Generation] = {}
         self._only_answered = False  # in the last step
@@ -114,7 +114,8 @@ class Stepper:
         It is empty if the tokens of the pending step have to be read first.
         """
         if pending is not None:
-            return self.scheduler.schedule_ahead(pending.chunks) if pending.may_be_followed else [], ()
+            follows = self.overlaps and pending.may_be_followed
+            return self.scheduler.schedule_ahead(pending.chunks) if follows else [], ()
         chunks = self.scheduler.schedule()
         return chunks, self._bring_states(runner) if chunks else ()
 
@@ -141,7 +142,7 @@ class Stepper:
             step.start_s = time.perf_counter()
             self._pending = step
             return told
-        if self._overlaps and step.may_be_followed:
+        if self.overlaps and step.may_be_followed:
             self._pending = step
             return []
         return self._finish(step)
