@@ -200,12 +200,13 @@ class Stepper:
             self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
             return self._undo(both, error)
-        results = list(zip(chain.from_iterable(step.rows), outcomes, strict=True))
-        results = [(one, outcome) for one, outcome in results if one.request.finish_reason is None]
-        if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
-            self.scheduler.manager.reset_prefix_cache()
-        self._raise_if_streamed(results, both)
+        drawn = zip(chain.from_iterable(step.rows), outcomes, strict=True)
+        results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
+        if None in tokens:
+            if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
+                self.scheduler.manager.reset_prefix_cache()
+            self._raise_if_streamed(results, both)
         self.scheduler.complete(step.chunks, tokens, planned)
         self.num_steps += 1
         if step.scorer is not None:

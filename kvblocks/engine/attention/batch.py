@@ -12,6 +12,7 @@ other rows are stored, in blocks of their own sequence.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from kvblocks.engine.model.hybrid.mixer import StateRows
 from kvblocks.errors import InvalidArgumentError
 
 
-@dataclass(frozen=True)
-class SequenceRows:
+class SequenceRows(NamedTuple):
     """The tokens of one sequence that a step computes.
 
     `token_ids` stand at positions `start` and following. `block_ids` is the sequence's block table and covers them; so

@@ -9,6 +9,7 @@ Other steps run directly.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ class DeviceRunner(ModelRunner):
         id or a position that the model doesn't have, and ModelError if the number of torch threads isn't the checked
         one.
         """
-        rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
+        num_groups = self.model.num_groups
+        rows = [self.rows_of(chunk, num_groups) for chunk in chunks]
         self._check_rows(rows, 0 if drawn is None else len(drawn))
         with self._on_device():
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
@@ -204,16 +206,16 @@ class DeviceRunner(ModelRunner):
         """
         config = self.model.config
         self.model.check_threads()
-        for sequence in rows:
-            low, high = min(sequence.token_ids), max(sequence.token_ids)
-            if low < -num_drawn or high >= config.vocab_size:
-                got = low if low < -num_drawn else high
-                raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
-            if sequence.start < 0 or sequence.seq_len > config.max_position_embeddings:
-                got = sequence.start if sequence.start < 0 else sequence.seq_len - 1
-                raise InvalidArgumentError(
-                    f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}"
-                )
+        token_ids = list(chain.from_iterable([sequence.token_ids for sequence in rows]))
+        low, high = min(token_ids), max(token_ids)
+        if low < -num_drawn or high >= config.vocab_size:
+            got = low if low < -num_drawn else high
+            raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
+        first = min([sequence.start for sequence in rows])
+        end = max([sequence.start + len(sequence.token_ids) for sequence in rows])
+        if first < 0 or end > config.max_position_embeddings:
+            got = first if first < 0 else end - 1
+            raise InvalidArgumentError(f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}")
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Makes the model's device the current one, on which kernels are launched."""

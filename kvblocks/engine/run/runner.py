@@ -180,6 +180,10 @@ class ModelRunner:
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
         """A chunk as rows of a batch. Their block tables are the sequence's own lists."""
         sequence = chunk.request.sequence
+        if sequence.side_tables is None:
+            return SequenceRows(
+                chunk.token_ids, chunk.start, sequence.block_ids, sequence.num_readonly_tokens, chunk.samples
+            )
         return SequenceRows(
             token_ids=chunk.token_ids,
             start=chunk.start,

@@ -135,11 +135,11 @@ def group_slots(slots: Sequence[Slot], vocab_size: int, draw_tokens: DrawTokens 
     """
     groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
     for slot in slots:
-        params = slot.draw.params
         draw = slot.draw
+        params = draw.params
         is_by_kernel = draw_tokens is not None and params.logprobs is None
-        is_greedy = params.is_greedy and not is_by_kernel
-        is_limited = _is_limited(params, vocab_size) and not is_by_kernel
+        is_greedy = not is_by_kernel and params.is_greedy
+        is_limited = not is_by_kernel and _is_limited(params, vocab_size)
         is_changed = params.is_penalized or bool(draw.banned or draw.bias) or draw.allowed is not None
         key = (is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
         groups.setdefault(key, []).append(slot)
@@ -309,7 +309,7 @@ def _parameters(draws: Sequence[Draw], rows: Sequence[int], vocab_size: int, dev
     table = [
         (
             row,
-            0.0 if params.is_greedy else scale_of(params),
+            0.0 if params.temperature == 0 else scale_of(params),
             vocab_size if params.top_k is None else min(params.top_k, vocab_size),
             params.top_p,
             params.min_p,
@@ -318,7 +318,8 @@ def _parameters(draws: Sequence[Draw], rows: Sequence[int], vocab_size: int, dev
         for row, draw in zip(rows, draws, strict=True)
         for params in (draw.params,)
     ]
-    return to_device(torch.tensor(table, dtype=torch.float64), device)
+    # numpy reads a list of tuples several times as fast as torch.
+    return to_device(torch.from_numpy(np.array(table, dtype=np.float64)), device)
 
 
 def _entries(draws: Sequence[Draw]) -> Tensor:
@@ -375,8 +376,14 @@ def _in_order(groups: Sequence[AlikeDraws], results: Tensor) -> Tensor:
 
 def _read(groups: Sequence[AlikeDraws], results: Sequence[float], outcomes: dict[int, Outcome]) -> list[Slot]:
     """Store the outcomes by index, and return the slots to draw again."""
+    uncertain: list[Slot] = []
     values = iter(results)
-    uncertain = []
+    if len(results) == _NUM_FACTS * sum([len(group.slots) for group in groups]):  # no logarithms
+        tokens, are_broken, are_certain = results[::_NUM_FACTS], results[1::_NUM_FACTS], results[2::_NUM_FACTS]
+        if not any(are_broken) and all(are_certain):
+            places = [slot.place for group in groups for slot in group.slots]
+            outcomes.update(zip(places, [Drawn(int(token)) for token in tokens], strict=True))
+            return uncertain
     for group in groups:
         for slot in group.slots:
             token, is_broken, is_certain, *logs = islice(values, group.num_results)

@@ -3,8 +3,7 @@
 import secrets
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -55,8 +54,7 @@ class Constraint(Protocol):
         """Return which tokens may come next: a bit each, int32 [vocab / 32] on the host, valid until the next call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How to draw from a row of logits. uniform: the random number. seen: earlier tokens, if there are penalties.
 
     bias: what is added to tokens' logits. banned: tokens that are excluded. allowed: a bit for each token, set if it is
@@ -89,6 +87,7 @@ class Sampler:
         self.bias: tuple[tuple[int, float], ...] = ()
         self._banned: tuple[int, ...] = ()
         self._num_without = 0
+        self._plain = Draw(params)
 
     def ban(self, tokens: Collection[int], num_tokens: int) -> None:
         """Exclude `tokens` from the first `num_tokens` of the answer. They must not be the whole vocabulary."""
@@ -106,9 +105,11 @@ class Sampler:
         """
         if self._seen is not None:
             self._seen.catch_up(sequence)
+        elif self.params.temperature == 0 and self.constraint is None and not (self._banned or self.bias):
+            return self._plain
         position = sequence.num_tokens - sequence.num_prompt_tokens + num_unknown
         banned = self._banned if position < self._num_without else ()
-        number = 0.0 if self.params.is_greedy else uniform(self.seed, position)
+        number = 0.0 if self.params.temperature == 0 else uniform(self.seed, position)
         allowed = None if self.constraint is None else self.constraint.allowed(sequence)
         return Draw(self.params, number, self._seen, banned, allowed, self.bias)
 

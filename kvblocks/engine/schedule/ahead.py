@@ -57,8 +57,10 @@ def plan(
     if len(unfinished) < len(running) or len(going_on) > budget or num_blocks > manager.num_free_blocks:
         return []
     for _, request in going_on:
-        if manager.allocate_slots(request.sequence, num_total_tokens=request.sequence.num_tokens + 1) is None:
-            raise CorruptStateError(f"expected one free block for {request.sequence}, got none")
+        sequence = request.sequence
+        has_slot = sequence.num_computed_tokens < sequence.fits_below
+        if not has_slot and manager.allocate_slots(sequence, num_total_tokens=sequence.num_tokens + 1) is None:
+            raise CorruptStateError(f"expected one free block for {sequence}, got none")
     copies = tuple([(source, destination) for _, source, destination in manager.take_copies()]) if going_on else ()
     chunks = [
         ScheduledChunk(request, request.sequence.num_tokens, 1, samples=True, source=place)
@@ -70,11 +72,23 @@ def plan(
     return chunks
 
 
-def take_slots(manager: KVCacheManager, chunks: Items[ScheduledChunk]) -> None:
-    """Give the tokens of a planned step, which are known now, the slots that were reserved. O(requests).
+def take_tokens(
+    manager: KVCacheManager, step: Items[ScheduledChunk], token_ids: Items[int | None], planned: Items[ScheduledChunk]
+) -> set[Request]:
+    """Give the requests that go on in a planned step their tokens, with the slots that were reserved. Returns them.
 
-    Blocks that they fill are cached: their step was launched. Requests that have ended are left out.
+    token_ids: of the chunks of `step`, which is known now. Blocks that get full are cached: their step was launched.
+    Requests that have ended, or end with their token, are left out. O(requests).
     """
-    for chunk in chunks:
-        if chunk.source is not None and chunk.request.finish_reason is None:
-            manager.allocate_slots(chunk.request.sequence, 1)
+    going_on, sequences, tokens = set(), [], []
+    for chunk in planned:
+        token_id = None if chunk.source is None else token_ids[chunk.source]
+        request = chunk.request
+        if token_id is not None and request.finish_reason is None and token_id not in request.stop_token_ids:
+            request.num_computed_tokens += step[chunk.source or 0].num_tokens
+            going_on.add(request)
+            sequences.append(request.sequence)
+            tokens.append(token_id)
+    if manager.append_step(sequences, tokens) is None:
+        raise CorruptStateError("expected the slots that were reserved, got none")
+    return going_on

@@ -234,11 +234,12 @@ class Scheduler:
         if len(token_ids) != num_sampled:
             raise InvalidArgumentError(f"complete: expected {num_sampled} sampled tokens, got {len(token_ids)}")
         self.lookups.forget()
+        going_on = ahead.take_tokens(self.manager, chunks, token_ids, planned)
         sampled = iter(token_ids)
         for chunk in chunks:
             if chunk.part is not None and not self.long_prompts.end_slice(chunk.part):
                 continue
-            if chunk.request.finish_reason is not None:
+            if chunk.request.finish_reason is not None or chunk.request in going_on:
                 _ = next(sampled) if chunk.samples else None
                 continue
             chunk.request.num_computed_tokens += chunk.num_tokens
@@ -254,7 +255,6 @@ class Scheduler:
             for request in samples or [chunk.request]:
                 if request.finish_reason is not None:
                     self._remove(request)
-        ahead.take_slots(self.manager, planned)
 
     def abort(self, chunks: Items[ScheduledChunk]) -> None:
         """Undo a step that died. Nothing that it should have written stays cached. Its requests wait again, in front.

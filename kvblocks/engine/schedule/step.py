@@ -1,6 +1,7 @@
 """One step: how much it computes at most, and what it computes of each request."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.schedule.open_chunk import OpenChunk
@@ -61,8 +62,7 @@ class StepLimits:
         return self.chunk_tokens(self.max_num_batched_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next `num_tokens` tokens of a request, from position `start`. samples: whether the last one's logits are
     wanted.
 
