@@ -9,6 +9,7 @@ the one transfer.)
 Invariant: the vector is overwritten only after the device has read it.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -190,20 +191,17 @@ class StepUploader:
         A padding sequence has 0 tokens, all of them read-only.
         """
         size = self._block_size
-        table_rows = [
-            [
-                table.assign_row(
-                    _own_list(sequence.block_tables[group]),
-                    sequence.start // size,
-                    -(-sequence.seq_len // size),
-                    changes[group],
-                )
-                for sequence in rows
-            ]
-            for group, table in enumerate(self.tables)
-        ]
-        token_ids = list(chain.from_iterable(sequence.token_ids for sequence in rows))
-        seq_lens = [sequence.seq_len for sequence in rows]
+        token_ids = list(chain.from_iterable([sequence.token_ids for sequence in rows]))
+        seq_lens = [sequence.start + len(sequence.token_ids) for sequence in rows]
+        table_rows = []
+        for group, (table, change) in enumerate(zip(self.tables, changes, strict=True)):
+            block_tables = [sequence.other_block_ids[group - 1] if group else sequence.block_ids for sequence in rows]
+            table_rows.append(
+                [
+                    table.assign_row(_own_list(block_ids), sequence.start // size, -(-seq_len // size), change)
+                    for sequence, block_ids, seq_len in zip(rows, block_tables, seq_lens, strict=True)
+                ]
+            )
         num_readonly = [sequence.num_readonly_tokens for sequence in rows]
         missing = max(0, num_padded - len(rows))
         zeros = [0] * missing
@@ -213,7 +211,7 @@ class StepUploader:
     def _transfer(self, sections: list[list[int]]) -> list[Tensor]:
         """Copy lists of ints to the device in one transfer. Returns a vector for each."""
         sizes = [len(section) for section in sections]
-        values = torch.tensor(list(chain.from_iterable(sections)), dtype=torch.int32)
+        values = torch.frombuffer(array("i", list(chain.from_iterable(sections))), dtype=torch.int32)
         if self._was_read is not None:
             self._was_read.synchronize()
         if len(values) > len(self._host):
