@@ -155,12 +155,12 @@ def _num_named(slot: Slot, vocab_size: int) -> int:
 
 
 class BatchSampler:
-    """Draws the tokens of steps. draw_tokens: draws those without logarithms; None: plain torch does. Reads: counts."""
+    """Draws the tokens of steps. draw_tokens: draws those without logarithms; None: plain torch does. Read: counts."""
 
     def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
         self.counts = SamplingCounts()
         self._memory = Workspace()
-        self._draw_tokens = draw_tokens
+        self.draw_tokens = draw_tokens
 
     def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
         """The outcome of each draw, in order: `begin`, and then `BegunDraws.read`."""
@@ -176,7 +176,7 @@ class BatchSampler:
         """
         failures: dict[int, Outcome] = {}
         slots: list[Slot] = []
-        draws_by, place = self._draw_tokens, 0
+        draws_by, place = self.draw_tokens, 0
         for row, own in enumerate(draws):
             for draw in own:
                 if isinstance(draw, Exception):
@@ -191,7 +191,7 @@ class BatchSampler:
     def enqueue(self, logits: Tensor, slots: Sequence[Slot]) -> tuple[list[AlikeDraws], Tensor]:
         """The groups of these slots, and their results, group by group, on the device. Doesn't wait."""
         self.counts.num_sorted += sum([slot.num_likely == logits.shape[1] for slot in slots])
-        groups = list(group_slots(slots, logits.shape[1], self._draw_tokens))
+        groups = list(group_slots(slots, logits.shape[1], self.draw_tokens))
         return groups, enqueue(logits, groups, self._memory)
 
 
