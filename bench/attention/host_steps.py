@@ -1,8 +1,8 @@
 """The host's time for a decode step, without a GPU: `python -m bench.attention.host_steps [--json FILE]`.
 
 An engine decodes on a stand-in: packing, uploads and block tables are those of a GPU, but a step's graph and the kernel
-that draws do nothing. So what is timed is the host's work for a step: scheduling, packing, launching, reading tokens and
-making pieces. It is the CPU's time of this thread, so that other processes count for little.
+that draws do nothing. So what is timed is the host's work for a step: scheduling, packing, launching, reading tokens
+and making pieces. It is the CPU's time of this thread, so that other processes count for little.
 
 With overlap this time is hidden while the device computes; without, it is added. What this does not show: CUDA's time
 for a launch and a copy, decoding text, and a GPU.
