@@ -8,8 +8,8 @@ A request whose unknown token ends it, such as a stop token, is computed once to
 included, are given back when the token is known. Whoever gets them writes in a later step, which the device computes
 later. So the KV of a token behind the end is in nobody's context, and is never cached.
 
-Nobody is preempted for such a step. Where the pool might not have a block for everybody, nothing is planned before the
-tokens are known.
+Nobody is preempted for such a step. Where the pool hasn't a block for everybody who needs one, nothing is planned
+before the tokens are known.
 """
 
 from collections.abc import Iterable
@@ -43,8 +43,8 @@ def plan(
 
     running: the requests that a step could compute now. waiting: those that could be admitted to it. budget: how many
     tokens a step computes at most. They can be planned if `step` samples for all of the running requests, and the pool
-    surely has a block for each. A request that has all its tokens once it has the one of `step` isn't computed any
-    more. O(requests + new blocks).
+    has a block for each that needs one. A request that has all its tokens once it has the one of `step` isn't computed
+    any more. O(requests + new blocks).
 
     Samples of a prompt, prompts to score and prompts without an answer change as their step ends. So their step is read
     before anybody can cancel one of them. It is no planned step, and where they wait, none is planned.
@@ -53,13 +53,16 @@ def plan(
         return []
     unfinished = [(place, chunk.request) for place, chunk in enumerate(step) if chunk.request.finish_reason is None]
     going_on = [(place, request) for place, request in unfinished if request.num_output_tokens + 1 < request.max_tokens]
-    num_blocks = len(going_on) * len(manager.groups)
-    if len(unfinished) < len(running) or len(going_on) > budget or num_blocks > manager.num_free_blocks:
+    if len(unfinished) < len(running) or len(going_on) > budget:
         return []
-    for _, request in going_on:
-        sequence = request.sequence
-        has_slot = sequence.num_computed_tokens < sequence.fits_below
-        if not has_slot and manager.allocate_slots(sequence, num_total_tokens=sequence.num_tokens + 1) is None:
+    sequences = [request.sequence for _, request in going_on]
+    # The others' next token certainly fits into a block that they have.
+    unsure = [sequence for sequence in sequences if sequence.num_computed_tokens >= sequence.fits_below]
+    wanted = [manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens + 1) for sequence in unsure]
+    if sum(wanted) > manager.num_free_blocks:
+        return []
+    for sequence in unsure:
+        if manager.allocate_slots(sequence, num_total_tokens=sequence.num_tokens + 1) is None:
             raise CorruptStateError(f"expected one free block for {sequence}, got none")
     copies = tuple([(source, destination) for _, source, destination in manager.take_copies()]) if going_on else ()
     chunks = [
