@@ -25,7 +25,6 @@ from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
-from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
 from kvblocks.engine.schedule.order import Order
 from kvblocks.engine.schedule.remembered import RememberedPrompts
@@ -129,10 +128,8 @@ class Engine:
         tiers: Iterable[str | TierOptions] = (),
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
-        if overlap is not None:
-            overlap = check_flag("overlap", overlap)
         flags = {"remember_next_token": remember_next_token, "session_gate": session_gate}
-        _check_options(on_events, eviction, enable_prefix_caching, flags)
+        _check_options(on_events, eviction, enable_prefix_caching, flags, overlap)
         below = read_tiers(tiers)
         order = make_order(schedule)
         check_count("block_size", block_size, 1)
@@ -162,8 +159,7 @@ class Engine:
             self.scheduler = _make_scheduler(self.manager, self.runner, order, limits, **how)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
-        overlaps = self.model.device.type == "cuda" if overlap is None else overlap
-        overlaps = overlaps and may_plan(self.manager, self.scheduler.remembered)
+        overlaps = bool(self.model.device.type == "cuda" if overlap is None else overlap)
         self.stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens), overlaps=overlaps)
         self._on_events = on_events
         self._tell_events()  # of the blocks that a disk has
@@ -417,7 +413,11 @@ def _check_limits(limits: object) -> StepLimits:
 
 
 def _check_options(
-    on_events: object, eviction: object, enable_prefix_caching: object, flags: Mapping[str, Flag]
+    on_events: object,
+    eviction: object,
+    enable_prefix_caching: object,
+    flags: Mapping[str, Flag],
+    overlap: Flag | None,
 ) -> None:
     """Raise InvalidArgumentError for options that no other module checks before the weights are loaded.
 
@@ -427,6 +427,8 @@ def _check_options(
         find_factory(eviction, NAMED)
     if on_events is not None and not callable(on_events):
         raise wrong("on_events", "a callable or None", on_events)
+    if overlap is not None:
+        check_flag("overlap", overlap)
     for name, flag in flags.items():
         if check_flag(name, flag) and not enable_prefix_caching:
             raise wrong(name, "False with enable_prefix_caching=False", flag)

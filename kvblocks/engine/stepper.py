@@ -25,6 +25,7 @@ from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
+from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
@@ -142,7 +143,7 @@ class Stepper:
             step.start_s = time.perf_counter()
             self._pending = step
             return told
-        if self.overlaps and step.may_be_followed:
+        if self.overlaps and step.may_be_followed and may_plan(self.scheduler.manager, self.scheduler.remembered):
             self._pending = step
             return []
         return self._finish(step)

@@ -22,10 +22,10 @@ from kvblocks.engine.model.fields import parse_dtype, stored_dtype
 from kvblocks.engine.model.gguf.magic import is_gguf
 from kvblocks.engine.model.loader import check_weights, load_weights
 from kvblocks.engine.model.weights import ModelWeights
-from kvblocks.engine.run.feeding import feed
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.warm_up import WarmUpStep
 from kvblocks.engine.sampling.batch_sampler import DrawTokens
+from kvblocks.engine.sampling.feeding import feed
 from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
-from kvblocks.engine.run.feeding import feed
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
+from kvblocks.engine.sampling.feeding import feed
 
 DECODE_COLUMNS = 3
 """The first rows of a decode step's columns: token ids, lengths, read-only tokens. Each group's table rows follow."""

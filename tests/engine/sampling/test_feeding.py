@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvblocks.engine.run.feeding import feed
+from kvblocks.engine.sampling.feeding import feed
 
 DRAWN = torch.tensor([[50.0, 0, 1], [51.0, 0, 1], [52.0, 0, 1]], dtype=torch.float64)[:, 0]
 
