@@ -88,7 +88,8 @@ class StepShape:
         """The shape of a step of these rows. O(sequences)."""
         lengths = [len(sequence.token_ids) for sequence in rows]
         num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
-        return cls(num_decodes, max(lengths, default=0), max((sequence.seq_len for sequence in rows), default=0))
+        ends = [sequence.start + length for sequence, length in zip(rows, lengths, strict=True)]
+        return cls(num_decodes, max(lengths, default=0), max(ends, default=0))
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class StepUploader:
                 table.forget()
             raise
         if drawn is not None:
-            feed(parts[0], list(chain.from_iterable(sequence.token_ids for sequence in rows)), drawn)
+            feed(parts[0], list(chain.from_iterable([sequence.token_ids for sequence in rows])), drawn)
         self._write(changes, parts[num_sections:])
         return parts[:num_sections]
 

@@ -230,7 +230,7 @@ class Scheduler:
         step that `schedule_ahead` has planned behind this one. Raises InvalidArgumentError, and changes nothing, for
         more or fewer tokens. O(requests of the step), and O(prompt) for each sample that is forked.
         """
-        num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
+        num_sampled = sum([1 + len(chunk.request.siblings) for chunk in chunks if chunk.samples])
         if len(token_ids) != num_sampled:
             raise InvalidArgumentError(f"complete: expected {num_sampled} sampled tokens, got {len(token_ids)}")
         self.lookups.forget()

@@ -102,7 +102,10 @@ class ScheduledChunk(NamedTuple):
     @property
     def sampled_requests(self) -> list[Request]:
         """The requests that get a token from its logits: none, its own, or all samples of its prompt. O(samples)."""
-        return [self.request, *self.request.siblings] if self.samples else []
+        request = self.request
+        if not self.samples:
+            return []
+        return [request, *request.siblings] if request.siblings else [request]
 
 
 def chunk_of(manager: KVCacheManager, request: Request, start: int) -> ScheduledChunk:
