@@ -205,7 +205,7 @@ class BegunDraws:
     def __init__(
         self, logits: Tensor, slots: Sequence[Slot], failures: dict[int, Outcome], sampler: BatchSampler
     ) -> None:
-        self._logits = logits
+        self._logits: Tensor | None = logits  # while a draw may have to be repeated: they are large
         self._sampler = sampler
         self._outcomes = failures
         self._groups: list[AlikeDraws] = []
@@ -214,7 +214,7 @@ class BegunDraws:
         if slots:
             self._groups, results = sampler.enqueue(logits, slots)
             if not failures and all(group.is_final(logits.shape[1]) for group in self._groups):
-                self.tokens = _in_order(self._groups, results)
+                self.tokens, self._logits = _in_order(self._groups, results), None
             self._results = HostCopy(results)
 
     def wait(self) -> None:
@@ -229,7 +229,7 @@ class BegunDraws:
         while self._results is not None:
             uncertain = _read(self._groups, self._results.read(), outcomes)
             self._results = None
-            if uncertain:
+            if uncertain and self._logits is not None:
                 size = self._logits.shape[1]
                 again = [slot._replace(num_likely=size) for slot in uncertain]
                 self._groups, results = self._sampler.enqueue(self._logits, again)
