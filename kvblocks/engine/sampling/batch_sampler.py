@@ -198,7 +198,7 @@ class BatchSampler:
 class BegunDraws:
     """Draws that a device makes, and whose results are on their way to the host. For `BatchSampler`.
 
-    tokens: the tokens on the device, in the order of the draws, if all of them are final there: integers of any type
+    tokens: the tokens on the device, in the order of the draws, if all of them are final there: numbers of any type
     [num_draws]. None: some draw has failed, or may have to be repeated, or there are logarithms or no draws.
     """
 
