@@ -95,7 +95,7 @@ KINDS = [
     {"max_tokens": 0},
     {"max_tokens": 1},
     {"prompt_logprobs": 1},
-    {"logit_bias": {3: 5.0}, "min_tokens": 4},
+    {"logit_bias": {3: 5.0}, "min_tokens": 4, "max_tokens": 9},
 ]
 
 
