@@ -168,7 +168,8 @@ def _attend_pieces(
         return results
     shape, device = (*query.shape[:2], call.num_parts), query.device
     parts = torch.empty(*shape, query.shape[2], dtype=torch.float32, device=device)
-    part_lse, part_sum = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    part_lse = torch.empty(shape, dtype=torch.float32, device=device)
+    part_sum = torch.empty(shape[:2], dtype=torch.float32, device=device)
     window, sizes = options.window or 0, (call.shape.num_rows, call.shape.num_seqs)
     piece_kernel[(call.num_programs,)](
         *(query, key_cache, value_cache, block_tables, query_start, seq_lens, shares.ends, options.sinks, *results),
@@ -221,7 +222,7 @@ def _prepare_pieces(tensors: _Inputs, options: AttentionOptions, output: Tensor 
         constants | pieces,
         merging if num_slots > 1 else {},
         num_slots,
-        max(num_slots, 1) if most > 1 else 0,
+        (num_slots or 2) if most > 1 else 0,
     )
 
 

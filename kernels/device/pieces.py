@@ -9,7 +9,7 @@ There are two ways to share out pieces, which give the same bits:
 
 * Evenly among a fixed number of programs (`device.shares`, with a piece for a tile). All parts are kept, and a second
   launch adds them up. So one row on a long context keeps every SM busy.
-* All pieces of a tile's head by one program, which adds them up as it goes. It takes room for one part of each row. It
+* All pieces of a tile's head by one program, which adds them up as it goes. It takes room for two parts of each row. It
   is for prompts, which have tiles enough, and whose parts would be large.
 
 The loop over keys is compiled once for both. What adds up is written so that the compiler has no choice: `fma` where it
@@ -53,7 +53,63 @@ def finish_sum(output, top, total):
     """The rows' attention and lse, to base e: 0 and -inf for rows that see nothing."""
     divisor = tl.where(total > 0, total, 1.0)
     lse = tl.where(total > 0, (top + tl.log2(divisor)) * LN_2, -float("inf"))
-    return tl.div_rn(output, tl.broadcast_to(divisor[:, None], output.shape)), lse
+    return output * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)[:, None], lse
+
+
+@triton.jit
+def add_part(
+    begin,
+    piece,
+    seq_start,
+    seq_rows,
+    first,
+    before,
+    kv_head,
+    window,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    part_sum_ptr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Add a piece to the sums so far of ROWS rows of a tile, from `begin` on; store what comes out if it is their last.
+
+    It reads both from memory, since together they are more than the registers hold. Part 2 * i is the sum of row and
+    head i, part 2 * i + 1 their piece.
+    """
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    packed = begin + tl.arange(0, ROWS)
+    row = first + packed // GROUP
+    first_piece, last_piece = find_pieces(before + row, window, PIECE, HAS_WINDOW)
+    is_part = (packed < TILE_Q * GROUP) & (row < seq_rows) & (first_piece <= piece) & (piece <= last_piece)
+    is_part = is_part & (first_piece < last_piece)
+    head_at = (seq_start + row).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
+    element = tl.arange(0, HEAD_DIM)
+    sum_at = part_ptr + (head_at * (2 * HEAD_DIM))[:, None] + element[None, :]
+    is_later = is_part & (first_piece < piece)
+    part = tl.load(sum_at + HEAD_DIM, mask=is_part[:, None], other=0.0)
+    part_lse = tl.load(part_lse_ptr + head_at * 2 + 1, mask=is_part, other=-float("inf"))
+    output = tl.load(sum_at, mask=is_later[:, None], other=0.0)
+    top = tl.load(part_lse_ptr + head_at * 2, mask=is_later, other=-float("inf"))
+    total = tl.load(part_sum_ptr + head_at, mask=is_later, other=0.0)
+    output, top, total = add_piece(output, top, total, part, part_lse)
+    tl.debug_barrier()  # another thread may have to read first what this one writes
+    is_kept = is_part & (piece < last_piece)
+    tl.store(sum_at, output, mask=is_kept[:, None])
+    tl.store(part_lse_ptr + head_at * 2, top, mask=is_kept)
+    tl.store(part_sum_ptr + head_at, total, mask=is_kept)
+    output, lse = finish_sum(output, top, total)
+    is_done = is_part & (piece == last_piece)
+    output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :]
+    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_done[:, None])
+    tl.store(lse_ptr + head_at, lse, mask=is_done)
 
 
 @triton.jit
@@ -137,8 +193,8 @@ def piece_kernel(
     last rows, which have the most keys, begin first. PIECE is a multiple of TILE_N.
 
     Shapes as in `extend`; last strides are 1; output_ptr and lse_ptr are contiguous. part_ptr: fp32 [num_rows,
-    num_heads, num_slots, HEAD_DIM]; part_lse_ptr: fp32 [num_rows, num_heads, num_slots], to base 2. Without slots these
-    are the sums so far, one for each row and head, and part_sum_ptr has their weights.
+    num_heads, num_slots, HEAD_DIM]; part_lse_ptr: fp32 [num_rows, num_heads, num_slots], to base 2. Without slots there
+    are two for each row and head, as in `add_part`, and part_sum_ptr, fp32 [num_rows, num_heads], has the sums' weights.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -179,36 +235,30 @@ def piece_kernel(
 
         first_piece, last_piece = find_pieces(before + row, window, PIECE, HAS_WINDOW)
         is_seen = is_row & (first_piece <= piece) & (piece <= last_piece)
-        is_done = is_seen & (first_piece == last_piece)
         head_at = at_row * NUM_HEADS + head
-        if (number > 0) | (tl.max(last_piece, 0) > piece):
-            piece_lse = tl.where(row_sum > 0, row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0)), -float("inf"))
-            is_part = is_seen & (first_piece < last_piece)
-            if num_slots == 0:
-                part_at = part_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :]
-                is_later = is_part & (first_piece < piece)
-                sums = tl.load(part_at, mask=is_later[:, None], other=0.0)
-                top = tl.load(part_lse_ptr + head_at, mask=is_later, other=-float("inf"))
-                total = tl.load(part_sum_ptr + head_at, mask=is_later, other=0.0)
-                sums, top, total = add_piece(sums, top, total, output, piece_lse)
-                is_kept = is_part & (piece < last_piece)
-                tl.debug_barrier()  # another thread may read what this one writes
-                tl.store(part_at, sums, mask=is_kept[:, None])
-                tl.store(part_lse_ptr + head_at, top, mask=is_kept)
-                tl.store(part_sum_ptr + head_at, total, mask=is_kept)
-                tl.debug_barrier()
-                sums, sum_lse = finish_sum(sums, top, total)
-                output = tl.where(is_part[:, None], sums, output)
-                lse = tl.where(is_part, sum_lse, lse)
-                is_done = is_seen & (piece == last_piece)
-            else:
-                slot_at = head_at * num_slots + piece - first_piece
-                part_at = part_ptr + (slot_at * HEAD_DIM)[:, None] + element[None, :]
-                tl.store(part_at, output, mask=is_part[:, None])
-                tl.store(part_lse_ptr + slot_at, piece_lse, mask=is_part)
+        is_whole = is_seen & (first_piece == last_piece)
         output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :]
-        tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_done[:, None])
-        tl.store(lse_ptr + head_at, lse, mask=is_done)
+        tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_whole[:, None])
+        tl.store(lse_ptr + head_at, lse, mask=is_whole)
+        if (number > 0) | (tl.max(last_piece, 0) > piece):
+            has_seen = row_sum > 0
+            part_lse = tl.where(has_seen, row_max + tl.log2(tl.where(has_seen, row_sum, 1.0)), -float("inf"))
+            slot = head_at * 2 + 1
+            if num_slots > 0:
+                slot = head_at * num_slots + piece - first_piece
+            is_part = is_seen & (first_piece < last_piece)
+            part_at = part_ptr + (slot * HEAD_DIM)[:, None] + element[None, :]
+            tl.store(part_at, output, mask=is_part[:, None])
+            tl.store(part_lse_ptr + slot, part_lse, mask=is_part)
+            if num_slots == 0:
+                tl.debug_barrier()
+                for begin_row in tl.range(0, TILE_M, TILE_M // 2, num_stages=1):
+                    add_part(
+                        begin_row, piece, seq_start, seq_rows, first, before, kv_head, window,
+                        output_ptr, lse_ptr, part_ptr, part_lse_ptr, part_sum_ptr,
+                        NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, TILE_M // 2, PIECE, HAS_WINDOW,
+                    )  # fmt: skip
+                tl.debug_barrier()  # the next piece comes to the same place
 
 
 @triton.jit(
