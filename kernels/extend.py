@@ -46,7 +46,7 @@ from kvblocks.kernels.layout import (
     check_indices,
     check_shape,
 )
-from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch, count_programs
+from kvblocks.kernels.table import EXTEND, EXTEND_FIXED, EXTEND_NARROW, Launch, count_programs
 
 NARROW_ROWS = 32
 """Small tiles are used up to this many rows a sequence on average, where each head of a group counts as a row."""
@@ -57,6 +57,8 @@ a row's bits depend on.
 Smaller pieces keep more SMs busy with a short context. Each costs a program a few microseconds: a piece of 1,024 keys
 and 8 heads is 64 tiles of keys at most. Chosen by reasoning, unmeasured on a GPU.
 """
+FULL_TILES = 2
+"""So many full tiles of rows and heads for each program of the fixed grid fill a device by themselves."""
 MOST_PART_BYTES = 256 << 20
 """What the parts of a batch-invariant call may take. Where they would take more, programs add them up as they go."""
 
@@ -209,8 +211,7 @@ def _prepare_pieces(tensors: _Inputs, options: AttentionOptions, output: Tensor 
     num_programs, num_kv_heads = count_programs(query.device, shares.launch), shape.cache.num_kv_heads
     most = num_slots = _most_pieces(shape.max_blocks * shape.cache.block_size, options.window)
     num_full = query.shape[0] // tile_queries(query, key_cache, shares.launch)
-    # Prompts fill a device by themselves. The programs take two tiles and more each.
-    if num_full * num_kv_heads >= 2 * num_programs or 4 * query.numel() * num_slots > MOST_PART_BYTES:
+    if num_full * num_kv_heads >= FULL_TILES * num_programs or 4 * query.numel() * num_slots > MOST_PART_BYTES:
         num_programs, num_slots = num_units * num_kv_heads, 0
     pieces: dict[str, int | bool] = {"PIECE": PIECE_KEYS}
     merging = _merging(constants, shape) | pieces | {"HAS_WINDOW": options.window is not None}
@@ -309,5 +310,7 @@ def _choose_launch(query: Tensor, key_cache: Tensor, query_start: Tensor, *, is_
     is_fixed: choose the same entry whatever the rows are.
     """
     group_size = query.shape[1] // key_cache.shape[2]
-    is_narrow = not is_fixed and query.shape[0] * group_size <= NARROW_ROWS * (len(query_start) - 1)
+    if is_fixed:
+        return find_launch(EXTEND_FIXED, query, key_cache)
+    is_narrow = query.shape[0] * group_size <= NARROW_ROWS * (len(query_start) - 1)
     return find_launch(EXTEND_NARROW if is_narrow else EXTEND, query, key_cache)

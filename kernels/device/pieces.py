@@ -194,7 +194,7 @@ def piece_kernel(
 
     Shapes as in `extend`; last strides are 1; output_ptr and lse_ptr are contiguous. part_ptr: fp32 [num_rows,
     num_heads, num_slots, HEAD_DIM]; part_lse_ptr: fp32 [num_rows, num_heads, num_slots], to base 2. Without slots there
-    are two for each row and head, as in `add_part`, and part_sum_ptr, fp32 [num_rows, num_heads], has the sums' weights.
+    are two parts of each row and head, as in `add_part`; part_sum_ptr, fp32 [num_rows, num_heads], has weights of sums.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
