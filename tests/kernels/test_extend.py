@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from model.paged_batch import SUM_ERROR, PagedBatch, head_scales, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import extend as extend_module
-from kvblocks.kernels import table
+from kvblocks.kernels import table as launch_table
 from kvblocks.kernels.extend import extend, share_rows
 from kvblocks.kernels.layout import KernelArgumentError
 from kvblocks.kernels.table import Launch
@@ -407,7 +407,7 @@ def test_one_decode_on_a_long_context_has_work_for_every_sm(device, monkeypatch,
             grids.append(grid)
             return lambda *_arguments, **_constants: None
 
-    monkeypatch.setattr(table, "count_sms", lambda _device: 132)
+    monkeypatch.setattr(launch_table, "count_sms", lambda _device: 132)
     for name in ("piece_kernel", "piece_merge_kernel"):
         monkeypatch.setattr(extend_module, name, Recorded())
     query = torch.empty(1, 32, 128, dtype=torch.bfloat16, device=device)
