@@ -17,7 +17,6 @@ tile of which a row sees nothing doesn't change the row: its weights are 0, and 
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from kvblocks.kernels.device.extend import extend_ends_kernel, extend_kernel, extend_merge_kernel
@@ -235,7 +234,7 @@ def _prepare_pieces(tensors: _Inputs, options: AttentionOptions, output: Tensor 
 
 def _most_pieces(num_keys: int, window: int | None) -> int:
     """The most pieces that hold keys which one row sees, of a sequence of so many keys. At least 1."""
-    most = max(triton.cdiv(num_keys, PIECE_KEYS), 1)
+    most = max(-(-num_keys // PIECE_KEYS), 1)
     return most if window is None else min(most, (window - 1) // PIECE_KEYS + 2)
 
 
