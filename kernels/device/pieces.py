@@ -34,6 +34,12 @@ def find_pieces(position, window, PIECE: tl.constexpr, HAS_WINDOW: tl.constexpr)
 
 
 @triton.jit
+def find_lse(row_max, row_sum):
+    """The lse of a piece's rows, to base 2: -inf for rows that see nothing."""
+    return tl.where(row_sum > 0, row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0)), -float("inf"))
+
+
+@triton.jit
 def add_piece(output, top, total, piece, piece_lse):
     """Add a piece to the sum of those before it. output, piece: fp32 [ROWS, HEAD_DIM]; the others: fp32 [ROWS].
 
@@ -236,20 +242,17 @@ def piece_kernel(
         first_piece, last_piece = find_pieces(before + row, window, PIECE, HAS_WINDOW)
         is_seen = is_row & (first_piece <= piece) & (piece <= last_piece)
         head_at = at_row * NUM_HEADS + head
+        is_part = is_seen & (first_piece < last_piece)
         is_whole = is_seen & (first_piece == last_piece)
         output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :]
         tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_whole[:, None])
         tl.store(lse_ptr + head_at, lse, mask=is_whole)
         if (number > 0) | (tl.max(last_piece, 0) > piece):
-            has_seen = row_sum > 0
-            part_lse = tl.where(has_seen, row_max + tl.log2(tl.where(has_seen, row_sum, 1.0)), -float("inf"))
             slot = head_at * 2 + 1
             if num_slots > 0:
                 slot = head_at * num_slots + piece - first_piece
-            is_part = is_seen & (first_piece < last_piece)
-            part_at = part_ptr + (slot * HEAD_DIM)[:, None] + element[None, :]
-            tl.store(part_at, output, mask=is_part[:, None])
-            tl.store(part_lse_ptr + slot, part_lse, mask=is_part)
+            tl.store(part_ptr + (slot * HEAD_DIM)[:, None] + element[None, :], output, mask=is_part[:, None])
+            tl.store(part_lse_ptr + slot, find_lse(row_max, row_sum), mask=is_part)
             if num_slots == 0:
                 tl.debug_barrier()
                 for begin_row in tl.range(0, TILE_M, TILE_M // 2, num_stages=1):

@@ -56,14 +56,13 @@ class PrefillPlanner:
         if kind in self._were_read:
             self._were_read[kind].synchronize()
         keys = kv_cache.keys[0]
-        window = how.kind.window_tokens
         starts, page_starts, pages, last_pages = _pages(batch, first, how.group, kv_cache.block_size)
         wrapper.plan(
             *(starts, page_starts, pages, last_pages),
             *(query.shape[1], keys.shape[2], query.shape[2], kv_cache.block_size),
             causal=True,
             sm_scale=how.scale,
-            window_left=-1 if window is None else window - 1,
+            window_left=(how.kind.window_tokens or 0) - 1,  # keys that a row sees before its own; -1: all
             logits_soft_cap=how.softcap,
             q_data_type=query.dtype,
             kv_data_type=keys.dtype,
