@@ -179,7 +179,8 @@ class GroupSlots(SlotAllocator):
         for need in needs:
             self._let_pass(need)
         changes: list[TableChange] = []
-        taken = [self._take_for_need(need) for need in needs]  # all, before a fill gives back what it copies from
+        # All are taken before a fill gives back what it copies from.
+        taken = [self._take(need.num_blocks(self._num_tables), need.sequence) for need in needs]
         for need, blocks in zip(needs, taken, strict=True):
             self._fill(need, blocks, indices[need.sequence], changes)
         for sequence in at_boundary:
@@ -341,16 +342,13 @@ class GroupSlots(SlotAllocator):
 
     def _finish(self, need: Need, end: int, digests: Digests | None) -> list[KVCacheBlock]:
         """Give a sequence the blocks that it needs, and cache those that its first `end` tokens fill."""
-        blocks = self._take_for_need(need)
+        blocks = self._take(need.num_blocks(self._num_tables), need.sequence)
         self._fill(need, blocks, 0, [])
         self._count(need.sequence, end)
         if self._layout.has_gaps:
             need.tables.note_end(need.num_slots)
         self._cache(need.sequence, digests)
         return blocks
-
-    def _take_for_need(self, need: Need) -> list[KVCacheBlock]:
-        return self._take(need.num_blocks(self._num_tables), need.sequence)
 
     def _fill(self, need: Need, blocks: list[KVCacheBlock], step_index: int, changes: list[TableChange]) -> None:
         """Give a sequence the blocks that it needs, group after group: those that were taken, and anchors. O(blocks).
