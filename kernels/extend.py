@@ -8,9 +8,10 @@ The host computes only the grid, from shapes alone. So a call can be captured in
 lengths, as long as the shapes stay.
 
 A row's bits depend a little on the rest of the batch: on the rows that share its tile, on where shares begin, and on
-the size of the tiles. `batch_invariant` splits nothing, and uses one kind of loop and one size of tile for all. Then a
-row's own position determines what the row adds up, and in which order. Tiles of keys begin at multiples of the tile's
-size. A tile of which a row sees nothing doesn't change the row: its weights are 0, and the sum is multiplied by 1.
+the size of the tiles. `batch_invariant` cuts all sequences at the same positions, multiples of PIECE_KEYS, and adds up
+a row's pieces one by one (`device.pieces`). It uses one kind of loop and one size of tile for all. Then a row's own
+position determines what the row adds up, and in which order. Tiles of keys begin at multiples of the tile's size. A
+tile of which a row sees nothing doesn't change the row: its weights are 0, and the sum is multiplied by 1.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvblocks.kernels.device.extend import extend_ends_kernel, extend_kernel, extend_merge_kernel
+from kvblocks.kernels.device.pieces import SPREAD, piece_kernel, piece_merge_kernel
 from kvblocks.kernels.launching import (
     CHUNK,
     MERGED_ROWS,
@@ -43,7 +45,7 @@ from kvblocks.kernels.layout import (
     check_indices,
     check_shape,
 )
-from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch, count_programs
+from kvblocks.kernels.table import EXTEND, EXTEND_FIXED, EXTEND_NARROW, Launch, count_programs
 
 NARROW_ROWS = 32
 """Small tiles are used up to this many rows a sequence on average, where each head of a group counts as a row."""
@@ -53,6 +55,17 @@ HEAD_COST = 4
 These two, and 85 us for all else, explain four workloads within 2 %, with heads of 128 in bf16. Without this cost the
 programs with a prompt's first rows, which have many heads of few keys, took nearly twice as long as the others.
 """
+PIECE_KEYS = 2048
+"""Where batch-invariant calls cut sequences: at multiples of this, a multiple of every tile of keys. It is part of what
+a row's bits depend on.
+
+Smaller pieces keep more SMs busy with a short context, and each costs as much as HEAD_COST tiles more. By these numbers
+one row on 32k or 128k tokens takes less time with pieces of 2,048 than of 1,024 or 4,096. That wasn't measured.
+"""
+FULL_TILES = 2
+"""So many full tiles of rows and heads for each program of the fixed grid fill a device by themselves."""
+MOST_PART_BYTES = 256 << 20
+"""What the parts of a batch-invariant call may take. Where they would take more, programs add them up as they go."""
 
 
 def extend(
@@ -85,7 +98,7 @@ def extend(
     A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
 
     batch_invariant: a row's bits depend only on its query and position and on its sequence's K and V, not on the other
-    rows of the call. This is slower, much slower for a few rows on a long context. output: where to write, contiguous.
+    rows of the call. This is slower: a few rows are computed in tiles for prompts. output: where to write, contiguous.
     launch: used instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window
     and `batch_invariant`; its launch is then used.
 
@@ -102,23 +115,11 @@ def extend(
         shares = share_rows(*rows, window=window, batch_invariant=batch_invariant, launch=launch)
     used = shares
     facts = (batch_invariant, *facts_of(options, *tensors, output))
-    call = used.prepared(facts, lambda: _prepare(tensors, options, output, used, is_fixed=batch_invariant))
-    output, lse = empty_results(query, output)
-    if call.shape.num_rows == 0:
-        return output, lse
-    units = (query_start, seq_lens, used.ends)
-    sizes = (call.shape.num_rows, call.shape.num_seqs, call.num_units)
-    parts, part_lse = empty_parts(query, call.num_parts, call.part_rows)
-    extend_kernel[(call.num_programs,)](
-        *(query, key_cache, value_cache, block_tables, *units, sinks, output, lse, parts, part_lse),
-        *(*sizes, window or 0, *scaling(options), *call.strides),
-        **call.constants,
-    )
-    if call.merging:
-        extend_merge_kernel[(call.num_programs - 1, call.part_rows // MERGED_ROWS)](
-            *(*units, output, lse, parts, part_lse, *sizes, call.num_programs), **call.merging, num_warps=4
-        )
-    return output, lse
+    if batch_invariant:
+        pieces = used.prepared(facts, lambda: _prepare_pieces(tensors, options, output, used))
+        return _attend_pieces(tensors, options, pieces, used, empty_results(query, output))
+    call = used.prepared(facts, lambda: _prepare(tensors, options, output, used))
+    return _attend_shared(tensors, options, call, used, empty_results(query, output))
 
 
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -126,51 +127,137 @@ _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Call:
-    """What is worked out before the launches. merging: the constants of the merge; empty where nothing is split.
+    """What is worked out before the launches. num_programs: of the first; merging: the constants of the second.
 
-    num_parts, part_rows: programs that have room for parts, and the rows of a part.
+    merging is empty where nothing is to be merged. For pieces: `num_slots` is as in `piece_kernel`, and num_parts says
+    how many parts of each row and head are in memory: 0 where no row has more than one piece.
     """
 
     shape: AttentionShape
     num_units: int
     num_programs: int
-    num_parts: int
-    part_rows: int
     strides: tuple[int, ...]
     constants: dict[str, int | bool]
     merging: dict[str, int | bool]
+    num_slots: int = 0
+    num_parts: int = 0
 
 
-def _prepare(
-    tensors: _Inputs, options: AttentionOptions, output: Tensor | None, shares: Shares, *, is_fixed: bool
-) -> _Call:
+def _attend_shared(
+    tensors: _Inputs, options: AttentionOptions, call: _Call, shares: Shares, results: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`extend` by even shares of tiles. Returns the results, the output and the lse, and changes them."""
+    query, key_cache, value_cache, block_tables, query_start, seq_lens = tensors
+    if call.shape.num_rows == 0:
+        return results
+    units = (query_start, seq_lens, shares.ends)
+    sizes = (call.shape.num_rows, call.shape.num_seqs, call.num_units)
+    part_rows = call.constants["TILE_M"]
+    parts = empty_parts(query, call.num_programs, part_rows)
+    extend_kernel[(call.num_programs,)](
+        *(query, key_cache, value_cache, block_tables, *units, options.sinks, *results, *parts),
+        *(*sizes, options.window or 0, *scaling(options), *call.strides),
+        **call.constants,
+    )
+    if call.merging:
+        extend_merge_kernel[(call.num_programs - 1, part_rows // MERGED_ROWS)](
+            *(*units, *results, *parts, *sizes, call.num_programs), **call.merging, num_warps=4
+        )
+    return results
+
+
+def _attend_pieces(
+    tensors: _Inputs, options: AttentionOptions, call: _Call, shares: Shares, results: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Batch-invariant `extend`. Returns the results, the output and the lse, and changes them."""
+    query, key_cache, value_cache, block_tables, query_start, seq_lens = tensors
+    if call.shape.num_rows == 0:
+        return results
+    shape, device = (*query.shape[:2], call.num_parts), query.device
+    parts = torch.empty(*shape, query.shape[2], dtype=torch.float32, device=device)
+    part_lse = torch.empty(shape, dtype=torch.float32, device=device)
+    part_sum = torch.empty(shape[:2], dtype=torch.float32, device=device)
+    window, sizes = options.window or 0, (call.shape.num_rows, call.shape.num_seqs)
+    piece_kernel[(call.num_programs,)](
+        *(query, key_cache, value_cache, block_tables, query_start, seq_lens, shares.ends, options.sinks, *results),
+        *(parts, part_lse, part_sum, *sizes, call.num_units, call.num_slots, window),
+        *(*scaling(options), *call.strides),
+        **call.constants,
+    )
+    if call.merging:
+        piece_merge_kernel[(call.num_units, call.constants["NUM_KV_HEADS"], SPREAD)](
+            *(query_start, seq_lens, *results, parts, part_lse, *sizes, call.num_slots, window),
+            **call.merging,
+            num_warps=4,
+        )
+    return results
+
+
+def _prepare(tensors: _Inputs, options: AttentionOptions, output: Tensor | None, shares: Shares) -> _Call:
     """Check a call. Raises KernelArgumentError."""
-    query, key_cache, value_cache, block_tables, query_start, _seq_lens = tensors
+    query, key_cache, value_cache, block_tables, *_ = tensors
+    shape, num_units, constants = _check_shares(tensors, options, output, shares)
+    num_programs = count_programs(query.device, shares.launch)
+    merging = _merging(constants, shape)
+    return _Call(
+        shape,
+        num_units,
+        num_programs,
+        strides(query, key_cache, value_cache, block_tables),
+        constants,
+        merging if num_programs > 1 else {},
+    )
+
+
+def _prepare_pieces(tensors: _Inputs, options: AttentionOptions, output: Tensor | None, shares: Shares) -> _Call:
+    """Check a batch-invariant call. Raises KernelArgumentError."""
+    query, key_cache, value_cache, block_tables, *_ = tensors
+    shape, num_units, constants = _check_shares(tensors, options, output, shares)
+    num_programs, num_kv_heads = count_programs(query.device, shares.launch), shape.cache.num_kv_heads
+    most = num_slots = _most_pieces(shape.max_blocks * shape.cache.block_size, options.window)
+    num_full = query.shape[0] // tile_queries(query, key_cache, shares.launch)
+    if num_full * num_kv_heads >= FULL_TILES * num_programs or 4 * query.numel() * num_slots > MOST_PART_BYTES:
+        num_programs, num_slots = num_units * num_kv_heads, 0
+    pieces: dict[str, int | bool] = {"PIECE": PIECE_KEYS}
+    merging = _merging(constants, shape) | pieces | {"HAS_WINDOW": options.window is not None}
+    return _Call(
+        shape,
+        num_units,
+        num_programs,
+        strides(query, key_cache, value_cache, block_tables),
+        constants | pieces,
+        merging if num_slots > 1 else {},
+        num_slots,
+        (num_slots or 2) if most > 1 else 0,
+    )
+
+
+def _most_pieces(num_keys: int, window: int | None) -> int:
+    """The most pieces that hold keys which one row sees, of a sequence of so many keys. At least 1."""
+    most = max(-(-num_keys // PIECE_KEYS), 1)
+    return most if window is None else min(most, (window - 1) // PIECE_KEYS + 2)
+
+
+def _check_shares(
+    tensors: _Inputs, options: AttentionOptions, output: Tensor | None, shares: Shares
+) -> tuple[AttentionShape, int, dict[str, int | bool]]:
+    """The sizes of a call, its number of units, and its constants. Raises KernelArgumentError."""
+    query, key_cache, _values, _tables, query_start, _seq_lens = tensors
     shape = _check_call(tensors, options, output)
     num_units = _count_units(query, key_cache, query_start, shares.launch)
     if shape.num_rows > 0:  # without rows nothing is launched, whatever the shares are
         check_indices("shares.ends", shares.ends, num_units)
         check_devices(query=query, shares=shares.ends)
-    constants = tile_constants(query, key_cache, shares.launch, options)
+    flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
     heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
-    num_shared = count_programs(query.device, shares.launch)
-    merging = {
-        **heads,
-        **{name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")},
-        "ROWS": MERGED_ROWS,
-        "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim),
-    }
-    flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None, "UNIFORM": is_fixed}
-    return _Call(
-        shape,
-        num_units,
-        num_units * shape.cache.num_kv_heads if is_fixed else num_shared,
-        num_shared,
-        0 if is_fixed else constants["TILE_M"],
-        strides(query, key_cache, value_cache, block_tables),
-        heads | constants | flags,
-        merging if num_shared > 1 and not is_fixed else {},
-    )
+    return shape, num_units, heads | tile_constants(query, key_cache, shares.launch, options) | flags
+
+
+def _merging(constants: dict[str, int | bool], shape: AttentionShape) -> dict[str, int | bool]:
+    """The constants of a merge that it has from its call's."""
+    names = ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "TILE_M")
+    rows = {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)}
+    return {name: constants[name] for name in names} | rows
 
 
 def _check_call(tensors: _Inputs, options: AttentionOptions, output: Tensor | None) -> AttentionShape:
@@ -210,10 +297,9 @@ def share_rows(
         *(query_start, seq_lens, ends, query.shape[0], len(seq_lens), num_units, window or 0),
         NUM_KV_HEADS=key_cache.shape[2],
         TILE_Q=tile_queries(query, key_cache, launch),
-        TILE_N=launch.tile_keys,
+        TILE_N=PIECE_KEYS if batch_invariant else launch.tile_keys,
         HAS_WINDOW=window is not None,
-        UNIFORM=batch_invariant,
-        HEAD_COST=HEAD_COST,
+        HEAD_COST=0 if batch_invariant else HEAD_COST,
         CHUNK=CHUNK,
     )
     return Shares(ends, launch)
@@ -230,5 +316,7 @@ def _choose_launch(query: Tensor, key_cache: Tensor, query_start: Tensor, *, is_
     is_fixed: choose the same entry whatever the rows are.
     """
     group_size = query.shape[1] // key_cache.shape[2]
-    is_narrow = not is_fixed and query.shape[0] * group_size <= NARROW_ROWS * (len(query_start) - 1)
+    if is_fixed:
+        return find_launch(EXTEND_FIXED, query, key_cache)
+    is_narrow = query.shape[0] * group_size <= NARROW_ROWS * (len(query_start) - 1)
     return find_launch(EXTEND_NARROW if is_narrow else EXTEND, query, key_cache)

@@ -243,6 +243,9 @@ EXTEND: dict[Key, Launch] = {
 }
 """`extend`, where sequences have many rows each."""
 
+EXTEND_FIXED: dict[Key, Launch] = EXTEND | {("sm90", 256, 2): Launch(32, 8, 2, tile_rows=64)}
+"""Batch-invariant `extend`, for prompts and for decoding alike. It has other tiles where those of `extend` spill."""
+
 EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items() if key[2] == 4} | {
     ("sm89", 128, 1): Launch(32, 4, 3, tile_rows=32),
     ("sm90", 64, 1): Launch(32, 4, 4, tile_rows=32),

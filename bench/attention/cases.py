@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from kvblocks.kernels import extend as extend_module
 from kvblocks.kernels import oracle
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
 from kvblocks.kernels.decode import decode
@@ -113,6 +115,7 @@ def workloads() -> list[Workload]:
         Workload("decode 64 x 4,096", decode_4k),
         Workload("decode 8 x 4,096", [(1, 4096)] * 8),
         Workload("decode 1 x 32,768", [(1, 32_768)]),
+        Workload("decode 1 x 131,072", [(1, 131_072)]),
         Workload("decode 64 mixed, 128 to 8,192", [(1, context) for context in mixed]),
         Workload("decode 64 x 4,096, K and V in e4m3", decode_4k, is_fp8=True),
         Workload("prefill 8,192", [(8192, 8192)]),
@@ -165,18 +168,34 @@ def build(workload: Workload, device: torch.device, seed: int) -> Batch:
 
 def our_contestants(workload: Workload) -> Iterator[tuple[str, Contestant, bool]]:
     """Yield kvblocks' ways of computing a workload: (name, way, whether it reads shared pages once)."""
-    if not workload.is_decode:
+    if workload.is_decode:
+        yield "kvblocks decode", _decode, False
+        yield f"kvblocks decode, splits of {SPLIT_KEYS}", _decode_splits, False
+    else:
         yield "kvblocks extend", _extend, False
-        return
-    yield "kvblocks decode", _decode, False
-    yield f"kvblocks decode, splits of {SPLIT_KEYS}", _decode_splits, False
     if workload.num_shared:
         yield "kvblocks cascade_decode", _cascade, True
+        return
+    yield "kvblocks extend, batch-invariant", extend_invariant, False
+    if len(workload.lengths) == 1:
+        yield "kvblocks extend, batch-invariant, uncut", _extend_uncut, False
 
 
 def _extend(batch: Batch) -> Tensor:
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.query_start, batch.seq_lens)
     return extend(*tensors, **batch.options)[0]
+
+
+def extend_invariant(batch: Batch) -> Tensor:
+    """As the engine's deterministic mode attends."""
+    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.query_start, batch.seq_lens)
+    return extend(*tensors, batch_invariant=True, **batch.options)[0]
+
+
+def _extend_uncut(batch: Batch) -> Tensor:
+    """One piece of all keys: a program for each head of a tile, however long its context is."""
+    with patch.object(extend_module, "PIECE_KEYS", 1 << 20):
+        return extend_invariant(batch)
 
 
 def _decode(batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,11 +94,15 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
         yield f"decode {batch} x {context}, {how}", partial(runs.decode, batch, context, options)
     yield "memory of the largest steps", runs.memory
     yield "prefill 2 x 8000", runs.prefill
+    if not is_rehearsal and find_spec("flashinfer") is not None:
+        yield "prefill 2 x 8000, flashinfer", partial(runs.prefill, "flashinfer")
     yield "prefixes of 1024 cached, 32 suffixes of 16", runs.suffixes
     yield "mixed: 32 decodes, prompts of 512 beside them", runs.mixed
     yield "graphs give the tokens of steps without", runs.graphs
     yield "overlap gives the tokens of steps without", runs.overlap
     yield "copies to host memory and back", runs.copies
+    if not is_rehearsal:  # it takes a minute in the interpreter
+        yield "prefill 2 x 8000, deterministic", partial(runs.prefill, is_deterministic=True)
 
 
 class _Runs:
@@ -148,10 +153,11 @@ class _Runs:
         num_bytes = WorstSteps(model, backend, BLOCK_SIZE, limits).measure()
         return {"bytes": num_bytes, "seconds": time.perf_counter() - start, "limits": str(limits)}
 
-    def prefill(self) -> Facts:
+    def prefill(self, attention: str = "triton", *, is_deterministic: bool = False) -> Facts:
         """Whole prompts, a token of each."""
         context = self._small(8000, least=8)
-        engine, facts = self._engine(2, context + 16, warms_up=False)
+        options: dict[str, Any] = {"attention": attention, "deterministic": is_deterministic}
+        engine, facts = self._engine(2, context + 16, warms_up=False, options=options)
         rates = []
         for number in range(4 if self._scale.shrink == 1 else 1):  # the first one compiles
             start = time.perf_counter()
@@ -264,7 +270,13 @@ class _Runs:
         return self._model
 
     def _engine(
-        self, batch: int, num_tokens: int, *, warms_up: bool = True, has_graphs: bool = True
+        self,
+        batch: int,
+        num_tokens: int,
+        *,
+        warms_up: bool = True,
+        has_graphs: bool = True,
+        options: dict[str, Any] | None = None,
     ) -> "tuple[Engine, Facts]":
         """An engine with room for so many requests of so many tokens, and what its warm-up took."""
         from kvblocks.engine import Engine, StepLimits
@@ -272,7 +284,8 @@ class _Runs:
         self._forget_engines()
         num_blocks = (batch + 1) * -(-num_tokens // BLOCK_SIZE)
         sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE}
-        engine = Engine(self._loaded(), **sizes, attention="triton", cuda_graphs=has_graphs)
+        chosen = {"attention": "triton"} | (options or {})
+        engine = Engine(self._loaded(), **sizes, **chosen, cuda_graphs=has_graphs)
         most = max(batch, self._scale.chunk)
         engine.limits = StepLimits(max_num_batched_tokens=most, max_num_seqs=batch + 1)
         facts: Facts = {"num_blocks": num_blocks}

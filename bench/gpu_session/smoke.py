@@ -13,9 +13,7 @@ import torch
 from bench.gpu_session.cases import Case, Facts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bench.attention.cases import Batch, Contestant, Workload
+    from bench.attention.cases import Contestant, Workload
 
 LARGEST_ERRORS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.01}
 """The largest root mean square errors that count as right, relative to the exact results."""
@@ -56,15 +54,7 @@ def kernels() -> "list[tuple[str, Workload, Contestant]]":
         for name, way, _ in our_contestants(workload):
             if workload.name != "shared" or "cascade" in name:
                 found[f"{workload.name}: {name}"] = (workload, way)
-    found["prompts: kvblocks extend, batch-invariant"] = (prompts, _extend_fixed)
     return [(name, *pair) for name, pair in found.items()]
-
-
-def _extend_fixed(batch: "Batch") -> "Tensor":
-    from kvblocks.kernels.extend import extend
-
-    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.query_start, batch.seq_lens)
-    return extend(*tensors, batch_invariant=True, **batch.options)[0]
 
 
 def smokes() -> Iterator[Smoke]:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `extend`: causal attention of ragged rows, shared out evenly or by whole tiles of rows.
+"""The Triton kernels of `extend`: causal attention of ragged rows, shared out evenly by tiles of keys.
 
 A unit of `shares` is a tile of rows of one sequence: `tiles.find_segment` finds the sequence. A unit's keys are read in
 up to three parts: those that a window hides from some of its rows, those that all of its rows see, and those around the
@@ -73,19 +73,15 @@ def attend_causal(
     STAGES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    UNIFORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Causal attention of rows to the keys from `start` to `stop`; `start` is a multiple of TILE_N.
 
     position: int32 [TILE_M], of which `first_position` and `last_position` are the least and the largest. A row at a
-    position below 0 sees nothing. UNIFORM: all keys are in the part with masks. The rest, and the result, are as in
-    `attend_pages`.
+    position below 0 sees nothing. The rest, and the result, are as in `attend_pages`.
     """
     full_stop = tl.minimum(tl.maximum(tl.maximum(first_position + 1, 0) // TILE_N * TILE_N, start), stop)
-    if UNIFORM:
-        full_stop = start
-    elif HAS_WINDOW:
+    if HAS_WINDOW:
         full_start = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_N) * TILE_N
         full_start = tl.minimum(tl.maximum(full_start, start), full_stop)
         output, odd, row_max, row_sum = attend_pages(
@@ -95,13 +91,12 @@ def attend_causal(
             INTERPRETED=INTERPRETED,
         )  # fmt: skip
         start = full_start
-    if not UNIFORM:
-        output, odd, row_max, row_sum = attend_pages(
-            query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
-            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
-            INTERPRETED=INTERPRETED,
-        )  # fmt: skip
+    output, odd, row_max, row_sum = attend_pages(
+        query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
+        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
+        INTERPRETED=INTERPRETED,
+    )  # fmt: skip
     output, odd, row_max, row_sum = attend_pages(
         query, output, odd, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
@@ -127,11 +122,10 @@ def extend_ends_kernel(
     TILE_Q: tl.constexpr,
     TILE_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    UNIFORM: tl.constexpr,
     HEAD_COST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all tiles. Grid: (1,). UNIFORM: see `extend_kernel`.
+    """Where each unit's tiles end in the line of all tiles. Grid: (1,). TILE_N may be that of `pieces`.
 
     HEAD_COST: empty tiles at the end of each head of a unit, for what a head costs beside its tiles. A program whose
     heads have few keys gets fewer of them then. A unit whose rows see nothing has one empty tile more.
@@ -148,8 +142,6 @@ def extend_ends_kernel(
         stop = tl.maximum(before + tl.minimum(first + TILE_Q, seq_rows), 0)
         keys = stop - first_key(before + first, window, TILE_N, HAS_WINDOW)
         tiles = tl.maximum(tl.cdiv(keys, TILE_N), 1) + HEAD_COST
-        if UNIFORM:
-            tiles = tl.minimum(tiles, 1)
         tiles = tl.where((first < seq_rows) & (unit < num_units), tiles * NUM_KV_HEADS, 0)
         tl.store(end_ptr + unit, total + tl.cumsum(tiles, 0), mask=unit < num_units)
         total += tl.sum(tiles, 0)
@@ -209,13 +201,11 @@ def extend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    UNIFORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One program's share of all tiles. Grid: (any number of programs,).
 
-    UNIFORM: all keys of a unit's head count as one tile, so that nothing is split; the grid has a program for each. The
-    programs of a prompt's last rows, which have the most keys, begin first.
+    The programs of a prompt's last rows, which have the most keys, begin first.
 
     Shapes as in `extend`; last strides are 1; output_ptr and lse_ptr are contiguous; part_ptr: fp32 [programs, 2,
     TILE_M, HEAD_DIM]; part_lse_ptr: fp32 [programs, 2, TILE_M].
@@ -245,16 +235,15 @@ def extend_kernel(
 
         stop = tl.maximum(before + tl.minimum(first + TILE_Q, seq_rows), 0)
         start = first_key(before + first, window, TILE_N, HAS_WINDOW)
-        if not UNIFORM:
-            stop = tl.minimum(start + last_tile * TILE_N, stop)
-            start += first_tile * TILE_N
+        stop = tl.minimum(start + last_tile * TILE_N, stop)
+        start += first_tile * TILE_N
         output, odd, row_max, row_sum = attend_causal(
             query, output, odd, row_max, row_sum, before + row, before + first,
             before + tl.minimum(first + TILE_Q, seq_rows) - 1, start, stop,
             table_ptr + seq.to(tl.int64) * stride_table,
             k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, row_scale, softcap, window,
-            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, UNIFORM, INTERPRETED,
+            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, INTERPRETED,
         )  # fmt: skip
         output, lse = finish_rows(output, odd, row_max, row_sum, head_scale(v_scale_ptr, kv_head))
         if (first_tile == 0) & (last_tile == head_tiles):

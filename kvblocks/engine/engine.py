@@ -70,7 +70,8 @@ class Engine:
     device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
     attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
     (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
-    256), or "auto": torch on a CPU, triton on cuda; torch there too, with a warning, for what triton doesn't take.
+    256), "flashinfer" (as "triton", but long prompts by that package; float16 or bfloat16), or "auto": torch on a CPU,
+    triton on cuda; torch there too, with a warning, for what triton doesn't take.
     dtype: "float32", "float16", "bfloat16" or a torch.dtype, of weights, KV cache and computing; None: float32 on a
     CPU, the model's own on cuda, or that of a `LoadedModel`.
     kv_cache_dtype: "auto": K and V are kept in dtype. "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now

@@ -147,7 +147,7 @@ class CacheSettings:
     )
     deterministic: bool = flag("Give equal logits, cached or not.", _WORK, default=False)
     device: str = flag("cpu, cuda, cuda:1 or auto.", _WORK, default="auto")
-    attention: str = flag("torch, triton, flash-attn or auto.", _WORK, default="auto")
+    attention: str = flag("torch, triton, flash-attn, flashinfer or auto.", _WORK, default="auto")
     warm_up: bool | None = flag(
         "Compile kernels before serving, not during it. Default: on a GPU.",
         _WORK,

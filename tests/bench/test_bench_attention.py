@@ -38,7 +38,7 @@ def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads(kept.read_text())["results"]
     ours = [row for row in results if row["contestant"].startswith("kvblocks")]
-    assert len({row["workload"] for row in ours}) == 8
+    assert len({row["workload"] for row in ours}) == 9
     assert {row["contestant"].split(",")[0] for row in ours} == {
         *("kvblocks decode", "kvblocks extend", "kvblocks cascade_decode"),
     }

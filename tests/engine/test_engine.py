@@ -362,7 +362,7 @@ def test_the_package_exports_lazily():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "fast"}, "attention: expected one of auto, triton, torch, flash-attn, got 'fast'"),
+        ({"attention": "fast"}, "attention: expected one of auto, triton, torch, flash-attn, flashinfer, got 'fast'"),
         ({"attention": 5}, "attention: expected one of"),
         ({"attention": "flash-attn", "device": "cpu"}, "attention='flash-attn': expected a CUDA device"),
         ({"attention": "flash-attn", "deterministic": True}, "expected deterministic=False, got True"),

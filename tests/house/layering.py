@@ -108,7 +108,7 @@ CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
-    | {"flash_attn", "fla", "mamba_ssm", "xxhash", "llguidance"}
+    | {"flash_attn", "flashinfer", "fla", "mamba_ssm", "xxhash", "llguidance"}
 )
 SERVER = "kvblocks.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {

@@ -168,6 +168,7 @@ def test_the_wheel_says_what_it_needs(metadata):
         "fla",
         "mamba",
         "flash-attn",
+        "flashinfer",
         "bench",
         "replay",
         "test",

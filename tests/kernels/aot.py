@@ -82,7 +82,6 @@ def compile_one(call, launched, grid, target, sms) -> Compiled:
     is_shared_out = "part_ptr" in launched.function.arg_names and name.endswith(
         ("stream_kernel", "extend_kernel", "prefix_kernel")
     )
-    is_shared_out &= not launched.named_constants.get("UNIFORM", False)
     return Compiled(
         call,
         name,

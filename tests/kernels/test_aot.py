@@ -105,7 +105,9 @@ def test_k_and_v_are_copied_while_the_tile_before_is_computed(compiled):
     target, results = compiled
     if target == "gfx942":
         pytest.skip("it has no such copies")
-    for result in find(results, "", ("extend_kernel", "prefix_kernel", "stream_kernel", "split_kernel")):
+    for result in find(
+        results, "", ("extend_kernel", "piece_kernel", "prefix_kernel", "stream_kernel", "split_kernel")
+    ):
         assert result["instructions"].get("cp_async", 0) > 0, result
 
 

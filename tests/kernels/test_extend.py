@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from model.paged_batch import SUM_ERROR, PagedBatch, head_scales, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import extend as extend_module
+from kvblocks.kernels import table as launch_table
 from kvblocks.kernels.extend import HEAD_COST, extend, share_rows
 from kvblocks.kernels.layout import KernelArgumentError
 from kvblocks.kernels.table import Launch
@@ -317,6 +318,49 @@ def test_rows_keep_their_bits_however_a_prompt_is_cut(device, dtype, window, sof
     batch.check(together, lse, window=window, softcap=softcap)
 
 
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cuts every 32 positions, so that short contexts have many pieces."""
+    monkeypatch.setattr(extend_module, "PIECE_KEYS", 32)
+
+
+FIXED = Launch(16, 4, 2, tile_rows=16, programs_per_sm=3)
+"""Six programs of small tiles."""
+
+
+def attend_in_pieces(batch, monkeypatch, *, kept, **options):
+    """Batch-invariant `extend`. kept: parts are kept, for programs that share pieces evenly; or else added up."""
+    monkeypatch.setattr(extend_module, "MOST_PART_BYTES", (1 << 40) if kept else 0)
+    monkeypatch.setattr(extend_module, "FULL_TILES", 1 << 30)
+    return extend(*batch.tensors, scale=batch.scale, batch_invariant=True, launch=FIXED, **options)
+
+
+@pytest.mark.usefixtures("dot_by_rows", "small_pieces")
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [(45, True), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((None, False), (None, True)))],
+)
+def test_pieces_give_the_same_bits_whoever_adds_them_up(device, monkeypatch, window, has_sinks):
+    batch = PagedBatch([(5, 100), (0, 5), (3, 0), (1, 70), (9, 20)], device=device, heads=(2, 1), num_padding_rows=3)
+    options = {"window": window, "sinks": batch.sinks if has_sinks else None}
+    kept = attend_in_pieces(batch, monkeypatch, kept=True, **options)
+    batch.check(*kept, **options)
+    added = attend_in_pieces(batch, monkeypatch, kept=False, **options)
+    assert torch.equal(kept[0], added[0]) and torch.equal(kept[1], added[1])
+
+
+@pytest.mark.usefixtures("dot_by_rows", "small_pieces")
+@pytest.mark.parametrize("window", [None, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_a_decoded_row_has_the_bits_it_has_in_a_prompt_of_many_pieces(device, monkeypatch, window):
+    batch = PagedBatch([(12, 72)], device=device, heads=(2, 1))
+    whole, _ = attend_in_pieces(batch, monkeypatch, kept=False, window=window)
+    monkeypatch.setattr(extend_module, "MOST_PART_BYTES", 1 << 40)
+    options = {"scale": batch.scale, "batch_invariant": True, "launch": FIXED, "window": window}
+    spans = [(1, 3), (3, 4), (4, 5), (11, 12)]  # positions 61 to 63, the cut at 64, and the last one
+    rows = rows_of(batch, spans, **options)
+    assert torch.equal(rows, torch.cat([whole[1:5], whole[11:]]))
+
+
 @pytest.mark.usefixtures("dot_by_rows")
 def test_rows_keep_their_bits_whatever_else_is_in_the_batch(device):
     batch = PagedBatch(RAGGED, device=device)
@@ -352,3 +396,27 @@ def test_what_has_left_the_windows_is_not_read(device, batch_invariant):
                 cache[table[position // 16] * 16 + position % 16] = torch.nan
         assert first < length
     assert torch.equal(extend(*batch.tensors, **options)[0], expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="assumes as many SMs as an H100 has, whatever is there")
+@pytest.mark.parametrize(("num_tokens", "num_busy"), [(131_072, 132), (32_768, 128), (8192, 32)])
+def test_one_decode_on_a_long_context_has_work_for_every_sm(device, monkeypatch, num_tokens, num_busy):
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_arguments, **_constants: None
+
+    monkeypatch.setattr(launch_table, "count_sms", lambda _device: 132)
+    for name in ("piece_kernel", "piece_merge_kernel"):
+        monkeypatch.setattr(extend_module, name, Recorded())
+    query = torch.empty(1, 32, 128, dtype=torch.bfloat16, device=device)
+    caches = torch.empty(2, 1, 16, 8, 128, dtype=torch.bfloat16, device=device)
+    tables = torch.zeros(1, num_tokens // 16, dtype=torch.int32, device=device)
+    start, lengths = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 1], [num_tokens]))
+    extend(query, *caches, tables, start, lengths, scale=1.0, batch_invariant=True)
+    num_pieces = int(share_rows(query, caches[0], start, lengths, batch_invariant=True).ends[-1])
+    (num_programs,) = grids[0]
+    assert num_programs == 132 and num_pieces == 8 * num_tokens // extend_module.PIECE_KEYS
+    assert min(num_pieces, num_programs) == num_busy  # shares of the line are even, so as many have a piece

@@ -87,7 +87,10 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--remember-next-token", "--no-prefix-caching"], "--remember-next-token: expected prefix caching"),
         (["--log-level", "loud"], "--log-level: expected one of debug, info, warning, error, got 'loud'"),
         (["--eviction", "nonsense"], f"--eviction: expected one of {', '.join(NAMED)}, got 'nonsense'"),
-        (["--attention", "fast"], "--attention: expected one of auto, triton, torch, flash-attn, got 'fast'"),
+        (
+            ["--attention", "fast"],
+            "--attention: expected one of auto, triton, torch, flash-attn, flashinfer, got 'fast'",
+        ),
         (["--attention", "flash-attn"], "attention='flash-attn': expected a CUDA device, got 'cpu'"),
         (["--device", "tpu"], "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
         (

@@ -76,20 +76,28 @@ class StepShape:
     """The sizes of a step that the host knows. To read them from a tensor it would have to wait for the device.
 
     num_decodes: how many sequences, from the first on, have exactly one row each. max_rows, max_seq_len: the most rows
-    of a sequence, and the most tokens in a context; both are upper bounds.
+    of a sequence, and the most tokens in a context; both are upper bounds. lengths: of each sequence, its rows and the
+    tokens in its context; None where they change from replay to replay.
     """
 
     num_decodes: int
     max_rows: int
     max_seq_len: int
+    lengths: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[SequenceRows]) -> "StepShape":
         """The shape of a step of these rows. O(sequences)."""
         lengths = [len(sequence.token_ids) for sequence in rows]
         num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
+<<<<<<< HEAD
         ends = [sequence.start + length for sequence, length in zip(rows, lengths, strict=True)]
         return cls(num_decodes, max(lengths, default=0), max(ends, default=0))
+=======
+        contexts = [sequence.seq_len for sequence in rows]
+        pairs = tuple(zip(lengths, contexts, strict=True))
+        return cls(num_decodes, max(lengths, default=0), max(contexts, default=0), pairs)
+>>>>>>> g2
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class TritonAttention:
         """Prepare one step. O(1), without waiting for the device."""
         num_decodes = 0 if self.is_tiled else batch.shape.num_decodes
         rest = batch.query_start[num_decodes:] - num_decodes if num_decodes else batch.query_start
-        return _TritonStep(batch, kv_cache, num_decodes, rest, self.is_tiled)
+        return TritonStep(batch, kv_cache, num_decodes, rest, self.is_tiled)
 
     def row_ops(self, config: ModelConfig) -> RowOps:
         """Triton kernels, or plain torch for rows that are too wide for them."""
@@ -103,7 +103,7 @@ class TritonRows:
 
 
 @dataclass(frozen=True)
-class _TritonStep:
+class TritonStep:
     """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the other sequences.
 
     shares: of the work, by kernel and window.
@@ -117,10 +117,12 @@ class _TritonStep:
     shares: dict[tuple[str, int | None], Shares] = field(default_factory=dict, kw_only=True)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """As `StepAttention` says."""
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         store(key, value, *caches, slot_mapping, **self._scales(layer))
 
     def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
+        """As `PlacingStep` says."""
         rope = angles.rope
         turn = Turn(rope.cos, rope.sin, angles.positions, angles.norm, angles.eps)
         caches, scales = (self.kv_cache.keys[layer], self.kv_cache.values[layer]), self.kv_cache.scales
@@ -128,18 +130,27 @@ class _TritonStep:
         return place(heads, turn, caches, slot_mapping, own)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        """As `StepAttention` says."""
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         tables, seq_lens, num_decodes = self.batch.block_tables[how.group], self.batch.seq_lens, self.num_decodes
         options = _options(how) | self._scales(layer)
         if num_decodes == seq_lens.shape[0]:
             return self._decode((query, *caches, tables, seq_lens), options)
         if not num_decodes:
-            return self._extend((query, *caches, tables, seq_lens), options)
+            return self.extend_rest(layer, query, how)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decodes, rest = slice(None, num_decodes), slice(num_decodes, None)
+        decodes = slice(None, num_decodes)
         self._decode((query[decodes], *caches, tables[decodes], seq_lens[decodes]), options, output[decodes])
-        self._extend((query[rest], *caches, tables[rest], seq_lens[rest]), options, output[rest])
+        self.extend_rest(layer, query[num_decodes:], how, output[num_decodes:])
         return output
+
+    def extend_rest(self, layer: int, query: Tensor, how: LayerAttention, output: Tensor | None = None) -> Tensor:
+        """Attention of the sequences behind the decodes. query: their rows. Changes `output`, if given."""
+        caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        tables, seq_lens = self.batch.block_tables[how.group], self.batch.seq_lens
+        if self.num_decodes:
+            tables, seq_lens = tables[self.num_decodes :], seq_lens[self.num_decodes :]
+        return self._extend((query, *caches, tables, seq_lens), _options(how) | self._scales(layer), output)
 
     def _decode(self, tensors: _Tensors, options: dict[str, Any], output: Tensor | None = None) -> Tensor:
         query, keys, *_, seq_lens = tensors
@@ -167,7 +178,7 @@ class _TritonStep:
 
 
 @dataclass(frozen=True)
-class _CascadeStep(_TritonStep):
+class _CascadeStep(TritonStep):
     """A decode step whose sequences share runs of blocks of a group. own: each sequence's part behind its runs.
 
     cascade_shares: empty until the first layer has made them, for all.

@@ -1,6 +1,6 @@
 """Which attention an engine uses, and which runner goes with it: `Engine(attention=...)`.
 
-Kernels are imported only when they are chosen: the engine works without triton, and without flash-attn.
+Kernels are imported only when they are chosen: the engine works without triton, flash-attn or FlashInfer.
 """
 
 import logging
@@ -89,10 +89,12 @@ class Backend:
 
     def __post_init__(self) -> None:
         check_one_of("attention", self.attention, ATTENTIONS)
-        if is_8_bit(self.kv_cache_dtype) and self.attention == "flash-attn":
-            raise InvalidArgumentError("attention='flash-attn': expected kv_cache_dtype='auto', got 8 bits")
-        if self.attention == "flash-attn" and self.deterministic:
-            raise InvalidArgumentError("attention='flash-attn': expected deterministic=False, got True")
+        if self.attention not in ("flash-attn", "flashinfer"):
+            return
+        if is_8_bit(self.kv_cache_dtype):
+            raise InvalidArgumentError(f"attention={self.attention!r}: expected kv_cache_dtype='auto', got 8 bits")
+        if self.deterministic:
+            raise InvalidArgumentError(f"attention={self.attention!r}: expected deterministic=False, got True")
 
     def check_place(self, device: torch.device, block_size: int) -> None:
         """Raise InvalidArgumentError or ModelError for what can't work on this device, whatever the model.
@@ -102,17 +104,26 @@ class Backend:
         chosen, _ = self._choose(device, block_size)
         if chosen == "flash-attn":
             check_flash_attention(block_size, device)
-        if chosen == "triton":
+        if chosen in ("triton", "flashinfer"):
             if find_spec("triton") is None:
                 raise ModelError(
+<<<<<<< HEAD
                     f"attention='triton': expected the package triton, got none: {pip_install('engine,gpu')}, or"
                     " use attention='torch'"
+=======
+                    f"attention={chosen!r}: expected the package triton, got none: pip install 'kvblocks[engine,gpu]',"
+                    " or use attention='torch'"
+>>>>>>> g2
                 )
             from kvblocks.engine.attention.triton_attention import check_8_bit, check_device
 
             check_device(block_size, device)
             if is_8_bit(self.kv_cache_dtype):
                 check_8_bit(device)
+        if chosen == "flashinfer":
+            from kvblocks.engine.attention.flashinfer_attention import check_flashinfer
+
+            check_flashinfer()
 
     def _choose(self, device: torch.device, block_size: int, model: LoadedModel | None = None) -> tuple[str, str]:
         """The name of the attention on a device, and why "auto" is torch on a GPU. model: None if it isn't known."""
@@ -168,6 +179,10 @@ class Backend:
         from kvblocks.engine.attention.triton_attention import TritonAttention, check_supported
 
         check_supported(model.config, block_size, model.dtype, model.device)
+        if chosen == "flashinfer":
+            from kvblocks.engine.attention.flashinfer_attention import load_flashinfer
+
+            return load_flashinfer(model.dtype)
         return TritonAttention(is_tiled=self.deterministic)
 
     def make_runner(

@@ -32,7 +32,7 @@ from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStra
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, and returns tensors with that number of rows."""
 
-ARITHMETIC = 3
+ARITHMETIC = 4
 """A version number. Each change of this package that gives rows other bits raises it, so that older blocks in tiers are
 not used.
 """

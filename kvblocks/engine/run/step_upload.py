@@ -165,7 +165,7 @@ class StepUploader:
             num_seqs = len(token_ids)
             columns: Tensor | None = self._staging[: num_columns * num_seqs].view(num_columns, num_seqs)
             index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
-            query_start, logits_rows, shape = index, index[:-1], replace(shape, num_decodes=num_seqs)
+            query_start, logits_rows, shape = index, index[:-1], replace(shape, num_decodes=num_seqs, lengths=None)
         else:
             columns, (query_start, logits_rows) = None, parts[num_columns:]
         table_rows = tuple(parts[DECODE_COLUMNS:num_columns])

@@ -378,7 +378,11 @@ def test_blocks_are_copied_by_the_kernel():
     [
         (ODD, {}, r"expected a head_dim among 64, 128, 256, got 10; attention='torch' takes any"),
         (TINY, {"block_size": 8}, "expected a block_size among 16, 32, 64, 128, got 8"),
-        (TINY, {"attention": "fast"}, "attention: expected one of auto, triton, torch, flash-attn, got 'fast'"),
+        (
+            TINY,
+            {"attention": "fast"},
+            "attention: expected one of auto, triton, torch, flash-attn, flashinfer, got 'fast'",
+        ),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused_at_once(config, options, message):
