@@ -90,14 +90,9 @@ class StepShape:
         """The shape of a step of these rows. O(sequences)."""
         lengths = [len(sequence.token_ids) for sequence in rows]
         num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
-<<<<<<< HEAD
-        ends = [sequence.start + length for sequence, length in zip(rows, lengths, strict=True)]
-        return cls(num_decodes, max(lengths, default=0), max(ends, default=0))
-=======
-        contexts = [sequence.seq_len for sequence in rows]
+        contexts = [sequence.start + length for sequence, length in zip(rows, lengths, strict=True)]
         pairs = tuple(zip(lengths, contexts, strict=True))
         return cls(num_decodes, max(lengths, default=0), max(contexts, default=0), pairs)
->>>>>>> g2
 
 
 @dataclass(frozen=True)

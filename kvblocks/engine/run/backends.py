@@ -107,13 +107,8 @@ class Backend:
         if chosen in ("triton", "flashinfer"):
             if find_spec("triton") is None:
                 raise ModelError(
-<<<<<<< HEAD
-                    f"attention='triton': expected the package triton, got none: {pip_install('engine,gpu')}, or"
+                    f"attention={chosen!r}: expected the package triton, got none: {pip_install('engine,gpu')}, or"
                     " use attention='torch'"
-=======
-                    f"attention={chosen!r}: expected the package triton, got none: pip install 'kvblocks[engine,gpu]',"
-                    " or use attention='torch'"
->>>>>>> g2
                 )
             from kvblocks.engine.attention.triton_attention import check_8_bit, check_device
 
