@@ -137,9 +137,9 @@ def test_what_a_session_that_ended_did_says_nothing_about_pauses() -> None:
     assert lengths.num_open == 0
     gate = SessionGate(1000)
     for number in range(200):
-        enter(gate, f"s{number}", 100, float(number))
-        pause(gate, f"s{number}", 100, float(number))
-        gate.release(0, 0.05, number + 0.5)  # the room costs 50 s
+        enter(gate, f"s{number}", 100, 400.0 * number)
+        pause(gate, f"s{number}", 100, 400.0 * number)
+        gate.release(0, 0.05, 400.0 * number + 300.0)  # the room costs 50 s
         gate.end_session(f"s{number}")
     assert gate.hold_s("tool_use") == 15.0
 
