@@ -139,8 +139,8 @@ class SessionGate:
         """Ask whether a new request may begin. False: it waits until a `release` admits it.
 
         request_id: unique among requests that haven't ended. session: of the request; None: it has none. The same name
-        with another salt is another session. prompt_tokens: of its prompt, 0 or more. cached_tokens: those of them whose
-        KV needs no computing. A session that asks again ends its pause.
+        with another salt is another session. prompt_tokens: 0 or more. cached_tokens: of its prompt, those whose KV
+        needs no computing. A session that asks again ends its pause.
         """
         check_id("request_id", request_id)
         if request_id in self._requests:
