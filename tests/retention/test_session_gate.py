@@ -208,6 +208,8 @@ def test_cached_sessions_come_first_but_nobody_is_overtaken_too_often() -> None:
     for number in range(3):
         assert not gate.ask(f"warm {number}", f"warm {number}", None, 10, 5, 0.0)
     assert gate.waiting() == ["warm 0", "warm 1", "warm 2", "cold"]
+    cold = gate.why("cold")
+    assert cold is not None and cold.num_ahead == 3, "though it came first"
     assert gate.release(1, 0.001, 0.0).admitted == ("warm 0", "warm 1")
     assert gate.waiting() == ["cold", "warm 2"]  # there would be room for warm 2
     waits = gate.why("warm 2")
