@@ -30,7 +30,7 @@ class S3FIFO:
         small, main, ghosts = self._small, self._main, self._ghosts
         for block_id, _, _, _, num_hits, _ in blocks:
             if num_hits > 1:
-                main[block_id] = min(MAX_ROUNDS, num_hits)
+                main[block_id] = num_hits if num_hits < MAX_ROUNDS else MAX_ROUNDS  # noqa: FURB136  # faster
             elif not num_hits and ghosts and self._was_evicted(block_id):
                 main[block_id] = 0
             else:

@@ -49,6 +49,17 @@ def test_a_session_without_room_waits_before_the_queue_and_others_pass_it():
     assert scheduler.entrance.view.members == (((None, "two"), 30, None),)
 
 
+def test_a_session_of_another_tenant_is_another_one():
+    scheduler, cache = make_gated(room=40)
+    add(scheduler, "a", [0] * 30, "one", max_tokens=9, salt="x")
+    step(scheduler, cache)
+    add(scheduler, "b", [0] * 20, "one", salt="y")
+    step(scheduler, cache)
+    assert [key for key, _, _ in scheduler.entrance.view.members] == [("x", "one")]
+    (waits,) = scheduler.entrance.view.waiting
+    assert waits.session == ("y", "one")
+
+
 def test_an_idle_scheduler_says_when_the_gate_may_let_somebody_in():
     scheduler, cache = make_gated(room=40)
     at(scheduler, 100.0)
