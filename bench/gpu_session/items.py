@@ -9,31 +9,33 @@ from bench.gpu_session.cases import Case, run_cases
 from bench.gpu_session.results import Results
 from bench.gpu_session.session import CANNOT, Item
 
-SMOKE_PARTS = 12
+PARTS = {"smoke": 12, "hybrids": 4}
+"""Processes at a time, for items that compile much."""
 TEST_PROCESSES = ("4", "12")
 """Of the engine's tests, and of the kernels'."""
 _TEST_TIMEOUT_S = 120
-OWN = ("facts", "smoke", "engine")
+OWN = ("facts", "smoke", "engine", "hybrids")
 """Items that are modules of this folder: each has `cases`."""
 SANITIZED = tuple(
     f"tests/kernels/test_{name}.py" for name in ("store", "decode", "extend", "prefix_decode", "copy", "states")
 )
 """Run under compute-sanitizer, without torch's caching allocator: only then it knows the bounds of every tensor."""
 
-NO_GPU = """bench.gpu_session: expected a GPU that torch can use, got none.
-`--rehearse` runs facts, smoke and engine once on the CPU, tiny, in Triton's interpreter."""
+NO_GPU = f"""bench.gpu_session: expected a GPU that torch can use, got none.
+`--rehearse` runs {", ".join(OWN)} once on the CPU, tiny, in Triton's interpreter."""
 
 
 def items(*, is_rehearsal: bool = False) -> list[Item]:
     """All of them, or those that need no GPU."""
     if is_rehearsal:
         return [_own(name, 600, is_rehearsal=True, is_needed=name == "facts") for name in OWN]
-    tests = ("tests/engine/run/test_engine_gpu.py", "tests/engine/run/test_decode_step.py")
+    tests = tuple(f"tests/engine/run/test_{name}.py" for name in ("engine_gpu", "decode_step", "ragged_step"))
     return [
         _own("facts", 60, is_needed=True),
-        _own("smoke", 150, parts=SMOKE_PARTS),
+        _own("smoke", 150),
         _own("engine", 170, case_limit_s=90),
         _tests("tests-engine", 100, "-n", TEST_PROCESSES[0], *tests),
+        _own("hybrids", 120),
         _tests("tests-kernels", 600, "-n", TEST_PROCESSES[1], "tests/kernels", "--ignore=tests/kernels/test_aot.py"),
         _bench("bench-attention", 240, "bench.attention", "--no-peers", "attention.json"),
         _bench("bench-engine", 300, "bench.attention.engine_gpu", "engine-gpu.json"),
@@ -62,7 +64,7 @@ def run_item(name: str, results: Results, part: int, *, is_rehearsal: bool) -> i
     torch.set_num_threads(1 if is_rehearsal else 4)
     make: Callable[..., Iterator[Case]] = import_module(f"bench.gpu_session.{name}").cases
     all_cases = list(make(is_rehearsal=is_rehearsal))
-    num_parts = SMOKE_PARTS if name == "smoke" and not is_rehearsal else 1
+    num_parts = 1 if is_rehearsal else PARTS.get(name, 1)
     return run_cases(name, all_cases[part::num_parts], results, part)
 
 
@@ -70,7 +72,6 @@ def _own(
     name: str,
     limit_s: float,
     *,
-    parts: int = 1,
     case_limit_s: float = 60,
     is_rehearsal: bool = False,
     is_needed: bool = False,
@@ -83,7 +84,7 @@ def _own(
         limit_s,
         (sys.executable, *command, *more),
         case_limit_s=600 if is_rehearsal else case_limit_s,
-        parts=parts,
+        parts=1 if is_rehearsal else PARTS.get(name, 1),
         is_needed=is_needed,
         environment=environment,
     )

@@ -128,11 +128,13 @@ def extend_ends_kernel(
     TILE_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     UNIFORM: tl.constexpr,
+    HEAD_COST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Where each unit's tiles end in the line of all tiles. Grid: (1,). UNIFORM: see `extend_kernel`.
 
-    A unit whose rows see nothing has one empty tile.
+    HEAD_COST: empty tiles at the end of each head of a unit, for what a head costs beside its tiles. A program whose
+    heads have few keys gets fewer of them then. A unit whose rows see nothing has one empty tile more.
     """
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
@@ -145,7 +147,7 @@ def extend_ends_kernel(
         before = tl.load(len_ptr + seq, mask=is_seq, other=0) - seq_rows
         stop = tl.maximum(before + tl.minimum(first + TILE_Q, seq_rows), 0)
         keys = stop - first_key(before + first, window, TILE_N, HAS_WINDOW)
-        tiles = tl.maximum(tl.cdiv(keys, TILE_N), 1)
+        tiles = tl.maximum(tl.cdiv(keys, TILE_N), 1) + HEAD_COST
         if UNIFORM:
             tiles = tl.minimum(tiles, 1)
         tiles = tl.where((first < seq_rows) & (unit < num_units), tiles * NUM_KV_HEADS, 0)

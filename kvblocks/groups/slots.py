@@ -179,8 +179,10 @@ class GroupSlots(SlotAllocator):
         for need in needs:
             self._let_pass(need)
         changes: list[TableChange] = []
-        for need in needs:
-            self._fill(need, indices[need.sequence], changes)
+        # All are taken before a fill gives back what it copies from.
+        taken = [self._take(need.num_blocks(self._num_tables), need.sequence) for need in needs]
+        for need, blocks in zip(needs, taken, strict=True):
+            self._fill(need, blocks, indices[need.sequence], changes)
         for sequence in at_boundary:
             self._count(sequence, sequence.num_computed_tokens)
             if self._layout.has_gaps:
@@ -340,20 +342,20 @@ class GroupSlots(SlotAllocator):
 
     def _finish(self, need: Need, end: int, digests: Digests | None) -> list[KVCacheBlock]:
         """Give a sequence the blocks that it needs, and cache those that its first `end` tokens fill."""
-        blocks = self._fill(need, 0, [])
+        blocks = self._take(need.num_blocks(self._num_tables), need.sequence)
+        self._fill(need, blocks, 0, [])
         self._count(need.sequence, end)
         if self._layout.has_gaps:
             need.tables.note_end(need.num_slots)
         self._cache(need.sequence, digests)
         return blocks
 
-    def _fill(self, need: Need, step_index: int, changes: list[TableChange]) -> list[KVCacheBlock]:
-        """Give a sequence the blocks that it needs, group after group. Returns them, without anchors. O(blocks).
+    def _fill(self, need: Need, blocks: list[KVCacheBlock], step_index: int, changes: list[TableChange]) -> None:
+        """Give a sequence the blocks that it needs, group after group: those that were taken, and anchors. O(blocks).
 
         step_index: the sequence's index in a step. Appends the table entries that change to `changes`.
         """
         sequence, side_tables, numbers = need.sequence, need.tables.tables, self._layout.table_numbers
-        blocks = self._take(need.num_blocks(self._num_tables), sequence)
         primary = len(side_tables)
         if self._group_pool.anchors is not None:
             self._fill_table(need, primary, self._group_pool.take_anchors(need.num_taken(primary)))
@@ -368,7 +370,6 @@ class GroupSlots(SlotAllocator):
                 changes += [(step_index, group, index, block.block_id) for index, block in filled]
         need.tables.new_blocks = new_blocks
         sequence.tail_owner = sequence.owner
-        return blocks
 
     def _fill_gaps(self, sequence: Sequence, tables: GroupTables) -> list[KVCacheBlock]:
         """Replace the placeholders in a sequence's side tables by new blocks, for loads. Returns them by group."""

@@ -243,7 +243,7 @@ class StateSlots(GroupSlots):
         for sequence in running:
             state = self._state_of(sequence)
             if not blocks.isdisjoint(state.restoring):
-                start = 0 if state.origin is None else state.origin.position
+                start = 0 if state.origin is None else state.origin.copy.position
                 sequence.lose(start - 1, self._block_size)  # one less, so that it is lost even if nothing is behind it
             if state.arriving is not None and not blocks.isdisjoint(state.arriving.fallback):
                 sequence.lose(state.arriving.start - 1, self._block_size)
@@ -309,10 +309,10 @@ class StateSlots(GroupSlots):
         O(copies + blocks of checkpoints), and O(sequences) when debugging.
         """
         states = self.states
-        before, states.before = states.before, []
-        starting, states.starting = states.starting, []
+        starting = [origin.state for origin in states.pending if origin.state is not None]
+        before = states.take()
         for state in starting:
-            restoring, state.restoring, state.origin = state.restoring, [], None
+            restoring, state.restoring = state.restoring, []
             self.pool.release_table(restoring)
         for copy in before:
             states.num_cleared += copy.kind == "clear"

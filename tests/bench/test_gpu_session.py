@@ -208,7 +208,8 @@ def test_a_session_needs_a_new_folder_or_resume(tmp_path, capsys):
 
 def test_what_the_items_run_exists():
     found = items()
-    assert [one.name for one in found][:5] == ["facts", "smoke", "engine", "tests-engine", "tests-kernels"]
+    names = [one.name for one in found]
+    assert names[:6] == ["facts", "smoke", "engine", "tests-engine", "hybrids", "tests-kernels"]
     assert sum(one.limit_s for one in found[:4]) < 9 * 60, "the first four fit into ten minutes"
     for one in found:
         for word in one.command:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvblocks import (
+    FullAttention,
     InvalidArgumentError,
     InvalidTokensError,
     KVCacheManager,
@@ -17,6 +18,7 @@ from kvblocks import (
     SequenceStateError,
     SlidingWindow,
 )
+from kvblocks.groups import RecurrentState
 
 
 def started(manager: KVCacheManager, name: Any, tokens: Any) -> Sequence:
@@ -319,3 +321,31 @@ def test_a_count_that_allocates_while_it_is_read_is_the_second_to_do_so() -> Non
     assert manager.allocate_slots(sequence, Count()) is not None
     assert (sequence.num_computed_tokens, manager.num_free_blocks) == (8, 6)
     manager.check()
+
+
+TAKING: dict[str, Any] = {
+    "one group": None,
+    "windows": [FullAttention(2), SlidingWindow(2, 3)],
+    "a state": [FullAttention(2), RecurrentState(2, 4, 2, num_kept=2)],
+}
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_a_step_takes_all_its_blocks_before_it_gives_any_back(name: str) -> None:
+    """The first sequence copies a duplicate, which then holds nothing, and so would be the next to be taken."""
+    groups = TAKING[name]
+    manager = KVCacheManager(24, groups=groups, debug=True) if groups else KVCacheManager(24, 2, debug=True)
+    first, second = Sequence("first", range(6)), Sequence("second", range(6))
+    for sequence in (first, second):  # without a hit: the same prefix twice
+        assert manager.allocate_slots(sequence) is not None
+        for token in (6, 7):
+            assert manager.append_slots(sequence, [token]) is not None
+    if name == "a state":
+        manager.states.take_copies()
+    manager.truncate(second, 7)
+    source = second.block_ids[3]
+    changes = manager.append_step([second, first], [9, 9])
+    assert changes is not None
+    assert [(index, group, position) for index, group, position, _ in changes if group == 0] == [(0, 0, 3), (1, 0, 4)]
+    assert source not in [block for *_, block in changes]
+    assert manager.inspect.free_block_ids()[0] == source

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from model.paged_batch import SUM_ERROR, PagedBatch, head_scales, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import extend as extend_module
-from kvblocks.kernels.extend import extend, share_rows
+from kvblocks.kernels.extend import HEAD_COST, extend, share_rows
 from kvblocks.kernels.layout import KernelArgumentError
 from kvblocks.kernels.table import Launch
 
@@ -190,7 +190,8 @@ def test_a_few_rows_on_a_long_context_are_split_evenly(device):
     batch = PagedBatch([(5, 2000), (1, 17)], device=device, heads=(2, 1))
     launch = small(25)
     ends = share_rows(batch.query, batch.key_cache, *batch.tensors[4:], launch=launch).ends
-    assert ends.tolist()[:1] == [125] and ends.tolist()[-1] == 125 + 2  # 2000 / 16 tiles of keys, and 2 of the other
+    tiles = [2000 // 16 + HEAD_COST, 2 + HEAD_COST]  # of keys, and what the heads cost
+    assert ends.tolist()[:1] == tiles[:1] and ends.tolist()[-1] == sum(tiles)
     check(batch, launch=launch)  # 50 programs of 2 or 3 tiles: more parts than a merge reads at once
 
 

@@ -135,7 +135,7 @@ class DumbGroups(DumbModel):
         self.hold(touched)
         sequence.num_registered = len(hit)
         sequence.num_readonly = sequence.num_given = hit_end
-        self.fill(sequence, indices)
+        self.fill(sequence, indices, self.take(self.num_taken(indices)))
         sequence.num_computed = end
         self.register(sequence)
         return True
@@ -155,8 +155,9 @@ class DumbGroups(DumbModel):
         for sequence, start, _, _ in wishes:
             self.let_pass(sequence, start)
         changes = []
+        taken = [self.take(self.num_taken(found)) for found in indices]
         for i, (sequence, _, _, _) in enumerate(wishes):
-            changes += [(i, *change) for change in self.fill(sequence, indices[i])]
+            changes += [(i, *change) for change in self.fill(sequence, indices[i], taken[i])]
         for sequence, _, _, end in wishes:
             sequence.num_computed = end
             self.register(sequence)
@@ -244,9 +245,10 @@ class DumbGroups(DumbModel):
     def is_landmark(self, sequence: ModelSequence, group: int, index: int) -> bool:
         return any(index in self.numbers(group, end - 1, end) for end in self.landmarks[sequence])
 
-    def fill(self, sequence: ModelSequence, indices: dict[int | None, list[int]]) -> list[tuple[int, int, int]]:
-        """Take what is wanted and put it where it belongs, by group; (group, index, block) of each."""
-        blocks = self.take(self.num_taken(indices))
+    def fill(
+        self, sequence: ModelSequence, indices: dict[int | None, list[int]], blocks: list[int]
+    ) -> list[tuple[int, int, int]]:
+        """Put the blocks that were taken where they are wanted, by group; (group, index, block) of each."""
         if self.has_anchors:
             anchors_taken = [self.take_anchor() for _ in indices[None]]
             self.requeue_detached()

@@ -16,13 +16,21 @@ STATE = "state"
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that the engine is to make. source: the slot whose state a fork takes."""
+    """A copy that the engine is to make. source: the slot whose state a fork takes.
+
+    blocks: what the sequence owns for it: a checkpoint that it reads, or that a copy before it does. brings: the copy
+    that brings the state which a fork takes, if that is to be made, too. is_own: whether the sequence still waits for
+    it. slot: where it goes, once a fork has said so.
+    """
 
     kind: str
     sequence: ModelSequence
     position: int
     blocks: list[int] = field(default_factory=list)
     source: int = -1
+    brings: "Copy | None" = None
+    is_own: bool = True
+    slot: int = -1
 
 
 @dataclass(eq=False)
@@ -210,8 +218,9 @@ class DumbStates(DumbGroups):
         """The copies before and after the step. Its checkpoints are found from now on, unless they are delayed."""
         before, self.before = self.before, []
         for copy in before:
-            self.live[copy.sequence].before = None
-            self.drop(copy.blocks)
+            if copy.is_own:
+                self.live[copy.sequence].before = None
+                self.drop(copy.blocks)
         after, new = [], []
         for sequence in self.scheduled:
             end, self.live[sequence].save = self.live[sequence].save, None
@@ -336,14 +345,22 @@ class DumbStates(DumbGroups):
 
     def leave(self, sequence: ModelSequence, live: Live) -> None:
         """Give back what is owned for copies that are made no more."""
-        if live.before is not None:
-            self.before.remove(live.before)
-            self.drop(live.before.blocks)
-            live.before = None
+        self.forget_copy(live)
         for _, blocks, _ in live.waiting:
             self.drop(blocks)
         live.waiting = []
         self.scheduled = [other for other in self.scheduled if other is not sequence]
+
+    def forget_copy(self, live: Live) -> None:
+        """A sequence's copy before the step is made no more, unless others need what it brings. They own its blocks."""
+        if live.before is None:
+            return
+        live.before.is_own = False
+        self.drop(live.before.blocks)
+        live.before = None
+        for copy in reversed(list(self.before)):  # the last one first: it may be all that another one is made for
+            if not copy.is_own and not any(other.brings is copy for other in self.before):
+                self.before.remove(copy)
 
     def all_tables(self, sequence: ModelSequence) -> list[list[int]]:
         """As in `DumbGroups`, and the blocks that copies of its state read or write."""
@@ -377,15 +394,15 @@ class DumbStates(DumbGroups):
         """Fork a sequence whose live state is in `slot`."""
         twin = self.fork(sequence, name)
         live = self.live[sequence]
-        copy, place = Copy("fork", twin, twin.num_computed, source=slot), len(self.before)
-        if live.before is not None:  # the slot isn't written yet: the same copy again, before the source is overwritten
-            first, place = live.before, self.before.index(live.before) + 1
-            copy = Copy(first.kind, twin, first.position, list(first.blocks), first.source)
+        copy = Copy("fork", twin, twin.num_computed, source=slot, brings=live.before)
+        if live.before is not None:
+            live.before.slot = slot
+            copy.blocks = list(live.before.blocks)
             self.hold(copy.blocks)
         self.live[twin] = Live(live.start, set(live.wanted), copy, live.highest)
         self.live[twin].made = list(live.made)
         self.marks[twin] = set(self.marks.get(sequence, set()))
-        self.before.insert(place, copy)
+        self.before.append(copy)
         return twin
 
     def floor(self, sequence: ModelSequence, num_tokens: int) -> int:
@@ -426,9 +443,7 @@ class DumbStates(DumbGroups):
             self.hold(blocks)
         super().rewind(sequence, num_tokens)
         if is_shorter:
-            if live.before is not None:
-                self.before.remove(live.before)
-                self.drop(live.before.blocks)
+            self.forget_copy(live)
             live.before = Copy("restore" if num_tokens else "clear", sequence, num_tokens, blocks)
             self.before.append(live.before)
             if num_tokens:

@@ -208,7 +208,13 @@ class StateHistory(GroupHistory):
         slots = {model: sequence.state_slot for sequence, model in self.pairs if model.is_allocated}
         for copies, others in zip(found, expected, strict=True):
             seen = [(copy.kind, copy.position, copy.slot, copy.source, list(copy.block_ids)) for copy in copies]
-            said = [(other.kind, other.position, slots[other.sequence], other.source, other.blocks) for other in others]
+            said = [
+                (
+                    *(other.kind, other.position, slots[other.sequence] if other.is_own else other.slot, other.source),
+                    [] if other.kind == "fork" else other.blocks,
+                )
+                for other in others
+            ]
             assert seen == said, f"copies {seen}, expected {said}"
         self.memory.take(*found)
 

@@ -55,21 +55,22 @@ FAULTS: dict[str, list[Change]] = {
     "a new slot isn't cleared": [
         (
             LIVE,
-            "        self.before.insert(index, origin)\n",
-            "        if origin.kind != 'clear':\n            self.before.insert(index, origin)\n",
+            "        self.pending[origin] = None\n",
+            "        if copy.kind != 'clear':\n            self.pending[origin] = None\n",
         ),
-        (
-            LIVE,
-            "            self.before.remove(state.origin)\n",
-            "            self.before = [copy for copy in self.before if copy is not state.origin]\n",
-        ),
+        (LIVE, "            del self.pending[origin]\n", "            self.pending.pop(origin, None)\n"),
     ],
     "a slot isn't given back": [(LIVE, "        self.free_slots.append(state.slot)\n", "")],
     "a twin has its parent's slot": [
-        (LIVE, 'StateCopy("fork", position, slot, state.slot)', 'StateCopy("fork", position, state.slot, state.slot)'),
+        (LIVE, '("fork", position, self.free_slots.pop(), state.slot)', '("fork", position, state.slot, state.slot)'),
     ],
-    "a twin's state is copied behind all others": [
-        (LIVE, "[*state.restoring], index)", "[*state.restoring], len(self.before))")
+    "what a twin's copy reads isn't there": [
+        (LIVE, "            parent.num_readers += 1\n", "            pass\n"),
+        (LIVE, "                origin.num_readers -= 1\n", "                pass\n"),
+    ],
+    "copies for nobody are made": [(LIVE, "                origin.num_readers -= 1\n", "                pass\n")],
+    "a twin's copy comes before those that were asked for earlier": [
+        (LIVE, "        self.pending[origin] = None\n", "        self.pending = {origin: None, **self.pending}\n")
     ],
     "a twin doesn't own the checkpoint that it is restored from": [
         (SLOTS, "self.pool.touch(copy.restoring)", "copy.restoring = []")
@@ -157,10 +158,11 @@ FAULTS: dict[str, list[Change]] = {
     "a slot is restored before its state has arrived": [
         (
             LIVE,
-            "        state.origin, state.arriving = None, arriving\n",
+            "        state.arriving = arriving\n        return state\n",
             (
-                "        state.arriving = arriving\n        self.before.append(state.origin)\n"
-                "        self.starting.append(state)\n        state.restoring = []\n"
+                "        state.arriving = arriving\n"
+                "        self._bring(state, _copy_into(state.slot, arriving.end, arriving.blocks), None)\n"
+                "        return state\n"
             ),
         )
     ],

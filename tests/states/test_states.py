@@ -229,7 +229,19 @@ def test_a_fork_copies_the_slot_only_between_steps() -> None:
     twin = manager.fork(sequence, "b")
     third = manager.fork(twin, "c")  # of a copy that isn't made yet
     manager.free(twin)
-    assert manager.states.take_copies()[0] == [StateCopy("fork", 20, third.state_slot or 0, 0)]
+    first, second = manager.states.take_copies()[0]
+    assert first == StateCopy("fork", 20, second.source, sequence.state_slot or 0)
+    assert second == StateCopy("fork", 20, third.state_slot or 0, first.slot)
+
+
+def test_a_copy_that_nobody_needs_any_more_is_not_made() -> None:
+    manager = make()
+    sequence = prefill(manager, "a", range(22))
+    twin = manager.fork(sequence, "b")
+    third = manager.fork(twin, "c")
+    manager.free(twin)
+    manager.free(third)
+    assert manager.states.take_copies()[0] == []
 
 
 def test_a_fork_behind_a_rewind_gets_the_same_checkpoint() -> None:
@@ -239,19 +251,26 @@ def test_a_fork_behind_a_rewind_gets_the_same_checkpoint() -> None:
     twin = manager.fork(sequence, "b")
     manager.free(sequence)
     num_free = manager.num_free_blocks
-    (copy,) = manager.states.take_copies()[0]
-    assert (copy.kind, copy.slot, copy.position) == ("restore", twin.state_slot, 20)
+    restore, fork = manager.states.take_copies()[0]
+    assert (restore.kind, fork.kind, fork.position) == ("restore", "fork", 20)
+    assert (fork.source, fork.slot) == (restore.slot, twin.state_slot)
     assert manager.num_free_blocks == num_free + 2, "it owned the checkpoint that the copy reads"
 
 
-def test_a_fork_of_a_state_that_is_not_there_yet_is_copied_right_behind_it() -> None:
+def test_a_slot_that_a_copy_still_reads_is_written_behind_it() -> None:
+    """Its sequence has ended, and the slot is given to the twin of one whose own state isn't there yet."""
     manager = make()
-    sequence = prefill(manager, "a", range(22))
-    manager.rewind(sequence, 21)
-    other = start(manager, "other", range(100, 105))
-    twin = manager.fork(sequence, "b")
-    slots = [copy.slot for copy in manager.states.take_copies()[0]]
-    assert slots == [sequence.state_slot, twin.state_slot, other.state_slot]
+    other, parent = prefill(manager, "other", range(100, 105)), prefill(manager, "a", range(22))
+    assert manager.rewind(other, 0) == 0
+    twin = manager.fork(parent, "b")
+    slot = parent.state_slot
+    manager.free(parent)
+    late = manager.fork(other, "late")
+    assert late.state_slot == slot
+    copies = manager.states.take_copies()[0]
+    reads = [index for index, copy in enumerate(copies) if copy.kind == "fork" and copy.slot == twin.state_slot]
+    writes = [index for index, copy in enumerate(copies) if copy.slot == slot]
+    assert len(reads) == len(writes) == 1 and reads < writes
 
 
 def test_an_abort_takes_the_checkpoints_of_its_step_back() -> None:

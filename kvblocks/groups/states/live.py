@@ -44,16 +44,33 @@ class ArrivingState:
         self.fallback = fallback
 
 
+class Origin:
+    """A copy that brings a state into a slot, until the engine has taken it.
+
+    state: whose; None: of a sequence that has ended or gone back since, so that only others read what it brings.
+    parent: the copy that brings the state which this one reads, if that is pending, too. num_readers: the pending
+    copies whose parent this is.
+    """
+
+    __slots__ = ("copy", "num_readers", "parent", "state")
+
+    def __init__(self, copy: StateCopy, parent: "Origin | None") -> None:
+        self.copy = copy
+        self.state: LiveState | None = None
+        self.parent = parent
+        self.num_readers = 0
+
+
 class LiveState:
     """A sequence's live state.
 
     slot: where it lies. start: the first position whose state may still be there. origin: the copy that brings it
-    there, until the engine has taken that copy; then None. restoring: the checkpoint's blocks that this copy reads, and
-    that the sequence owns. arriving: what it waits for before there is such a copy; None: it loads nothing. places:
-    where to save, ascending. every: also at multiples of this; 0: nowhere else. next_place: the first of these that
-    isn't passed. waiting: saves that the engine has taken, and that aren't found yet. made: the checkpoints that it
-    restored or made. num_taken: how many of the sequence's tokens had slots when copies were last taken; kept up only
-    when debugging.
+    there, until the engine has taken that copy; then None. restoring: the checkpoint's blocks that this copy reads, or
+    a copy before it that it depends on, and that the sequence owns. arriving: what it waits for before there is such a
+    copy; None: it loads nothing. places: where to save, ascending. every: also at multiples of this; 0: nowhere else.
+    next_place: the first of these that isn't passed. waiting: saves that the engine has taken, and that aren't found
+    yet. made: the checkpoints that it restored or made. num_taken: how many of the sequence's tokens had slots when
+    copies were last taken; kept up only when debugging.
     """
 
     __slots__ = (
@@ -70,9 +87,9 @@ class LiveState:
         "waiting",
     )
 
-    def __init__(self, origin: StateCopy, restoring: list[KVCacheBlock]) -> None:
-        self.slot = origin.slot
-        self.origin: StateCopy | None = origin
+    def __init__(self, copy: StateCopy, restoring: list[KVCacheBlock]) -> None:
+        self.slot = copy.slot
+        self.origin: Origin | None = None
         self.restoring = restoring
         self.arriving: ArrivingState | None = None
         self.places: list[int] = []
@@ -80,7 +97,7 @@ class LiveState:
         self.next_place = NOWHERE
         self.waiting: list[WaitingSave] = []
         self.made: list[Checkpoint] = []
-        self.num_taken = self.start = origin.position
+        self.num_taken = self.start = copy.position
 
     def plan(self, places: Iterable[int], every: int, num_tokens: int) -> None:
         """Set where to save. num_tokens: the state is after so many tokens."""
@@ -118,9 +135,11 @@ class LiveState:
 class States:
     """The slots of a manager, and what is to be copied since copies were last taken.
 
-    free_slots: those that no sequence has. running: the live states, by sequence. before: copies to make before the
-    step. wanted: the sequences whose state is to be saved after it, and at which position. num_kept: how many earlier
-    states the engine keeps in a slot. num_blocks: blocks of a checkpoint. every: 0: only at places of a sequence's own.
+    free_slots: those that no sequence has. running: the live states, by sequence. pending: the copies to make before
+    the step, in the order of the calls that asked for them. Each reads what slots hold after those before it. So a slot
+    may be given to another sequence at once, even if copies still read it. wanted: the sequences whose state is to be
+    saved after it, and at which position. num_kept: how many earlier states the engine keeps in a slot. num_blocks:
+    blocks of a checkpoint. every: 0: only at places of a sequence's own.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, every: int, num_kept: int) -> None:
@@ -130,43 +149,36 @@ class States:
         self.num_kept = num_kept
         self.free_slots = [*range(num_slots)][::-1]
         self.running: dict[Sequence, LiveState] = {}
-        self.before: list[StateCopy] = []
-        self.starting: list[LiveState] = []  # those whose origin is in `before`
+        self.pending: dict[Origin, None] = {}
         self.wanted: dict[Sequence, int] = {}
         self.num_cleared = self.num_restored = self.num_forked = self.num_saved = 0
         self.num_without_room = self.num_present = self.num_taken_back = self.num_passed = 0
 
     def begin(self, sequence: Sequence, position: int, restoring: list[KVCacheBlock]) -> LiveState:
         """Give a sequence a slot with a checkpoint's state, or an empty one. There must be a free slot. O(blocks)."""
-        return self._begin(
-            sequence, _copy_into(self.free_slots.pop(), position, restoring), restoring, len(self.before)
-        )
+        return self._begin(sequence, _copy_into(self.free_slots.pop(), position, restoring), restoring, None)
 
     def begin_arriving(self, sequence: Sequence, arriving: ArrivingState) -> LiveState:
         """Give a sequence a slot whose state a load brings. There must be a free slot. O(blocks)."""
         state = self.running[sequence] = LiveState(_copy_into(self.free_slots.pop(), arriving.end, arriving.blocks), [])
-        state.origin, state.arriving = None, arriving
+        state.arriving = arriving
         return state
 
     def fork(self, state: LiveState, twin: Sequence, position: int) -> LiveState:
-        """Give a sequence a slot with the same state. There must be a free slot. O(copies).
+        """Give a sequence a slot with the same state. There must be a free slot. O(blocks).
 
-        If the state isn't in its slot yet, the twin's comes from the same origin: the slot may end before that copy is
-        made. And it comes right behind it, since a later copy may write to the slot where both come from.
+        If the state isn't in its slot yet, the copy that brings it there stays until the twin's is made, even if the
+        state's own sequence ends before. The twin owns what that copy reads, too.
         """
-        slot, origin = self.free_slots.pop(), state.origin
-        if origin is None:
-            return self._begin(twin, StateCopy("fork", position, slot, state.slot), [], len(self.before))
-        index = self.before.index(origin) + 1
-        return self._begin(twin, origin._replace(slot=slot), [*state.restoring], index)
+        copy = StateCopy("fork", position, self.free_slots.pop(), state.slot)
+        return self._begin(twin, copy, [*state.restoring], state.origin)
 
     def restart(self, state: LiveState, position: int, restoring: list[KVCacheBlock]) -> None:
         """Bring another state into a slot. The blocks of the earlier origin must have been released. O(copies)."""
         self.drop_origin(state)
-        state.origin, state.restoring = _copy_into(state.slot, position, restoring), restoring
+        state.restoring = restoring
         state.num_taken = state.start = position
-        self.before.append(state.origin)
-        self.starting.append(state)
+        self._bring(state, _copy_into(state.slot, position, restoring), None)
 
     def end(self, sequence: Sequence, state: LiveState) -> None:
         """Give a slot back. O(1), and O(copies) if its origin isn't taken."""
@@ -176,25 +188,49 @@ class States:
         self.free_slots.append(state.slot)
 
     def drop_origin(self, state: LiveState) -> None:
-        """Forget the copy to a slot that the engine hasn't taken. No other copy reads what it brings. O(copies)."""
-        if state.origin is not None:
-            self.before.remove(state.origin)
-            self.starting.remove(state)
-            state.origin = None
+        """Forget the pending copy to a slot, once no other copy reads what it brings. O(copies)."""
+        origin, state.origin = state.origin, None
+        if origin is not None:
+            origin.state = None
+        while origin is not None and origin.state is None and not origin.num_readers:
+            del self.pending[origin]
+            origin = origin.parent
+            if origin is not None:
+                origin.num_readers -= 1
 
-    def _begin(self, sequence: Sequence, origin: StateCopy, restoring: list[KVCacheBlock], index: int) -> LiveState:
-        state = self.running[sequence] = LiveState(origin, restoring)
-        self.before.insert(index, origin)
-        self.starting.append(state)
+    def take(self) -> list[StateCopy]:
+        """Return the copies to make before the step, and forget them. The states own what they restore until then."""
+        pending, self.pending = self.pending, {}
+        for origin in pending:
+            if origin.state is not None:
+                origin.state.origin = None
+        return [origin.copy for origin in pending]
+
+    def _begin(
+        self, sequence: Sequence, copy: StateCopy, restoring: list[KVCacheBlock], parent: Origin | None
+    ) -> LiveState:
+        state = self.running[sequence] = LiveState(copy, restoring)
+        self._bring(state, copy, parent)
         return state
+
+    def _bring(self, state: LiveState, copy: StateCopy, parent: Origin | None) -> None:
+        origin = state.origin = Origin(copy, parent)
+        origin.state = state
+        if parent is not None:
+            parent.num_readers += 1
+        self.pending[origin] = None
 
     def check(self) -> None:
         """Raise AssertionError unless each slot has one sequence or is free. O(slots)."""
         slots = sorted([*self.free_slots, *[state.slot for state in self.running.values()]])
         assert slots == [*range(self.num_slots)], f"slots: expected each once, got {slots}"
-        starting = [state for state in self.running.values() if state.origin is not None]
-        assert len(starting) == len(self.starting) == len(self.before), "slots: copies of ended sequences"
+        for origin in self.pending:
+            readers = [other for other in self.pending if other.parent is origin]
+            assert origin.num_readers == len(readers), f"{origin.copy}: expected {len(readers)} readers"
+            assert readers or origin.state is not None, f"{origin.copy}: of an ended sequence, for nobody"
+            assert origin.state is None or origin.state.origin is origin, f"{origin.copy}: not its state's"
         for state in self.running.values():
+            assert state.origin is None or state.origin in self.pending, f"slot {state.slot}: its copy is forgotten"
             assert state.origin is not None or not state.restoring, f"slot {state.slot}: reads blocks for nothing"
             assert state.origin is None or state.arriving is None, f"slot {state.slot}: is read before it is written"
 

@@ -244,8 +244,8 @@ def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(model, tmp_path, tie
     below = {"host": "host:64MiB", "disk": TierOptions(f"disk:{tmp_path / 'kv'}", "64MiB")}[tier]
     with Engine(model, num_blocks=60, deterministic=True, tiers=[below]) as engine:
         first = engine.generate([prompt], max_tokens=12, ignore_eos=True)[0]
-        for seed in range(3):
+        for seed in range(6):  # enough to evict the prompt from the device
             engine.generate([random_tokens(CONFIG, 600, seed=10 + seed)], max_tokens=1)
         again = engine.generate([prompt], max_tokens=12, ignore_eos=True)[0]
-    assert (again.num_cached_tokens, again.num_loaded_tokens[tier] > 100) == (384, True)
+    assert again.num_loaded_tokens.get(tier, 0) > 100
     assert again.token_ids == first.token_ids
