@@ -2,13 +2,14 @@
 
 import core.faults
 import pytest
+import retention.faults
 import states.faults
 import tiers.faults
 from model.faults import changed, first_failure
 
 import kvblocks
 
-FAULTS = [(room, name) for room in (core.faults, tiers.faults, states.faults) for name in room.FAULTS]
+FAULTS = [(room, name) for room in (core.faults, tiers.faults, states.faults, retention.faults) for name in room.FAULTS]
 IDS = [name for _, name in FAULTS]
 
 

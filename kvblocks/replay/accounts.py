@@ -118,9 +118,9 @@ class MissAccounts:
 
     def _count_misses(self, missed: Numbers, session: int, now: float) -> None:
         counts, fates = self._counts, self._fate[missed]
-        counts["first"] += int((fates == _NEW).sum())
-        counts["refused"] += int((fates == _REFUSED).sum())
-        cached = int((fates == _CACHED).sum())
+        num_new, cached, _, num_refused = np.bincount(fates, minlength=4).tolist()
+        counts["first"] += num_new
+        counts["refused"] += num_refused
         still = int((self._place[missed[fates == _CACHED]] >= 0).sum()) if cached else 0
         counts["window"] += still
         counts["dropped"] += cached - still

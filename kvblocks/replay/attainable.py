@@ -10,6 +10,7 @@ This is not a bound: with holds, it can be better to evict a block that is neede
 
 import heapq
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,17 +39,16 @@ class KnownFuture:
 
     def num_hit(self, path: Numbers) -> int:
         """Return how many blocks of a prompt are cached. These are its first ones, since leaves go first."""
-        return int(self._is_cached[path].sum())
+        return int(np.count_nonzero(self._is_cached[path]))
 
     def num_room(self, path: Numbers) -> int:
         """Return how many more blocks would be free after this prompt is admitted; below 0: it doesn't fit."""
-        return self._num_blocks - self._num_owned - int((self._owners[path] == 0).sum())
+        return self._num_blocks - self._num_owned - len(path) + int(np.count_nonzero(self._owners[path]))
 
     def admit(self, request: int, path: Numbers, start: int = 0) -> None:
         """Let a request own blocks of its prompt, for which there is room. path: its blocks from index `start` on."""
-        is_cached = self._is_cached[path]
-        num_missing = len(path) - int(is_cached.sum())
-        self._num_owned += int((self._owners[path] == 0).sum())
+        num_missing = len(path) - self.num_hit(path)
+        self._num_owned += len(path) - int(np.count_nonzero(self._owners[path]))
         self._owners[path] += 1
         self._stretch[path] = -1
         first = self._trace.ends[request] + start
@@ -89,7 +89,7 @@ class KnownFuture:
         freed = path[self._owners[path] == 0]
         self._num_owned -= len(freed)
         needed = self._needed[freed]
-        num_needed = int((needed != _NEVER).sum())
+        num_needed = int(np.count_nonzero(needed != _NEVER))
         self._is_cached[freed[num_needed:]] = False
         self._num_cached -= len(freed) - num_needed
         edges = np.flatnonzero(np.diff(needed[:num_needed])) + 1
@@ -126,6 +126,7 @@ def attainable_hits(
     """
     from kvblocks.replay.run import followers
 
+    trace = replace(trace, blocks=trace.blocks.astype(np.intp))  # an index of this type costs NumPy no conversion
     following = followers(trace) if thinks is not None else {}
     durations = np.nan_to_num(trace.durations, nan=0.0)
     times = arrivals if thinks is None else closed_times(arrivals, thinks, durations, following)

@@ -12,6 +12,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Any, Protocol
 
+import numpy as np
+
 import kvblocks
 from kvblocks.arguments import shown
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
@@ -119,13 +121,16 @@ class Workload:
         self.arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
         self.thinks = think_times(trace)
         self._uses: dict[bytes, Numbers] = {}
+        self._bounds: dict[tuple[bytes, int], int] = {}
 
     def bound(self, order: list[int], num_blocks: int) -> int:
-        """Return `max_hits` of an order of requests. The data for the last order is kept for the next call."""
-        name = repr(order).encode()
-        if name not in self._uses:
-            self._uses = {name: next_uses_in(self.trace, order)}
-        return max_hits(self._uses[name], num_blocks)
+        """Return `max_hits` of an order of requests. It is kept, since most policies have the same order."""
+        name = np.array(order, np.int64).tobytes()
+        if (name, num_blocks) not in self._bounds:
+            if name not in self._uses:
+                self._uses = {name: next_uses_in(self.trace, order)}
+            self._bounds[name, num_blocks] = max_hits(self._uses[name], num_blocks)
+        return self._bounds[name, num_blocks]
 
     def do(self, job: SweepJob, progress: Callable[[float], object]) -> Row | tuple[int, int]:
         """Carry out a job."""

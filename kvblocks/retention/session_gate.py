@@ -139,15 +139,15 @@ class SessionGate:
         """Ask whether a new request may begin. False: it waits until a `release` admits it.
 
         request_id: unique among requests that haven't ended. session: of the request; None: it has none. The same name
-        with another salt is another session. cached_tokens: of its prompt, those whose KV needs no computing. A session
-        that asks again ends its pause.
+        with another salt is another session. prompt_tokens: 0 or more. cached_tokens: of its prompt, those whose KV
+        needs no computing. A session that asks again ends its pause.
         """
         check_id("request_id", request_id)
         if request_id in self._requests:
             raise wrong("request_id", "one that no unfinished request has", request_id)
         check_id("session", session)
         tenant = check_name("salt", salt)
-        prompt = check_count("prompt_tokens", prompt_tokens, 1)
+        prompt = check_count("prompt_tokens", prompt_tokens, 0)
         cached = check_count("cached_tokens", cached_tokens, 0, prompt)
         self._advance(now)
         if session is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvblocks.retention.gate_records import GateStats
-from kvblocks.retention.session_gate import PATIENCE, SessionGate
+from kvblocks.retention.session_gate import SessionGate
 
 
 @dataclass
@@ -46,6 +46,7 @@ class World:
         """Run until nothing is left to happen. Then all requests must have finished."""
         self.events: list[tuple[float, int, str, tuple[int, int]]] = []
         self.asked: dict[tuple[int, int], float] = {}
+        self.uncached: dict[tuple[int, int], int] = {}
         self.running: set[tuple[int, int]] = set()
         self.arrived: list[Hashable] = []  # sessions that wait, in the order in which they came
         self.overtaken: dict[Hashable, int] = {}
@@ -76,7 +77,7 @@ class World:
         agent, turn = self.agents[request[0]], self.agents[request[0]].turns[request[1]]
         is_member = any(key == (None, agent.session) for key, _, _ in self.gate.members())
         cached = turn.prompt_tokens * (3 if is_member or request[0] % 3 == 0 else 0) // 4
-        self.asked[request] = self.now
+        self.asked[request], self.uncached[request] = self.now, turn.prompt_tokens - cached
         if self.gate.ask(request, agent.session, None, turn.prompt_tokens, cached, self.now):
             assert agent.session is None or is_member, "only members and requests without a session pass"
             self.admit(request)
@@ -123,6 +124,7 @@ class World:
                     assert self.overtaken[older] <= self.gate.max_overtakes, "too many entered before it"
                 del self.arrived[place]
             self.admit(request)
+        self.check_again()
         self.check_room(before)
         waiting: list[Any] = self.gate.waiting()
         assert all(self.gate.why(request) is not None for request in waiting[:3])
@@ -131,13 +133,19 @@ class World:
         if waiting and not self.running:
             assert decision.wake_at is not None, "nothing would ever wake it"
             self.idle_since = self.now if self.idle_since is None else self.idle_since
-            longest = max(self.agents[agent].turns[number].prompt_tokens for agent, number in waiting)
-            self.patience_s = PATIENCE * longest * self.seconds_per_token
+            self.patience_s = 0.25 * self.uncached[waiting[0]] * self.seconds_per_token
         else:
             self.idle_since = None
         if decision.wake_at is not None:
             assert decision.wake_at > self.now, "it would be asked again and again"
             self.push(decision.wake_at, "wake", (-1, -1))
+
+    def check_again(self) -> None:
+        """The same call once more changes nothing."""
+        before = self.gate.stats, self.gate.members(), self.gate.waiting()
+        again = self.gate.release(len(self.running), self.seconds_per_token, self.now)
+        assert again.admitted == again.paused == ()
+        assert (self.gate.stats, self.gate.members(), self.gate.waiting()) == before
 
     def check_room(self, before: GateStats) -> None:
         """Who entered has room, unless nothing was busy. What runs is inside. If it is too much, nobody else is."""

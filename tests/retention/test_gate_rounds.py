@@ -72,3 +72,10 @@ def test_after_a_restart_nobody_is_known(rounds: GateRounds) -> None:
     assert rounds.gate.waiting() == [] and rounds.wake_at is None
     assert not ask(rounds, 1, now=9.0)
     assert rounds.decide(0, 9.0, lambda _: 0) == [1]
+
+
+def test_after_a_restart_the_settings_are_the_same() -> None:
+    rounds = GateRounds(SessionGate(1000, fill=0.5, max_overtakes=3, turn_s=60.0))
+    rounds.restart()
+    made = rounds.gate
+    assert (made.num_tokens, made.fill, made.max_overtakes, made.turn_s) == (1000, 0.5, 3, 60.0)

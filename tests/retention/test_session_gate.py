@@ -55,8 +55,31 @@ def test_requests_without_a_session_pass_and_count_while_they_run() -> None:
     waits = gate.why("b")
     assert waits is not None
     assert (waits.reason, waits.num_missing_tokens) == ("room", 50)
+    assert gate.ask(2, None, None, 10, 0, 0.5), "though others wait"
+    gate.ended(2, 20, "stop", 0.5)
     gate.ended(1, 420, "stop", 1.0)
     assert gate.release(1, 0.001, 1.0).admitted == ("b",)
+
+
+def test_of_a_session_that_runs_several_requests_the_longest_one_counts() -> None:
+    gate = SessionGate(1000)
+    enter(gate, "a", 500)
+    assert gate.ask("a2", "a", None, 200, 0, 1.0)
+    assert gate.stats.num_member_tokens == 500
+    gate.ended("a2", 210, "stop", 2.0)
+    assert gate.stats.num_member_tokens == 500
+    gate.ended("a", 510, "stop", 3.0)
+    assert gate.stats.num_member_tokens == 510
+
+
+def test_a_prompt_may_have_no_tokens() -> None:
+    gate = SessionGate(1000)
+    assert gate.ask(1, None, None, 0, 0, 0.0)
+    assert not gate.ask(2, "a", None, 0, 0, 0.0)
+    assert gate.release(1, 0.05, 0.0).admitted == (2,)
+    gate.ended(1, 0, "stop", 1.0)
+    gate.ended(2, 0, "stop", 1.0)
+    assert (gate.stats.num_member_tokens, gate.stats.num_other_tokens) == (0, 0)
 
 
 def test_the_same_name_with_another_salt_is_another_session() -> None:
@@ -112,14 +135,21 @@ def test_what_a_session_that_ended_did_says_nothing_about_pauses() -> None:
         lengths.end(None)
     assert lengths.hold_s(50.0) == 15.0
     assert lengths.num_open == 0
+    gate = SessionGate(1000)
+    for number in range(200):
+        enter(gate, f"s{number}", 100, 400.0 * number)
+        pause(gate, f"s{number}", 100, 400.0 * number)
+        gate.release(0, 0.05, 400.0 * number + 300.0)  # the room costs 50 s
+        gate.end_session(f"s{number}")
+    assert gate.hold_s("tool_use") == 15.0
 
 
 def test_pauses_of_long_ago_count_less() -> None:
     lengths = PauseLengths()
-    for seconds in [500.0] * 1500 + [1.0] * 3000:
+    for seconds in [2000.0] * 3000 + [30.0] * 3000:
         lengths.begin()
         lengths.end(seconds)
-    assert lengths.hold_s(50.0) == 1.0
+    assert lengths.hold_s(50.0) == 30.0  # of all 6,010 together it would be 0
 
 
 def test_a_member_leaves_after_its_hold_if_anybody_waits() -> None:
@@ -152,6 +182,10 @@ def test_members_that_outgrow_the_room_leave_in_their_pauses_the_longest_pause_f
     pause(gate, "a", 300, 1.0)
     pause(gate, "b", 300, 2.0)
     assert gate.release(1, 0.001, 2.0).paused == ()
+    assert gate.ask("c2", "c", None, 400, 300, 2.0)
+    assert gate.stats.num_member_tokens == 1000, "all of the room, and more than a new one may fill"
+    assert gate.release(2, 0.001, 2.0).paused == ()
+    gate.ended("c2", 400, "tool_use", 2.5)
     pause(gate, "c", 700, 3.0)
     assert gate.release(0, 0.001, 3.0).paused == ((None, "a"), (None, "b"))
     assert not gate.ask("a", "a", None, 310, 300, 3.5)
@@ -174,11 +208,52 @@ def test_cached_sessions_come_first_but_nobody_is_overtaken_too_often() -> None:
     for number in range(3):
         assert not gate.ask(f"warm {number}", f"warm {number}", None, 10, 5, 0.0)
     assert gate.waiting() == ["warm 0", "warm 1", "warm 2", "cold"]
+    cold = gate.why("cold")
+    assert cold is not None and cold.num_ahead == 3, "though it came first"
     assert gate.release(1, 0.001, 0.0).admitted == ("warm 0", "warm 1")
     assert gate.waiting() == ["cold", "warm 2"]  # there would be room for warm 2
     waits = gate.why("warm 2")
     assert waits is not None
     assert (waits.reason, waits.num_ahead) == ("behind", 1)
+
+
+def test_a_session_that_waits_again_may_be_overtaken_as_often_as_before() -> None:
+    gate = SessionGate(1000, max_overtakes=1, turn_s=100.0)
+    enter(gate, "first", 900)
+    gate.ask("cold", "cold", None, 100, 0, 0.0)
+    gate.ask("warm", "warm", None, 10, 10, 0.0)
+    gate.release(1, 0.001, 0.0)
+    assert gate.waiting() == ["cold"]  # overtaken once
+    pause(gate, "first", 900, 1.0)
+    assert gate.release(0, 0.001, 50.0).admitted == ("cold",)
+    gate.ended("cold", 990, "stop", 51.0)
+    gate.ask("large", "large", None, 500, 0, 52.0)
+    gate.release(1, 0.001, 52.0)  # "cold" has no place any more: it outgrew the room
+    gate.ask("cold", "cold", None, 990, 0, 52.0)
+    gate.ask("warm 2", "warm 2", None, 20, 20, 52.0)
+    assert gate.waiting().index("warm 2") < gate.waiting().index("cold")
+
+
+def test_a_session_comes_back_in_the_order_of_arrival_after_its_turn() -> None:
+    gate = SessionGate(1000, turn_s=100.0)
+    enter(gate, "a", 900)
+    pause(gate, "a", 900, 99.0)
+    gate.ask("b", "b", None, 400, 0, 99.5)
+    gate.ask("c", "c", None, 700, 0, 99.6)
+    assert gate.release(1, 1.0, 100.0).admitted == ("b",)
+    assert not gate.ask("a", "a", None, 900, 900, 100.5)
+    assert gate.waiting() == ["c", "a"], "it is cached, but had its turn"
+
+
+def test_a_call_of_release_that_changes_nothing_may_come_again() -> None:
+    gate = SessionGate(1000, max_overtakes=2)
+    enter(gate, "a", 900)
+    gate.ask("cold", "cold", None, 100, 0, 0.0)
+    gate.ask("warm", "warm", None, 90, 90, 0.0)
+    before = gate.stats, gate.members(), gate.waiting()
+    for _ in range(20):
+        assert gate.release(1, 0.05, 1.0) == Decision((), (), None)
+        assert (gate.stats, gate.members(), gate.waiting()) == before
 
 
 def test_a_waiting_request_whose_prefix_was_evicted_loses_its_place_in_front() -> None:
@@ -243,7 +318,9 @@ def test_a_session_waits_with_all_its_requests_and_enters_with_them() -> None:
     enter(gate, "a", 900)
     gate.ask("b1", "b", None, 50, 0, 0.0)
     gate.ask("b2", "b", None, 70, 0, 0.0)
+    gate.ask("c", "c", None, 500, 0, 0.0)
     gate.ask("b3", "b", None, 60, 0, 0.0)
+    assert gate.waiting() == ["b1", "b2", "b3", "c"]
     gate.cancel("b2")
     gate.ended("a", 890, "stop", 1.0)
     assert gate.release(0, 0.05, 1.0).admitted == ("b1", "b3")
@@ -262,6 +339,17 @@ def test_a_session_that_ended_gives_its_place_up() -> None:
     gate.ended("b", 400, "stop", 2.0)
     gate.end_session("b")
     assert gate.members() == []
+
+
+def test_a_session_that_ended_and_asks_again_has_begun_again() -> None:
+    gate = SessionGate(1000)
+    enter(gate, "a", 500)
+    gate.end_session("a")
+    assert gate.ask("a2", "a", None, 400, 0, 1.0)
+    gate.ended("a", 510, "stop", 2.0)
+    gate.ended("a2", 410, "stop", 3.0)
+    assert gate.members() == [((None, "a"), 410, 3.0)]
+    assert gate.ask("a3", "a", None, 420, 410, 4.0)
 
 
 def test_a_cancelled_request_waits_no_more() -> None:
@@ -289,13 +377,14 @@ def test_no_state_is_left_of_sessions_that_stay_away() -> None:
         gate.ask(name, name, None, 100, 0, number * 10.0)
         gate.release(0, 0.001, number * 10.0)
         gate.ended(name, 100, f"reason {number}", number * 10.0 + 1.0)
+    assert not gate._requests  # noqa: SLF001
     assert len(gate._sessions) <= 98  # noqa: SLF001  # those of the last 960 s
     assert len(gate._lengths) == 32  # noqa: SLF001
 
 
 seconds = st.floats(0.0, 200.0, allow_subnormal=False).map(lambda number: round(number, 2))
 turns = st.builds(
-    Turn, st.integers(1, 900), st.integers(0, 100), seconds, seconds, st.sampled_from(["tool_use", "stop"])
+    Turn, st.integers(0, 900), st.integers(0, 100), seconds, seconds, st.sampled_from(["tool_use", "stop"])
 )
 agents = st.builds(
     Agent, st.lists(turns, min_size=1, max_size=5), seconds, is_parallel=st.booleans(), ends=st.booleans()
@@ -362,7 +451,7 @@ def test_a_gate_says_what_is_wrong(arguments: tuple[Any, ...], name: str) -> Non
         ("ask", ("runs", "s", None, 1, 0, 0.0), "request_id"),
         ("ask", ("new", [], None, 1, 0, 0.0), "session"),
         ("ask", ("new", "s", "", 1, 0, 0.0), "salt"),
-        ("ask", ("new", "s", None, 0, 0, 0.0), "prompt_tokens"),
+        ("ask", ("new", "s", None, -1, 0, 0.0), "prompt_tokens"),
         ("ask", ("new", "s", None, 5, 6, 0.0), "cached_tokens"),
         ("ask", ("new", "s", None, 5, 5, "soon"), "now"),
         ("ask", ("new", "s", None, 5, 5, float("inf")), "now"),

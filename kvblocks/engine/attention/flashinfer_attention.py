@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvblocks.arguments import pip_install
 from kvblocks.engine.attention.attention import KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.triton_attention import TritonAttention, TritonStep
@@ -141,7 +142,7 @@ def check_flashinfer() -> ModuleType:
     except ImportError as error:
         raise ModelError(
             f"attention='flashinfer': expected the package flashinfer-python, got: {error}. It takes CUDA's compiler,"
-            " nvcc, with which it builds its kernels: pip install 'kvblocks[engine,gpu,flashinfer]'"
+            f" nvcc, with which it builds its kernels: {pip_install('engine,gpu,flashinfer')}"
         ) from error
     package: ModuleType = flashinfer
     return package

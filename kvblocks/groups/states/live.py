@@ -44,7 +44,7 @@ class ArrivingState:
         self.fallback = fallback
 
 
-class Origin:
+class PendingCopy:
     """A copy that brings a state into a slot, until the engine has taken it.
 
     state: whose; None: of a sequence that has ended or gone back since, so that only others read what it brings.
@@ -54,7 +54,7 @@ class Origin:
 
     __slots__ = ("copy", "num_readers", "parent", "state")
 
-    def __init__(self, copy: StateCopy, parent: "Origin | None") -> None:
+    def __init__(self, copy: StateCopy, parent: "PendingCopy | None") -> None:
         self.copy = copy
         self.state: LiveState | None = None
         self.parent = parent
@@ -89,7 +89,7 @@ class LiveState:
 
     def __init__(self, copy: StateCopy, restoring: list[KVCacheBlock]) -> None:
         self.slot = copy.slot
-        self.origin: Origin | None = None
+        self.origin: PendingCopy | None = None
         self.restoring = restoring
         self.arriving: ArrivingState | None = None
         self.places: list[int] = []
@@ -149,7 +149,7 @@ class States:
         self.num_kept = num_kept
         self.free_slots = [*range(num_slots)][::-1]
         self.running: dict[Sequence, LiveState] = {}
-        self.pending: dict[Origin, None] = {}
+        self.pending: dict[PendingCopy, None] = {}
         self.wanted: dict[Sequence, int] = {}
         self.num_cleared = self.num_restored = self.num_forked = self.num_saved = 0
         self.num_without_room = self.num_present = self.num_taken_back = self.num_passed = 0
@@ -207,14 +207,14 @@ class States:
         return [origin.copy for origin in pending]
 
     def _begin(
-        self, sequence: Sequence, copy: StateCopy, restoring: list[KVCacheBlock], parent: Origin | None
+        self, sequence: Sequence, copy: StateCopy, restoring: list[KVCacheBlock], parent: PendingCopy | None
     ) -> LiveState:
         state = self.running[sequence] = LiveState(copy, restoring)
         self._bring(state, copy, parent)
         return state
 
-    def _bring(self, state: LiveState, copy: StateCopy, parent: Origin | None) -> None:
-        origin = state.origin = Origin(copy, parent)
+    def _bring(self, state: LiveState, copy: StateCopy, parent: PendingCopy | None) -> None:
+        origin = state.origin = PendingCopy(copy, parent)
         origin.state = state
         if parent is not None:
             parent.num_readers += 1

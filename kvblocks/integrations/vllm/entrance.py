@@ -98,12 +98,11 @@ class SchedulerEntrance:
         """
         session = None if request.resumable else request.session_id or None
         num_cached = self._count_cached(request)
-        num_tokens = max(1, request.num_prompt_tokens)
-        return self.gate.ask(request.request_id, session, request.cache_salt or None, num_tokens, num_cached, now)
+        num_tokens, salt = request.num_prompt_tokens, request.cache_salt or None
+        return self.gate.ask(request.request_id, session, salt, num_tokens, num_cached, now)
 
     def _count_cached(self, request: Any) -> int:
-        num_tokens: int = max(1, request.num_prompt_tokens)
-        return min(self._find_cached(request), num_tokens)
+        return min(self._find_cached(request), int(request.num_prompt_tokens))
 
     def note_end(self, request: Any) -> None:
         """Note that a request has finished or was aborted, wherever it was. O(1)."""

@@ -6,7 +6,7 @@ from typing import Any
 from kvblocks.retention.adviser import find_factory
 from kvblocks.retention.policies import NAMED
 
-_CALLS = ("free", "use", "remove", "begin", "pause", "end")  # a policy need not have the last three
+_CALLS = ("free", "use", "begin", "pause", "end")  # a policy need not have the last three
 
 
 class ArrayView:
@@ -34,7 +34,7 @@ class ArrayAdvice:
         self.view = ArrayView(num_blocks, numbers)
         policy: Any = find_factory(eviction, NAMED)(self.view)
         self._calls: dict[str, Any] = {name: getattr(policy, name, None) for name in _CALLS}
-        self._victim = policy.victim
+        self._victim, self._remove = policy.victim, policy.remove
         self._numbers = numbers
         self.num_failures = 0
 
@@ -48,9 +48,15 @@ class ArrayAdvice:
         except Exception:  # noqa: BLE001  # whatever a policy raises
             self.num_failures += 1
 
+    def tell_removed(self, blocks: list[int]) -> None:
+        """`tell` of "remove", which there are most of."""
+        try:
+            self._remove(blocks)
+        except Exception:  # noqa: BLE001
+            self.num_failures += 1
+
     def ask(self, num_blocks: int) -> int | None:
         """Return the victim; None if the policy names none, or fails."""
-        block = -1
         try:
             answer = self._victim(num_blocks)
             if answer is None:

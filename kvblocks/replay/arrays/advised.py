@@ -1,6 +1,7 @@
 """`AdvisedPool`: an `ArrayPool` with an eviction policy, which is told and asked as `retention.eviction` does it."""
 
 from collections.abc import Hashable, Iterable
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvblocks.retention.eviction import MAX_SESSIONS
 from kvblocks.retention.policies.policy import FreeBlock
 
 _UNKNOWN, _SEVERAL = -1, -2
-_RECORD: Any = FreeBlock
+_new_record: Any = partial(tuple.__new__, FreeBlock)  # takes a third of the time of FreeBlock(...)
 
 
 class AdvisedPool(ArrayPool):
@@ -28,7 +29,6 @@ class AdvisedPool(ArrayPool):
         self._hits = np.zeros(num_unique, np.int64)
         # By block, who gave it back since it was cached: a number of `_names`, or _SEVERAL, which `_givers` has.
         self._giver = np.full(num_unique, _UNKNOWN, np.int64)
-        self._hits_of, self._giver_of = self._hits.data, self._giver.data  # the same memory
         self._givers: dict[int, tuple[Hashable, ...]] = {}
         self._numbers: dict[Hashable, int] = {}  # of sessions
         self._names: list[Hashable] = []
@@ -56,45 +56,35 @@ class AdvisedPool(ArrayPool):
         self._released.forget(blocks)
 
     def _evict(self, number: int) -> Blocks:
-        evicted: list[int] = []
-        numbers, tree = self._released.number_of, self._tree
-        while len(evicted) < number:
-            missing = number - len(evicted)
-            victim = self._advice.ask(missing)
+        found: list[int] = []
+        numbers, tree, advice = self._released.number_of, self._tree, self._advice
+        while len(found) < number:
+            missing = number - len(found)
+            victim = advice.ask(missing)
             if victim is None:
                 victim, missing = self._oldest(), 1
-            blocks = tree.below(victim, missing, numbers)
-            if len(blocks) == 1:
-                self._remove_one(blocks[0])
-            else:
-                self._remove(blocks)
-            evicted += blocks
-        self.num_policy_failures = self._advice.num_failures
-        return np.array(evicted, np.intp)
-
-    def _remove(self, blocks: list[int]) -> None:
-        """Evict blocks, each behind all below it. O(blocks)."""
-        gone = np.array(blocks, np.intp)
-        self._is_cached[gone] = 0
-        self._hits[gone] = 0
+            if tree.has_below(victim):
+                blocks = tree.below(victim, missing, numbers)
+                gone = np.array(blocks, np.intp)
+                self._is_cached[gone] = 0
+                advice.tell_removed(blocks[:])
+                self._released.forget(gone)
+                tree.remove(gone, self._is_cached)
+                found += blocks
+            else:  # without NumPy, which takes several times as long for one block
+                advice.tell_removed([victim])
+                numbers[victim] = 0
+                tree.remove_one(victim)
+                found.append(victim)
+        self.num_policy_failures = advice.num_failures
+        evicted = np.array(found, np.intp)
+        self._is_cached[evicted] = 0
+        self._hits[evicted] = 0
         if self._givers:
-            for block in gone[self._giver[gone] == _SEVERAL].tolist():
+            for block in evicted[self._giver[evicted] == _SEVERAL].tolist():
                 del self._givers[block]
-        self._giver[gone] = _UNKNOWN
-        self._advice.tell("remove", blocks[:])
-        self._released.forget(gone)
-        self._tree.remove(gone, self._is_cached)
-
-    def _remove_one(self, block: int) -> None:
-        """`_remove` of one block, without NumPy, which takes several times as long for one. O(1)."""
-        self._cached[block] = 0
-        self._hits_of[block] = 0
-        if self._giver_of[block] == _SEVERAL:
-            del self._givers[block]
-        self._giver_of[block] = _UNKNOWN
-        self._advice.tell("remove", [block])
-        self._released.number_of[block] = 0
-        self._tree.remove_one(block)
+        self._giver[evicted] = _UNKNOWN
+        return evicted
 
     def _oldest(self) -> int:
         """Return the least recently used free block. O(blocks of the trace), by NumPy."""
@@ -121,9 +111,7 @@ class AdvisedPool(ArrayPool):
                 others = [known[block][:-1] if block in known else () for block in freed.tolist()]
         depths = range(len(path) - 1, num_owned - 1, -1)
         fields = zip(freed.tolist(), depths, repeat(tenant), repeat(session), self._hits[freed].tolist(), others)
-        new = tuple.__new__  # takes half the time of FreeBlock(...)
-        records = [new(_RECORD, each) for each in fields]
-        self._advice.tell("free", records)
+        self._advice.tell("free", [*map(_new_record, fields)])
         self.num_policy_failures = self._advice.num_failures
 
     def _note_giver(self, path: Blocks, session: Hashable) -> None:

@@ -47,19 +47,27 @@ class CachedTree:
     def remove_one(self, block: int) -> None:
         """`remove` of one block, below which there is none. O(1)."""
         parent = self._parent_of[block]
-        if parent != _NONE:
+        if parent == _NONE:
+            return
+        if self._child_of[parent] == block:
+            self._child_of[parent] = _NONE
+        else:
             self._detach(block, parent)
 
     def _detach(self, block: int, parent: int) -> None:
         """A block is no longer among the children of its parent, which stays."""
-        branches = self._branches.get(parent)
-        if branches is None:
+        if self._child_of[parent] != _SEVERAL:
             self._child_of[parent] = _NONE
             return
+        branches = self._branches[parent]
         branches.discard(block)
         if len(branches) == 1:
             self._child_of[parent] = next(iter(branches))
             del self._branches[parent]
+
+    def has_below(self, block: int) -> bool:
+        """Whether any cached block comes behind a block. O(1)."""
+        return self._child_of[block] != _NONE
 
     def below(self, block: int, most: int, numbers: "memoryview[int]") -> list[int]:
         """Return the blocks below a block, and the block last, at most `most`: each behind all below it.
@@ -68,8 +76,6 @@ class CachedTree:
         O(blocks below it).
         """
         child = self._child_of
-        if child[block] == _NONE:
-            return [block]
         found: list[int] = []
         todo: list[int | list[int]] = [block]  # a block to follow, or a stretch to return
         while todo and len(found) < most:

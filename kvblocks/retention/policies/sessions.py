@@ -74,16 +74,23 @@ class SessionsPolicy:
     def free(self, blocks: list[FreeBlock]) -> None:
         """Make the blocks a thread, or put them into the one that the request continued. O(blocks)."""
         self._settle()
-        thread: Thread | None = None
+        if not blocks:
+            return
+        ids, depths, tenants, sessions, _, others = zip(*blocks)  # noqa: B905  # by field
         first = 0
-        for i in [*_changes(blocks), len(blocks)]:
-            if first < i:
-                thread = self._gather(blocks if i - first == len(blocks) else blocks[first:i])
-                first = i
-                if thread.session is not None and thread.session.has_ended:
-                    self._drop(thread)
-                else:
-                    self._pause(thread, self._kind_of(thread.session))
+        for i in [*_changes(sessions, tenants), len(blocks)]:
+            session = None if sessions[first] is None else self._find(tenants[first], sessions[first])
+            thread = self._gather(session, ids[first:i], depths[first:i])
+            if any(others[first:i]):
+                for block_id, each in zip(ids[first:i], others[first:i]):  # noqa: B905  # as many
+                    if each:
+                        self._others[block_id] = each
+                        self._tenants[block_id] = tenants[first]
+            first = i
+            if session is not None and session.has_ended:
+                self._drop(thread)
+            else:
+                self._pause(thread, self._kind_of(session))
 
     def use(self, block_ids: list[int]) -> None:
         """Take them out of their threads. O(blocks)."""
@@ -124,9 +131,17 @@ class SessionsPolicy:
 
     def remove(self, block_ids: list[int]) -> None:
         """Forget them. O(blocks)."""
+        if self._others:
+            for block_id in block_ids:
+                self._forget_others(block_id)
         for block_id in block_ids:
-            self._leave(block_id)
-            self._threads.pop(block_id, None)
+            thread = self._threads.pop(block_id, None)
+            if thread is None or block_id not in thread.blocks:
+                self._unwanted.pop(block_id, None)
+            else:
+                del thread.blocks[block_id]
+                if not thread.blocks:
+                    self._note_empty(thread)
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
         """Rank the session's last thread by the reason. O(1) on average."""
@@ -324,26 +339,20 @@ class SessionsPolicy:
             self._threads[block_id] = thread
         return thread
 
-    def _gather(self, blocks: list[FreeBlock]) -> Thread:
+    def _gather(self, session: Session | None, ids: tuple[int, ...], depths: tuple[int, ...]) -> Thread:
         """Put blocks that one sequence gave back into a thread. Returns the thread."""
-        first = blocks[0]
-        session = None if first.session is None else self._find(first.tenant, first.session)
         found: Thread | None = None
         if session is not None:
-            for block in blocks:
-                known = self._threads.get(block.block_id)
+            for block_id in ids:
+                known = self._threads.get(block_id)
                 if known is not None and known.session is session and known in session.threads:
                     found = known
                     break
         thread = Thread(session) if found is None else found
-        ids = [block.block_id for block in blocks]
         own = thread.blocks
-        for block_id, depth in zip(ids, [block.depth for block in blocks]):  # noqa: B905  # faster than `update`
+        for block_id, depth in zip(ids, depths):  # noqa: B905  # faster than `update`
             own[block_id] = depth
         self._threads.update(dict.fromkeys(ids, thread))
-        for block in [block for block in blocks if block.others]:
-            self._others[block.block_id] = block.others
-            self._tenants[block.block_id] = block.tenant
         if session is not None:
             took = 0.0 if session.began is None else float(self._cache.now - session.began)
             thread.took = max(took, self._kept / _SHORTEST) if took > 0.0 else 0.0
@@ -454,17 +463,14 @@ class SessionsPolicy:
         return found
 
 
-def _changes(blocks: list[FreeBlock]) -> list[int]:
+def _changes(sessions: tuple[Hashable, ...], tenants: tuple[str | None, ...]) -> list[int]:
     """Return the indices of blocks that another session gave back than the block before, or another tenant's."""
-    if not blocks:
-        return []
-    session, tenant = blocks[0].session, blocks[0].tenant
-    is_same = all(map(is_, [block.session for block in blocks], repeat(session)))
-    if is_same and [block.tenant for block in blocks].count(tenant) == len(blocks):  # mostly
+    session, tenant = sessions[0], tenants[0]
+    if all(map(is_, sessions, repeat(session))) and tenants.count(tenant) == len(tenants):  # mostly
         return []
     found: list[int] = []
-    for i, block in enumerate(blocks):
-        if block.session is not session or block.tenant != tenant:
+    for i in range(len(sessions)):
+        if sessions[i] is not session or tenants[i] != tenant:
             found.append(i)
-            session, tenant = block.session, block.tenant
+            session, tenant = sessions[i], tenants[i]
     return found

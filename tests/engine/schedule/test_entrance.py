@@ -49,6 +49,29 @@ def test_a_session_without_room_waits_before_the_queue_and_others_pass_it():
     assert scheduler.entrance.view.members == (((None, "two"), 30, None),)
 
 
+def test_a_session_of_another_tenant_is_another_one():
+    scheduler, cache = make_gated(room=40)
+    add(scheduler, "a", [0] * 30, "one", max_tokens=9, salt="x")
+    step(scheduler, cache)
+    add(scheduler, "b", [0] * 20, "one", salt="y")
+    step(scheduler, cache)
+    assert [key for key, _, _ in scheduler.entrance.view.members] == [("x", "one")]
+    (waits,) = scheduler.entrance.view.waiting
+    assert waits.session == ("y", "one")
+
+
+def test_whose_prompt_is_cached_is_the_next():
+    scheduler, cache = make_gated(room=60)
+    add(scheduler, "known", [2] * 16, max_tokens=1)  # without a session
+    step(scheduler, cache)
+    add(scheduler, "a", [0] * 50, "one", max_tokens=9)
+    step(scheduler, cache)
+    add(scheduler, "b", [1] * 20, "two")
+    add(scheduler, "c", [2] * 20, "three")
+    step(scheduler, cache)
+    assert [waits.session for waits in scheduler.entrance.view.waiting] == [(None, "three"), (None, "two")]
+
+
 def test_an_idle_scheduler_says_when_the_gate_may_let_somebody_in():
     scheduler, cache = make_gated(room=40)
     at(scheduler, 100.0)
