@@ -62,6 +62,15 @@ def wrong(name: str, expected: str, value: object) -> InvalidArgumentError:
     return InvalidArgumentError(f"{name}: expected {expected}, got {shown(value)}")
 
 
+def pip_install(extras: str) -> str:
+    """Return the command that installs what `extras` bring ("engine", or several with commas), for an error message.
+
+    pip finds an installed kvblocks by its name, whether it came from a checkout, a wheel or an index. A checkout that
+    isn't installed has a name of its own.
+    """
+    return f"pip install 'kvblocks[{extras}]' (in a checkout that isn't installed: '.[{extras}]')"
+
+
 def is_a(value: object, kind: type) -> bool:
     """Whether `value` really is a `kind`, whatever its `__class__` says."""
     return issubclass(type(value), kind)

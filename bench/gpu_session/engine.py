@@ -1,7 +1,9 @@
 """The item `engine`: whole steps at the shapes of Llama 3 8B, whose weights are random and made on the device.
 
-Times are those of `Engine.step`, with scheduling and sampling: the wall's, and the host's CPU time in this thread. They
-come from tens of steps of one run, and say nothing about requests that come and go.
+Times are those of `Engine.step`, with scheduling and sampling: the wall's, the host's (the wall's without the wait for
+the device's tokens), and the host's CPU time in this thread, in which waiting may count. They come from tens of steps
+of one run, and say nothing about requests that come and go. Decode steps are timed with overlap and without: what the
+host does is hidden as far as a step with overlap takes less than the wait and the host's time of one without.
 """
 
 import gc
@@ -97,6 +99,7 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
     yield "prefixes of 1024 cached, 32 suffixes of 16", runs.suffixes
     yield "mixed: 32 decodes, prompts of 512 beside them", runs.mixed
     yield "graphs give the tokens of steps without", runs.graphs
+    yield "overlap gives the tokens of steps without", runs.overlap
     yield "copies to host memory and back", runs.copies
     if not is_rehearsal:  # it takes a minute in the interpreter
         yield "prefill 2 x 8000, deterministic", partial(runs.prefill, is_deterministic=True)
@@ -117,18 +120,23 @@ class _Runs:
         return {"seconds": time.perf_counter() - start, "config": str(model.config)[:300]}
 
     def decode(self, batch: int, context: int, options: dict[str, Any]) -> Facts:
-        """Prefill prompts, then time decode steps of all of them."""
+        """Prefill prompts, then time decode steps of all of them, with overlap and without."""
         batch, context = self._small(batch), self._small(context, least=8)
         steps = self._scale.num_steps
-        engine, facts = self._engine(batch, context + steps + 16)
+        engine, facts = self._engine(batch, context + 2 * steps + 24)
         start = time.perf_counter()
-        self._submit(engine, batch, context, steps + 12, options)
+        self._submit(engine, batch, context, 2 * steps + 20, options)
         num_prefill_steps = self._until_all_decode(engine)
         facts["prefill_tokens_per_s"] = batch * context / (time.perf_counter() - start)
         facts["prefill_steps"] = num_prefill_steps
-        for _ in range(2):
+        for overlaps in (True, False):
+            engine.stepper.overlaps = overlaps
+            for _ in range(3):
+                engine.step()
+            self._wait()
             engine.step()
-        facts |= self._time_steps(engine, steps)
+            found = self._time_steps(engine, steps)
+            facts |= found if overlaps else {f"{name}, no overlap": value for name, value in found.items()}
         facts["tokens_per_s"] = batch / (facts["step_ms"] * 1e-3)
         return facts
 
@@ -163,6 +171,7 @@ class _Runs:
         facts: Facts = {}
         for how, has_graphs in (("without graphs", False), ("with graphs", True)):
             engine, _ = self._engine(batch, shared + own + 16, warms_up=False, has_graphs=has_graphs)
+            engine.stepper.overlaps = False  # a step is timed alone
             facts[how] = self._time_suffixes(engine, shared, own, batch)
         return facts
 
@@ -178,7 +187,7 @@ class _Runs:
             while engine.has_work:
                 engine.step()
         facts: Facts = {"all": samples, "replays": getattr(engine.runner, "num_ragged_replays", 0)}
-        for name in ("step_ms", "host_cpu_ms"):
+        for name in ("step_ms", "host_ms", "host_cpu_ms"):
             facts[name] = statistics.median(sample[name] for sample in samples[1:])
         return facts
 
@@ -193,7 +202,7 @@ class _Runs:
         for number in range(steps):
             engine.submit(self._prompts(1, prompt, seed=1000 + number)[0], max_tokens=1, ignore_eos=True)
             samples.append(self._time_steps(engine, 1))
-        for name in ("step_ms", "host_cpu_ms"):
+        for name in ("step_ms", "host_ms", "host_cpu_ms"):
             facts[name] = statistics.median(sample[name] for sample in samples[2:] or samples)
         return facts
 
@@ -214,6 +223,22 @@ class _Runs:
         needs_graphs = self._scale.device.type == "cuda"
         is_right = same == len(prompts) and (replayed > 0 or not needs_graphs)
         return {"is_right": is_right, "answers": len(prompts), "same": same, "replays": replayed}
+
+    def overlap(self) -> Facts:
+        """The same tokens with overlap and without, greedy and drawn. All requests decode together, so shapes agree."""
+        from kvblocks.engine import Engine
+
+        prompts = self._prompts(32 if self._scale.shrink == 1 else 2, self._small(100, least=20), seed=6)
+        engine = Engine(self._loaded(), num_blocks=400, attention="triton", overlap=True, enable_prefix_caching=False)
+        facts: Facts = {"is_right": True, "answers": len(prompts)}
+        for how, options in (("greedy", {}), ("top_p", TOP_P | {"seed": 1})):
+            answers = []
+            for engine.stepper.overlaps in (False, True):
+                completions = engine.generate(prompts, max_tokens=self._small(40, least=3), ignore_eos=True, **options)
+                answers.append([completion.token_ids for completion in completions])
+            facts[f"same, {how}"] = same = sum(one == other for one, other in zip(*answers, strict=True))
+            facts["is_right"] = facts["is_right"] and same == len(prompts)
+        return facts
 
     def copies(self) -> Facts:
         """Blocks to pinned host memory and back, as tiers copy them. The bytes must come back."""
@@ -297,16 +322,19 @@ class _Runs:
         return number
 
     def _time_steps(self, engine: "Engine", number: int) -> Facts:
-        """Milliseconds of steps: the wall's median, least and most, and the host's CPU time."""
+        """Milliseconds of steps: the wall's median, least and most; the host's, without waiting; and its CPU time."""
         wall: list[float] = []
         host: list[float] = []
+        used: list[float] = []
         for _ in range(number):
-            start, used = time.perf_counter(), time.thread_time()
+            start, waited, thread = time.perf_counter(), engine.stepper.waited_s, time.thread_time()
             engine.step()
+            used.append((time.thread_time() - thread) * 1e3)
             wall.append((time.perf_counter() - start) * 1e3)
-            host.append((time.thread_time() - used) * 1e3)
+            host.append(wall[-1] - (engine.stepper.waited_s - waited) * 1e3)
         spread = {"step_min_ms": min(wall), "step_max_ms": max(wall)} if number > 1 else {}
-        return {"step_ms": statistics.median(wall), **spread, "host_cpu_ms": statistics.median(host)}
+        times = {"host_ms": statistics.median(host), "host_cpu_ms": statistics.median(used)}
+        return {"step_ms": statistics.median(wall), **spread, **times}
 
     def _small(self, number: int, *, least: int = 1) -> int:
         return max(least, number // self._scale.shrink)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from kvblocks.arguments import pip_install
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.version import __version__
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvblocks.engine.options import OptionValues
     from kvblocks.engine.run.runner import LoadedModel
 
-_NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[engine]'"
+_NO_ENGINE = f"kvblocks: this command needs the engine: {pip_install('engine')}"
 
 try:
     import typer
@@ -45,7 +46,7 @@ from kvblocks.cli.server import server_commands  # noqa: E402
 from kvblocks.cli.verify import verify_commands  # noqa: E402
 
 _SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httptools", "httpx2"})
-_NO_SERVER = "kvblocks: this command needs the server: pip install 'kvblocks[engine,server]'"
+_NO_SERVER = f"kvblocks: this command needs the server: {pip_install('engine,server')}"
 
 app = typer.Typer(
     name="kvblocks",
@@ -134,7 +135,7 @@ def demo(
         try:
             from kvblocks.cli.restart import run_restart
         except ModuleNotFoundError as error:
-            console.print(f"The last part needs `pip install 'kvblocks[engine,server]'`: {error}", markup=False)
+            console.print(f"The last part needs the server: {pip_install('engine,server')}: {error}", markup=False)
         else:
             results["restart"] = run_restart(model, console).to_json()
     if json:

@@ -49,7 +49,9 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
             raise  # a module of our own is missing: a bug
-        message = f"kvblocks.engine: expected the package {error.name}, got none: pip install 'kvblocks[engine]'"
+        from kvblocks.arguments import pip_install
+
+        message = f"kvblocks.engine: expected the package {error.name}, got none: {pip_install('engine')}"
         raise ModuleNotFoundError(message, name=error.name) from error
 
     for module in (completion, engine, errors, generation, options, runner, step, tier_options, place, registry):

@@ -78,6 +78,8 @@ class Engine:
     and never change. A pool of the same bytes then has two or four times as many blocks (bench/README.md says what
     that costs).
     cuda_graphs: whether decode steps are captured and replayed, on CUDA with attention by triton.
+    overlap: whether a step is launched before the tokens of the one before are read, where it can be; the tokens are
+    the same. None: on CUDA.
     schedule: the order in which waiting prompts begin: "fcfs", first come first served; "longest-prefix", the longest
     cached prefix first; "grouped", prompts that share a prefix together. See `engine.schedule.order`.
     eviction: the eviction policy of the pool, as of a `KVCacheManager`; its clock is `time.monotonic`. "sessions" uses
@@ -96,7 +98,8 @@ class Engine:
     device and in tiers. An `EventPublisher`'s `publish` is one. It must neither wait nor raise. None: no events are
     recorded.
 
-    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling, num_steps. `limits` may be replaced.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner, stepper (`waited_s`, and `overlaps`, which may
+    be assigned), sampling, num_steps. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk's folder that can't be used. Loads
     the model.
     """
@@ -116,6 +119,7 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         kv_cache_dtype: str = "auto",
         cuda_graphs: bool = True,
+        overlap: bool | None = None,
         schedule: str = "fcfs",
         eviction: str | PolicyFactory | None = None,
         limits: StepLimits | None = None,
@@ -126,7 +130,7 @@ class Engine:
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
         flags = {"remember_next_token": remember_next_token, "session_gate": session_gate}
-        _check_options(on_events, eviction, enable_prefix_caching, flags)
+        _check_options(on_events, eviction, enable_prefix_caching, flags, overlap)
         below = read_tiers(tiers)
         order = make_order(schedule)
         check_count("block_size", block_size, 1)
@@ -156,7 +160,8 @@ class Engine:
             self.scheduler = _make_scheduler(self.manager, self.runner, order, limits, **how)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
-        self._stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens))
+        overlaps = bool(self.model.device.type == "cuda" if overlap is None else overlap)
+        self.stepper = Stepper(self.scheduler, BatchSampler(self.runner.draw_tokens), overlaps=overlaps)
         self._on_events = on_events
         self._tell_events()  # of the blocks that a disk has
 
@@ -172,12 +177,12 @@ class Engine:
     @property
     def sampling(self) -> SamplingCounts:
         """How many tokens were drawn so far, and how many of them needed the whole vocabulary sorted. O(1)."""
-        return self._stepper.sampler.counts
+        return self.stepper.sampler.counts
 
     @property
     def num_steps(self) -> int:
         """How many steps went through the model since the engine was made; those that died don't count. O(1)."""
-        return self._stepper.num_steps
+        return self.stepper.num_steps
 
     @property
     def has_work(self) -> bool:
@@ -271,15 +276,17 @@ class Engine:
         generations = self._intake.read(prompt, GenerationOptions(**options), "prompt", prompt_index)
         for generation in generations:
             generation.is_submitted = True
-        self._stepper.add(generations, timeout_s=timeout_s)
+        self.stepper.add(generations, timeout_s=timeout_s)
         return generations
 
     def cancel(self, generation: Generation) -> None:
         """End a submitted generation, between two steps. Its blocks are free at once. Does nothing if it has ended."""
-        self._stepper.cancel(generation)
+        self.stepper.cancel(generation)
 
     def step(self) -> list[Generation]:
         """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
+
+        With `overlap` it may return what the step before has computed, and leave its own for the next call.
 
         `stream` and `generate` call this, and you may call it too. Never raises for submitted generations: those of a
         step that dies end with finish_reason "error". For a stream's generations it raises the errors of the model and
@@ -290,7 +297,7 @@ class Engine:
         self.manager.now = time.monotonic()
         if self.offload is not None:
             self.offload.seek(self.scheduler)
-        changed = self._stepper.step(self.runner)
+        changed = self.stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
         self.metrics.observe()
@@ -386,7 +393,7 @@ class Engine:
     def _run(self, generations: list[Generation]) -> Iterator[Piece]:
         """Queue the requests, step until they are finished, and yield their pieces."""
         try:
-            self._stepper.add(generations)
+            self.stepper.add(generations)
             while True:
                 for generation in generations:
                     while generation.pieces:
@@ -397,7 +404,7 @@ class Engine:
                 self._wait_for_gate()
         finally:
             for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
-                self._stepper.cancel(generation)
+                self.stepper.cancel(generation)
 
 
 def _check_limits(limits: object) -> StepLimits:
@@ -407,7 +414,11 @@ def _check_limits(limits: object) -> StepLimits:
 
 
 def _check_options(
-    on_events: object, eviction: object, enable_prefix_caching: object, flags: Mapping[str, Flag]
+    on_events: object,
+    eviction: object,
+    enable_prefix_caching: object,
+    flags: Mapping[str, Flag],
+    overlap: Flag | None,
 ) -> None:
     """Raise InvalidArgumentError for options that no other module checks before the weights are loaded.
 
@@ -417,6 +428,8 @@ def _check_options(
         find_factory(eviction, NAMED)
     if on_events is not None and not callable(on_events):
         raise wrong("on_events", "a callable or None", on_events)
+    if overlap is not None:
+        check_flag("overlap", overlap)
     for name, flag in flags.items():
         if check_flag(name, flag) and not enable_prefix_caching:
             raise wrong(name, "False with enable_prefix_caching=False", flag)

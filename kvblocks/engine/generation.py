@@ -53,10 +53,13 @@ class Generation:
             return "error"
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
 
-    def next_draw(self) -> Draw | Exception:
-        """How to draw its next token, or the exception of a failure of this request alone. O(new tokens)."""
+    def next_draw(self, num_unknown: int = 0) -> Draw | Exception:
+        """How to draw its next token, or the exception of a failure of this request alone. O(new tokens).
+
+        num_unknown: as of `Sampler.next_draw`.
+        """
         try:
-            return self.sampler.next_draw(self.request.sequence)
+            return self.sampler.next_draw(self.request.sequence, num_unknown)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this sampler's
             return error
 

@@ -5,6 +5,8 @@ wait again, and the next step goes on. A caller that submits prompts, as a serve
 generation (finish_reason "error", and the exception). A step that dies fails only its own generations; if one of them
 is known to be the reason, only that one.
 
+Where steps overlap, the device computes a step while the host schedules and launches the next one (`PendingStep`).
+
 In both cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and
 nobody knows since when. So the whole cache is reset then, which only costs time.
 """
@@ -14,12 +16,16 @@ from collections.abc import Sequence
 from itertools import chain
 from traceback import clear_frames
 
+from torch import Tensor
+
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.pending_step import PendingStep
 from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
+from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
@@ -31,12 +37,19 @@ Outcomes = list[tuple[Generation, Outcome]]
 
 
 class Stepper:
-    """Runs the steps of one scheduler. It holds a generation exactly as long as its request is unfinished."""
+    """Runs the steps of one scheduler. It holds a generation exactly as long as its request is unfinished.
 
-    def __init__(self, scheduler: Scheduler, sampler: BatchSampler) -> None:
+    overlaps: whether a step may be launched before the tokens of the one before are read (see `step`); assign it at any
+    time. Attributes: num_steps, that went through the model; waited_s, the seconds for which steps waited for tokens.
+    """
+
+    def __init__(self, scheduler: Scheduler, sampler: BatchSampler, *, overlaps: bool = False) -> None:
         self.scheduler = scheduler
         self.sampler = sampler
-        self.num_steps = 0  # that went through the model
+        self.num_steps = 0
+        self.waited_s = 0.0
+        self.overlaps = overlaps
+        self._pending: PendingStep | None = None  # launched, but not read
         self._generations: dict[Request, Generation] = {}
         self._only_answered = False  # in the last step
 
@@ -62,11 +75,14 @@ class Stepper:
     def step(self, runner: ModelRunner) -> list[Generation]:
         """Compute one step with `runner`. Return the generations that got a piece or ended, with expired ones.
 
+        If steps overlap, a step that the next one can follow is only launched. The next call launches the step behind
+        it, and then reads and returns its tokens.
+
         A remembered token is given before anything is computed. A step that gives such tokens computes nothing, unless
         the step before it computed nothing for that reason.
 
         Raises, with the step undone, the failure of a generation that wasn't submitted, and whatever isn't an
-        Exception.
+        Exception. A step that was launched before is read first if it can be, else undone, too.
         """
         told = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
         answered = self._answer()
@@ -74,20 +90,63 @@ class Stepper:
         self._only_answered = bool(answered) and not self._only_answered
         if self._only_answered:
             return told
-        written = written_tokens(self.scheduler)
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.is_wanted:
+            pending = None
+        written = written_tokens(self.scheduler) | ({} if pending is None else pending.starts)
         chunks: list[ScheduledChunk] | None = None
         try:
-            scheduled = self.scheduler.schedule()
-            after = self._bring_states(runner) if scheduled else []
+            scheduled, after = self._schedule(pending, runner)
             chunks = scheduled
-            computed = self._compute(chunks, runner, after) if chunks else []
-            return list(dict.fromkeys([*told, *computed]))
+            return list(dict.fromkeys([*told, *self._run(pending, chunks, runner, after)]))
         except StalledError as error:
             return list(dict.fromkeys([*told, *self._fail([error.request], error)]))
         except BaseException as error:
-            if chunks is None or not isinstance(error, Exception):  # `_compute` has undone the step after others
+            if chunks is None or not isinstance(error, Exception):  # `_run` has undone the steps after others
                 undo(self.scheduler, written)
+                self._pending = None
             raise
+
+    def _schedule(
+        self, pending: PendingStep | None, runner: ModelRunner
+    ) -> tuple[list[ScheduledChunk], Sequence[StateCopy]]:
+        """Schedule the next step. Return its chunks, and the copies of states to make when it is computed.
+
+        It is empty if the tokens of the pending step have to be read first.
+        """
+        if pending is not None:
+            follows = self.overlaps and pending.may_be_followed
+            return self.scheduler.schedule_ahead(pending.chunks) if follows else [], ()
+        chunks = self.scheduler.schedule()
+        return chunks, self._bring_states(runner) if chunks else ()
+
+    def _run(
+        self,
+        pending: PendingStep | None,
+        chunks: list[ScheduledChunk],
+        runner: ModelRunner,
+        after: Sequence[StateCopy],
+    ) -> list[Generation]:
+        """Launch a scheduled step, and read the one before it, which is pending, or else itself if nothing may overlap.
+
+        Returns the generations that got a piece or ended.
+        """
+        if not chunks:
+            return [] if pending is None else self._finish(pending)
+        try:
+            step = self._launch(chunks, runner, after, None if pending is None else pending.draws.tokens)
+        except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
+            told = [] if pending is None else self._finish(pending, chunks)
+            return [*told, *self._undo(chunks, error)]
+        if pending is not None:
+            told = self._finish(pending, chunks)
+            step.start_s = time.perf_counter()
+            self._pending = step
+            return told
+        if self.overlaps and step.may_be_followed and may_plan(self.scheduler.manager, self.scheduler.remembered):
+            self._pending = step
+            return []
+        return self._finish(step)
 
     def _answer(self) -> list[Generation]:
         """Give waiting generations their remembered first tokens, and return these generations."""
@@ -107,45 +166,75 @@ class Stepper:
         runner.copy_states(before)
         return after
 
-    def _compute(
-        self, chunks: list[ScheduledChunk], runner: ModelRunner, after: Sequence[StateCopy]
-    ) -> list[Generation]:
-        """Run a step that was scheduled. after: the copies of states to make behind it."""
-        sampling = [
-            [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
-        ]
+    def _launch(
+        self,
+        chunks: list[ScheduledChunk],
+        runner: ModelRunner,
+        after: Sequence[StateCopy],
+        drawn: Tensor | None = None,
+    ) -> PendingStep:
+        """Have the device compute a step, and draw its tokens.
+
+        after: the copies of states to make behind it. drawn: the tokens of the step before, if they aren't known.
+        """
+        rows = [[self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples]
+        unknown = [0 if chunk.source is None else 1 for chunk in chunks if chunk.samples]
         scorer = self._make_scorer(chunks)
         start_s = time.perf_counter()
-        try:
+        if drawn is not None:
+            logits = runner.run(chunks, scorer, drawn)
+        else:
             logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
-            if after:
-                runner.copy_states(after)
-            outcomes = self.sampler.sample(logits, [[generation.next_draw() for generation in row] for row in sampling])
-            self.scheduler.note_step(chunks, time.perf_counter() - start_s)
-        except BaseException as error:
-            self.scheduler.abort(chunks)
-            if not isinstance(error, Exception):
-                raise
-            if isinstance(error, BrokenLogitsError):
-                self.scheduler.manager.reset_prefix_cache()
-            return self._fail(
-                [request for chunk in chunks for request in (chunk.request, *chunk.request.siblings)], error
-            )
-        results = list(zip(chain.from_iterable(sampling), outcomes, strict=True))
-        if any(isinstance(outcome, BrokenLogitsError) for outcome in outcomes):
-            self.scheduler.manager.reset_prefix_cache()
-        self._raise_if_streamed(results, chunks)
+        if after:
+            runner.copy_states(after)
+        draws = [[one.next_draw(number) for one in row] for row, number in zip(rows, unknown, strict=True)]
+        return PendingStep(chunks, rows, self.sampler.begin(logits, draws), scorer, start_s)
+
+    def _finish(self, step: PendingStep, planned: Sequence[ScheduledChunk] = ()) -> list[Generation]:
+        """Read a launched step's tokens, and record them. Returns the generations that got a piece or ended.
+
+        planned: the step behind it, if it is scheduled. It is undone, too, if this step has died.
+        """
+        both = [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
+        try:
+            outcomes = self._read(step)
+            self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
+        except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
+            return self._undo(both, error)
+        drawn = zip(chain.from_iterable(step.rows), outcomes, strict=True)
+        results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
-        self.scheduler.complete(chunks, tokens)
+        if None in tokens:
+            if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
+                self.scheduler.manager.reset_prefix_cache()
+            self._raise_if_streamed(results, both)
+        self.scheduler.complete(step.chunks, tokens, planned)
         self.num_steps += 1
-        if scorer is not None:
-            self._note_scores(scorer, chunks)
+        if step.scorer is not None:
+            self._note_scores(step.scorer, step.chunks)
         for generation, outcome in results:
             self._record(generation, outcome)
-        ended = [self._generations.pop(chunk.request) for chunk in chunks if chunk.is_all]
+        ended = [self._generations.pop(chunk.request) for chunk in step.chunks if chunk.is_all]
         for generation in ended:
             generation.end(time.perf_counter())
         return [*(generation for generation, _ in results), *ended]
+
+    def _read(self, step: PendingStep) -> list[Outcome]:
+        """Wait for a step's tokens."""
+        start_s = time.perf_counter()
+        try:
+            step.draws.wait()
+        finally:
+            self.waited_s += time.perf_counter() - start_s
+        return step.draws.read()
+
+    def _undo(self, chunks: Sequence[ScheduledChunk], error: Exception) -> list[Generation]:
+        """Undo steps that died, and fail their generations, which are returned, or raise the error."""
+        self.scheduler.abort(chunks)
+        if isinstance(error, BrokenLogitsError):
+            self.scheduler.manager.reset_prefix_cache()
+        requests = [request for chunk in chunks for request in (chunk.request, *chunk.request.siblings)]
+        return self._fail([request for request in requests if request.finish_reason is None], error)
 
     def _make_scorer(self, chunks: Sequence[ScheduledChunk]) -> Scorer | None:
         """The scorer of prompts whose tokens' log probabilities are wanted; None if there are no such prompts."""
@@ -169,7 +258,7 @@ class Stepper:
                 chunk.request.max_hit_tokens = None if scores.is_whole else scores.num_scored
 
     def _raise_if_streamed(self, results: Outcomes, chunks: list[ScheduledChunk]) -> None:
-        """Undo the step and raise if a generation that wasn't submitted got no token."""
+        """Undo the steps with these chunks and raise if a generation that wasn't submitted got no token."""
         for generation, outcome in results:
             if isinstance(outcome, Exception) and not generation.is_submitted:
                 self.scheduler.abort(chunks)

@@ -1,5 +1,6 @@
 """The errors of the wire."""
 
+from kvblocks.arguments import pip_install
 from kvblocks.errors import KVBlocksError
 
 
@@ -13,4 +14,4 @@ class PublisherClosedError(KVBlocksError):
 
 def missing(package: str, error: ImportError) -> ImportError:
     """Return the error that says how to install a package that the wire needs."""
-    return ImportError(f"kvblocks.wire: expected the package {package}, got {error}: pip install 'kvblocks[wire]'")
+    return ImportError(f"kvblocks.wire: expected the package {package}, got {error}: {pip_install('wire')}")

@@ -33,7 +33,7 @@ from typing import Any, Final, SupportsIndex
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, plain_text, wrong
+from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, pip_install, plain_text, wrong
 from kvblocks.core.hashing import Names, sha256_digest
 from kvblocks.core.tokens import TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError
@@ -126,7 +126,7 @@ def _cbor_encoder(wanted_by: str) -> Callable[[Any], bytes]:
         dumps: Any = import_module("cbor2").dumps
     except ModuleNotFoundError as error:
         raise InvalidArgumentError(
-            f"{wanted_by}: expected the package cbor2, got none: pip install 'kvblocks[wire]'"
+            f"{wanted_by}: expected the package cbor2, got none: {pip_install('wire')}"
         ) from error
     return partial(dumps, canonical=True)
 

@@ -98,3 +98,16 @@ def test_a_case_is_counted_from_its_machine_code(tmp_path):
     assert any(kind.startswith("HMMA") for kind in stream["mma"]) and stream["loads"]["128"] > 0
     assert stream["instructions_a_tile"] > 100 and stream["bytes_in_flight"] > 30 << 10
     assert f"| {stream['registers']} |" in done.stdout
+
+
+def test_the_hosts_time_for_a_step_is_timed_on_a_stand_in(tmp_path, capsys):
+    from bench.attention import host_steps
+
+    file = tmp_path / "steps.json"
+    assert host_steps.main(["--quick", "--json", str(file)]) == 0
+    times = json.loads(file.read_text())["milliseconds"]
+    assert len(times) == 8 and all(0 < one["least"] <= one["median"] for one in times.values())
+    assert capsys.readouterr().out.count(" ms, median ") == 8
+    engine = host_steps.stand_in(4, overlaps=True)
+    engine.generate([[1], [2, 3]], max_tokens=5, ignore_eos=True)
+    assert engine.runner.num_replays == 4  # the steps that are timed are replays

@@ -1,5 +1,6 @@
 """What users install: the wheel, the source distribution, the editable install, and the pinned versions."""
 
+import ast
 import email
 import importlib.metadata
 import os
@@ -43,6 +44,28 @@ def build(source: Path, kind: str, destination: Path) -> Path:
     run_python("-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(destination), cwd=source)
     (made,) = destination.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return made
+
+
+def test_one_function_says_how_to_install_and_names_extras_that_exist():
+    named, elsewhere = set(), set()
+    for path in (ROOT / "kvblocks").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if "pip_install" not in source and "kvblocks[" not in source:
+            continue
+        nodes = list(ast.walk(ast.parse(source)))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "pip_install":
+                named |= set(ast.literal_eval(node.args[0]).split(","))
+            if (
+                isinstance(node, ast.Constant)
+                and id(node) not in docstrings
+                and "install 'kvblocks[" in str(node.value)
+            ):
+                elsewhere.add(path.name)
+    assert {"engine", "server", "wire", "valkey", "structured", "gpu"} <= named
+    assert named <= set(PYPROJECT["project"]["optional-dependencies"])
+    assert elsewhere == {"arguments.py"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere, pages that sources name exist, and the design's pages are short."""
+"""The pages: their links lead somewhere, pages that sources name exist, and guides and the design's pages are short."""
 
 import re
 from collections import Counter
@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DESIGN = sorted((DOCS / "design").rglob("*.md"))
+GUIDES = sorted({*DOCS.glob("*.md"), *(DOCS / "integrations").glob("*.md")} - {DOCS / "design.md"})
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "bench").glob("*.md")])
 FOLDERS = ("kvblocks", "kernels", "tests", "bench", "examples", "tools")
 SOURCES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
@@ -101,6 +102,17 @@ def test_files_that_the_design_and_the_glossary_name_are_there():
 def test_a_page_of_the_design_is_short(path):
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
     assert num_lines < 150, f"{name_of(path)}: expected less than 150 lines, got {num_lines}: split it by wing"
+
+
+def test_the_guides_are_short():
+    num_lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in GUIDES}
+    assert len(GUIDES) > 30
+    too_long = {name: number for name, number in num_lines.items() if number > 500}
+    assert not too_long, f"expected guides of at most 500 lines, got {too_long}"
+    total = sum(num_lines.values())
+    assert total <= 4500, (
+        f"expected at most 4,500 lines in all guides, got {total}: tell a thing once, and link to it elsewhere"
+    )
 
 
 def test_the_first_page_of_the_design_lists_the_others():

@@ -12,6 +12,7 @@ other rows are stored, in blocks of their own sequence.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from kvblocks.engine.model.hybrid.mixer import StateRows
 from kvblocks.errors import InvalidArgumentError
 
 
-@dataclass(frozen=True)
-class SequenceRows:
+class SequenceRows(NamedTuple):
     """The tokens of one sequence that a step computes.
 
     `token_ids` stand at positions `start` and following. `block_ids` is the sequence's block table and covers them; so
@@ -90,7 +90,7 @@ class StepShape:
         """The shape of a step of these rows. O(sequences)."""
         lengths = [len(sequence.token_ids) for sequence in rows]
         num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
-        contexts = [sequence.seq_len for sequence in rows]
+        contexts = [sequence.start + length for sequence, length in zip(rows, lengths, strict=True)]
         pairs = tuple(zip(lengths, contexts, strict=True))
         return cls(num_decodes, max(lengths, default=0), max(contexts, default=0), pairs)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvblocks.arguments import pip_install
 from kvblocks.engine.attention.attention import KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.errors import ModelError
@@ -101,8 +102,9 @@ def check_flash_attention(block_size: int, device: torch.device) -> ModuleType:
     except ImportError as error:
         raise ModelError(
             f"attention='flash-attn': expected the package flash-attn, got: {error}. Building it takes CUDA's compiler"
-            " and the torch that it will run with: pip install 'kvblocks[engine]' packaging psutil ninja wheel, then"
-            " pip install --no-build-isolation flash-attn; or a wheel for your torch, CUDA and Python from its releases"
+            f" and the torch that it will run with: {pip_install('engine')}, pip install packaging psutil ninja wheel,"
+            " then pip install --no-build-isolation flash-attn; or a wheel for your torch, CUDA and Python from its"
+            " releases"
         ) from error
     package: ModuleType = flash_attn
     return package

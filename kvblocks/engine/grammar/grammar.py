@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvblocks.arguments import pip_install
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import GrammarError, ModelError
 from kvblocks.engine.grammar.bounds import MAX_BYTES, check_schema, check_size, check_text
@@ -70,7 +71,7 @@ class GrammarCompiler:
             import llguidance
         except ImportError as error:
             raise InvalidArgumentError(
-                "expected llguidance for answers of a given form, got none: pip install 'kvblocks[structured]'"
+                f"expected llguidance for answers of a given form, got none: {pip_install('structured')}"
             ) from error
         stops = sorted(token for token in stop_token_ids if token < vocab_size)
         if tokenizer is None or not stops:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from kvblocks.arguments import check_one_of
+from kvblocks.arguments import check_one_of, pip_install
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
 from kvblocks.engine.attention.flash_attention import FlashAttention, check_flash_attention, load_flash_attention
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales, is_8_bit
@@ -107,8 +107,8 @@ class Backend:
         if chosen in ("triton", "flashinfer"):
             if find_spec("triton") is None:
                 raise ModelError(
-                    f"attention={chosen!r}: expected the package triton, got none: pip install 'kvblocks[engine,gpu]',"
-                    " or use attention='torch'"
+                    f"attention={chosen!r}: expected the package triton, got none: {pip_install('engine,gpu')}, or"
+                    " use attention='torch'"
                 )
             from kvblocks.engine.attention.triton_attention import check_8_bit, check_device
 

@@ -9,6 +9,7 @@ Other steps run directly.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -82,25 +83,27 @@ class DeviceRunner(ModelRunner):
         return self._uploader.counts
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None, drawn: Tensor | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
-        The logits are valid until the next step. Raises InvalidArgumentError, before anything is written, for a token
+        score, drawn: as in `ModelRunner`. The logits are valid until the next step, which the device may be given
+        before they are used there. Raises InvalidArgumentError, before anything is written, for a token
         id or a position that the model doesn't have, and ModelError if the number of torch threads isn't the checked
         one.
         """
-        rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
-        self._check_rows(rows)
+        num_groups = self.model.num_groups
+        rows = [self.rows_of(chunk, num_groups) for chunk in chunks]
+        self._check_rows(rows, 0 if drawn is None else len(drawn))
         with self._on_device():
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
             if score is None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
-                return self._decode(chunks, rows)
+                return self._decode(chunks, rows, drawn)
             size = self._ragged_size(rows) if score is None else None
             if size is not None:
                 assert self._buckets is not None
-                logits = self._buckets.run_ragged(self._uploader.upload_ragged(rows, size), size)
+                logits = self._buckets.run_ragged(self._uploader.upload_ragged(rows, size, drawn), size)
                 return logits[: sum(chunk.samples for chunk in chunks)]
-            return self._compute(self._uploader.batch(self._uploader.upload(rows)), score)
+            return self._compute(self._uploader.batch(self._uploader.upload(rows, drawn=drawn)), score)
 
     def _ragged_size(self, rows: Sequence[SequenceRows]) -> RaggedSize | None:
         """What a step with a prompt is padded to for its graph; None: it runs without one."""
@@ -178,7 +181,7 @@ class DeviceRunner(ModelRunner):
         batch = padding_batch(self._uploader.tables, self.kv_cache.block_size, [1, 1], self.kv_cache.block_size)
         return self.model.compute(batch, self._cascade.begin_any(batch, self.kv_cache))
 
-    def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows]) -> Tensor:
+    def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows], drawn: Tensor | None) -> Tensor:
         """Compute one token of each sequence."""
         bucket = None if self._buckets is None else bucket_of(len(rows))
         runs, packed = None, None
@@ -188,28 +191,31 @@ class DeviceRunner(ModelRunner):
             packed = self._cascade.packed
             self.num_cascades += runs is not None
         if self._buckets is not None and bucket is not None and (runs is None or packed is not None):
-            columns = self._uploader.upload(rows, num_padded=bucket).decode_columns
+            columns = self._uploader.upload(rows, bucket, drawn).decode_columns
             assert columns is not None
             return self._buckets.run(columns, len(rows), packed)
-        batch = self._uploader.batch(self._uploader.upload(rows))
+        batch = self._uploader.batch(self._uploader.upload(rows, drawn=drawn))
         if self._cascade is None or runs is None:
             return self._compute(batch)
         return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
 
-    def _check_rows(self, rows: Sequence[SequenceRows]) -> None:
-        """Raise what `DecoderModel.forward` would, without reading from the device. The uploader checks block ids."""
+    def _check_rows(self, rows: Sequence[SequenceRows], num_drawn: int) -> None:
+        """Raise what `DecoderModel.forward` would, without reading from the device. The uploader checks block ids.
+
+        num_drawn: how many tokens the step before has drawn, which codes below 0 may stand for.
+        """
         config = self.model.config
         self.model.check_threads()
-        for sequence in rows:
-            low, high = min(sequence.token_ids), max(sequence.token_ids)
-            if low < 0 or high >= config.vocab_size:
-                got = low if low < 0 else high
-                raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
-            if sequence.start < 0 or sequence.seq_len > config.max_position_embeddings:
-                got = sequence.start if sequence.start < 0 else sequence.seq_len - 1
-                raise InvalidArgumentError(
-                    f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}"
-                )
+        token_ids = list(chain.from_iterable([sequence.token_ids for sequence in rows]))
+        low, high = min(token_ids), max(token_ids)
+        if low < -num_drawn or high >= config.vocab_size:
+            got = low if low < -num_drawn else high
+            raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
+        first = min([sequence.start for sequence in rows])
+        end = max([sequence.start + len(sequence.token_ids) for sequence in rows])
+        if first < 0 or end > config.max_position_embeddings:
+            got = first if first < 0 else end - 1
+            raise InvalidArgumentError(f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}")
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Makes the model's device the current one, on which kernels are launched."""

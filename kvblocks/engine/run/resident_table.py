@@ -77,7 +77,11 @@ class ResidentTable:
         if row is None:
             row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
         self._rows[id(block_ids)] = row
-        resident, max_blocks = row.resident, self.blocks.shape[1]
+        resident = row.resident
+        is_for_decode = num_used == len(resident) == start_block + 1 <= len(block_ids)
+        if is_for_decode and resident[start_block] == block_ids[start_block]:  # mostly: nothing is new
+            return row.number
+        max_blocks = self.blocks.shape[1]
         if num_used > min(max_blocks, len(block_ids)):
             raise InvalidArgumentError(
                 f"expected a context of at most {min(max_blocks, len(block_ids))} blocks, got {num_used}"

@@ -7,6 +7,7 @@ of the engine doesn't know the model, and the model doesn't know requests.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.warm_up import WarmUpStep
 from kvblocks.engine.sampling.batch_sampler import DrawTokens
+from kvblocks.engine.sampling.feeding import feed
 from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -129,16 +131,17 @@ class ModelRunner:
         """
         return 1 if self.model.config.has_states else self.model.config.num_layers
 
-    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None, drawn: Tensor | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
         First makes the chunks' copies, of shared blocks that this step would write to. score: called with all rows, in
-        the order of the chunks. A slice of an open chunk is a step of its own, and has no logits.
+        the order of the chunks. drawn: the tokens that the step before has drawn (`BegunDraws.tokens`), for chunks with
+        a `source`. A slice of an open chunk is a step of its own, and has no logits.
         """
         part = chunks[0].part
         if part is not None:
             return self._run_slice(chunks[0], part)
-        return self.model.forward(self._begin(chunks), self.kv_cache, score)
+        return self.model.forward(self._begin(chunks, drawn), self.kv_cache, score)
 
     @torch.inference_mode()
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
@@ -156,10 +159,12 @@ class ModelRunner:
             next(part.rest)
         return torch.empty(0, self.model.config.vocab_size)
 
-    def _begin(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:
+    def _begin(self, chunks: Sequence[ScheduledChunk], drawn: Tensor | None = None) -> StepBatch:
         """Return the chunks as a batch, and make their copies."""
         rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
+        if drawn is not None:
+            feed(batch.token_ids, list(chain.from_iterable(sequence.token_ids for sequence in rows)), drawn)
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
         return batch
 
@@ -175,6 +180,10 @@ class ModelRunner:
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
         """A chunk as rows of a batch. Their block tables are the sequence's own lists."""
         sequence = chunk.request.sequence
+        if sequence.side_tables is None:
+            return SequenceRows(
+                chunk.token_ids, chunk.start, sequence.block_ids, sequence.num_readonly_tokens, chunk.samples
+            )
         return SequenceRows(
             token_ids=chunk.token_ids,
             start=chunk.start,

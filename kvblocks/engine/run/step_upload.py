@@ -9,6 +9,7 @@ the one transfer.)
 Invariant: the vector is overwritten only after the device has read it.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
+from kvblocks.engine.sampling.feeding import feed
 
 DECODE_COLUMNS = 3
 """The first rows of a decode step's columns: token ids, lengths, read-only tokens. Each group's table rows follow."""
@@ -90,7 +92,7 @@ class StepUploader:
         self._host, self._staging = self._buffers(1024)
         self._was_read: torch.cuda.Event | None = None
 
-    def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize) -> Tensor:
+    def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize, drawn: Tensor | None = None) -> Tensor:
         """Upload a step that `size` holds, padded to it: int32 [size.num_values], in the order of `RaggedSize.split`.
 
         The sequence behind the last one gets the padding's tokens, at read-only positions. Otherwise as `upload`.
@@ -111,14 +113,20 @@ class StepUploader:
                 logits_rows + [0] * (size.num_seqs - len(logits_rows)),
             ]
 
-        parts = self._upload(rows, lambda changes: padded(self._pack(rows, changes, 0)))
+        parts = self._upload(rows, lambda changes: padded(self._pack(rows, changes, 0)), drawn)
         assert sum(len(part) for part in parts) == size.num_values
         return self._staging[: size.num_values]
 
     def _upload(
-        self, rows: Sequence[SequenceRows], pack: Callable[[list[TableChanges]], list[list[int]]]
+        self,
+        rows: Sequence[SequenceRows],
+        pack: Callable[[list[TableChanges]], list[list[int]]],
+        drawn: Tensor | None,
     ) -> list[Tensor]:
-        """Upload the sections that `pack` makes, and write the tables' changes that it finds. Returns the sections."""
+        """Upload the sections that `pack` makes, and write the tables' changes that it finds. Returns the sections.
+
+        The first section is the tokens; `drawn` are put in there.
+        """
         changes = [TableChanges() for _ in self.tables]
         for table in self.tables:
             table.reserve(len(rows))
@@ -131,15 +139,17 @@ class StepUploader:
             for table in self.tables:
                 table.forget()
             raise
+        if drawn is not None:
+            feed(parts[0], list(chain.from_iterable([sequence.token_ids for sequence in rows])), drawn)
         self._write(changes, parts[num_sections:])
         return parts[:num_sections]
 
-    def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0) -> UploadedStep:
+    def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0, drawn: Tensor | None = None) -> UploadedStep:
         """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
 
         rows: their block tables are the sequences' own lists (see `resident_table`). num_padded: a step of single
-        tokens is padded to so many sequences; the added ones have no tokens. Raises InvalidArgumentError, and uploads
-        nothing then. O(tokens + new blocks), and O(blocks) for sequences without a row.
+        tokens is padded to so many sequences; the added ones have no tokens. drawn: see `feed`. Raises
+        InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for those without a row.
         """
         shape = StepShape.of(rows)
         is_decode = shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows)
@@ -148,7 +158,7 @@ class StepUploader:
             sections = self._pack(rows, changes, num_padded if is_decode else 0)
             return sections if is_decode else sections + _ragged_sections(rows)
 
-        parts = self._upload(rows, pack)
+        parts = self._upload(rows, pack, drawn)
         num_columns = DECODE_COLUMNS + len(self.tables)
         token_ids, seq_lens, num_readonly = parts[:DECODE_COLUMNS]
         if is_decode:
@@ -181,20 +191,17 @@ class StepUploader:
         A padding sequence has 0 tokens, all of them read-only.
         """
         size = self._block_size
-        table_rows = [
-            [
-                table.assign_row(
-                    _own_list(sequence.block_tables[group]),
-                    sequence.start // size,
-                    -(-sequence.seq_len // size),
-                    changes[group],
-                )
-                for sequence in rows
-            ]
-            for group, table in enumerate(self.tables)
-        ]
-        token_ids = list(chain.from_iterable(sequence.token_ids for sequence in rows))
-        seq_lens = [sequence.seq_len for sequence in rows]
+        token_ids = list(chain.from_iterable([sequence.token_ids for sequence in rows]))
+        seq_lens = [sequence.start + len(sequence.token_ids) for sequence in rows]
+        table_rows = []
+        for group, (table, change) in enumerate(zip(self.tables, changes, strict=True)):
+            block_tables = [sequence.other_block_ids[group - 1] if group else sequence.block_ids for sequence in rows]
+            table_rows.append(
+                [
+                    table.assign_row(_own_list(block_ids), sequence.start // size, -(-seq_len // size), change)
+                    for sequence, block_ids, seq_len in zip(rows, block_tables, seq_lens, strict=True)
+                ]
+            )
         num_readonly = [sequence.num_readonly_tokens for sequence in rows]
         missing = max(0, num_padded - len(rows))
         zeros = [0] * missing
@@ -204,7 +211,7 @@ class StepUploader:
     def _transfer(self, sections: list[list[int]]) -> list[Tensor]:
         """Copy lists of ints to the device in one transfer. Returns a vector for each."""
         sizes = [len(section) for section in sections]
-        values = torch.tensor(list(chain.from_iterable(sections)), dtype=torch.int32)
+        values = torch.frombuffer(array("i", list(chain.from_iterable(sections))), dtype=torch.int32)
         if self._was_read is not None:
             self._was_read.synchronize()
         if len(values) > len(self._host):

@@ -1,5 +1,7 @@
 """Draws the tokens of a step: all rows together, on their device, with one transfer back to the host.
 
+A step's draws are begun, and read later (`BegunDraws`), so that the next step can be launched between the two.
+
 Draws that need the same work form a group: greedy draws, plain draws, and draws that read only the most likely tokens.
 The latter first read a fixed number of tokens, which nearly always suffices. Otherwise the draw is repeated with the
 whole sorted vocabulary and the same random number. So the token is always the one that `SamplingParams` defines.
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling.drawn import Drawn, Outcome, TokenLogprobs
+from kvblocks.engine.sampling.host_copy import HostCopy
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.weights import (
@@ -73,39 +76,6 @@ DrawTokens = Callable[[Tensor, Tensor], Tensor]
 """As `kernels.draw.draw_tokens`: (logits, parameters of draws) -> token, whether it is broken, and 1, for each draw."""
 
 
-class BatchSampler:
-    """Draws the tokens of steps. draw_tokens: draws those without logarithms; None: plain torch does. Reads: counts."""
-
-    def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
-        self.counts = SamplingCounts()
-        self._memory = Workspace()
-        self._draw_tokens = draw_tokens
-
-    @torch.inference_mode()
-    def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
-        """The outcome of each draw, in order. `draws[i]` are drawn from row i of `logits` [len(draws), vocab].
-
-        An exception in place of a draw is its own outcome. A row with NaN gives BrokenLogitsError. Other draws get
-        their tokens anyway. logits: of any float type; they aren't changed. O(draws x vocab). Waits for a GPU once, and
-        once more if draws have to be repeated.
-        """
-        outcomes: dict[int, Outcome] = {}
-        waiting: list[Slot] = []
-        for place, (row, draw) in enumerate((row, draw) for row, own in enumerate(draws) for draw in own):
-            if isinstance(draw, Exception):
-                outcomes[place] = draw
-            else:
-                is_by_kernel = self._draw_tokens is not None and draw.params.logprobs is None
-                waiting.append(Slot(place, row, draw, 0 if is_by_kernel else num_to_look_at(draw.params, logits)))
-        self.counts.num_draws += len(waiting)
-        while waiting:
-            self.counts.num_sorted += sum(slot.num_likely == logits.shape[1] for slot in waiting)
-            groups = list(group_slots(waiting, logits.shape[1], self._draw_tokens))
-            uncertain = _read(groups, enqueue(logits, groups, self._memory), outcomes)
-            waiting = [slot._replace(num_likely=logits.shape[1]) for slot in uncertain]
-        return [outcomes[place] for place in range(len(outcomes))]
-
-
 def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:
     """How many of the most likely tokens a draw reads first: 0 if it needs none, all if it may need nearly all."""
     vocab_size = logits.shape[1]
@@ -148,6 +118,10 @@ class AlikeDraws(NamedTuple):
         """Whether the kernel draws them from the logits as they are, and needs no memory for other logits."""
         return self.draw_tokens is not None and not self.is_changed
 
+    def is_final(self, vocab_size: int) -> bool:
+        """Whether the device alone decides the tokens: no draw is ever repeated, and no logarithms come with it."""
+        return self.width < 0 and (self.draw_tokens is not None or not self.is_limited or self.num_likely == vocab_size)
+
     @property
     def is_bare(self) -> bool:
         """Whether only the most likely token is wanted, of logits as they are."""
@@ -161,11 +135,11 @@ def group_slots(slots: Sequence[Slot], vocab_size: int, draw_tokens: DrawTokens 
     """
     groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
     for slot in slots:
-        params = slot.draw.params
         draw = slot.draw
+        params = draw.params
         is_by_kernel = draw_tokens is not None and params.logprobs is None
-        is_greedy = params.is_greedy and not is_by_kernel
-        is_limited = _is_limited(params, vocab_size) and not is_by_kernel
+        is_greedy = not is_by_kernel and params.is_greedy
+        is_limited = not is_by_kernel and _is_limited(params, vocab_size)
         is_changed = params.is_penalized or bool(draw.banned or draw.bias) or draw.allowed is not None
         key = (is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
         groups.setdefault(key, []).append(slot)
@@ -178,6 +152,89 @@ def group_slots(slots: Sequence[Slot], vocab_size: int, draw_tokens: DrawTokens 
 def _num_named(slot: Slot, vocab_size: int) -> int:
     """How many of the most likely tokens a draw's logarithms cover."""
     return min(slot.draw.params.logprobs or 0, vocab_size)
+
+
+class BatchSampler:
+    """Draws the tokens of steps. draw_tokens: draws those without logarithms; None: plain torch does. Read: counts."""
+
+    def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
+        self.counts = SamplingCounts()
+        self._memory = Workspace()
+        self.draw_tokens = draw_tokens
+
+    def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
+        """The outcome of each draw, in order: `begin`, and then `BegunDraws.read`."""
+        return self.begin(logits, draws).read()
+
+    @torch.inference_mode()
+    def begin(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> "BegunDraws":
+        """Begin to draw, without waiting. `draws[i]` are drawn from row i of `logits` [len(draws), vocab].
+
+        An exception in place of a draw is its own outcome. A row with NaN gives BrokenLogitsError. Other draws get
+        their tokens anyway. logits: of any float type; they aren't changed, and may be overwritten once the draws are
+        read, or by work that the device does later if `BegunDraws.tokens` isn't None. O(draws x vocab).
+        """
+        failures: dict[int, Outcome] = {}
+        slots: list[Slot] = []
+        draws_by, place = self.draw_tokens, 0
+        for row, own in enumerate(draws):
+            for draw in own:
+                if isinstance(draw, Exception):
+                    failures[place] = draw
+                else:
+                    is_by_kernel = draws_by is not None and draw.params.logprobs is None
+                    slots.append(Slot(place, row, draw, 0 if is_by_kernel else num_to_look_at(draw.params, logits)))
+                place += 1
+        self.counts.num_draws += len(slots)
+        return BegunDraws(logits, slots, failures, self)
+
+    def enqueue(self, logits: Tensor, slots: Sequence[Slot]) -> tuple[list[AlikeDraws], Tensor]:
+        """The groups of these slots, and their results, group by group, on the device. Doesn't wait."""
+        self.counts.num_sorted += sum([slot.num_likely == logits.shape[1] for slot in slots])
+        groups = list(group_slots(slots, logits.shape[1], self.draw_tokens))
+        return groups, enqueue(logits, groups, self._memory)
+
+
+class BegunDraws:
+    """Draws that a device makes, and whose results are on their way to the host. For `BatchSampler`.
+
+    tokens: the tokens on the device, in the order of the draws, if all of them are final there: numbers of any type
+    [num_draws]. None: some draw has failed, or may have to be repeated, or there are logarithms or no draws.
+    """
+
+    def __init__(
+        self, logits: Tensor, slots: Sequence[Slot], failures: dict[int, Outcome], sampler: BatchSampler
+    ) -> None:
+        self._logits: Tensor | None = logits  # while a draw may have to be repeated: they are large
+        self._sampler = sampler
+        self._outcomes = failures
+        self._groups: list[AlikeDraws] = []
+        self.tokens: Tensor | None = None
+        self._results: HostCopy | None = None
+        if slots:
+            self._groups, results = sampler.enqueue(logits, slots)
+            if not failures and all(group.is_final(logits.shape[1]) for group in self._groups):
+                self.tokens, self._logits = _in_order(self._groups, results), None
+            self._results = HostCopy(results)
+
+    def wait(self) -> None:
+        """Wait until the device has drawn."""
+        if self._results is not None:
+            self._results.wait()
+
+    @torch.inference_mode()
+    def read(self) -> list[Outcome]:
+        """The outcome of each draw, in order. Waits for the device, and once more if draws have to be repeated."""
+        outcomes = self._outcomes
+        while self._results is not None:
+            uncertain = _read(self._groups, self._results.read(), outcomes)
+            self._results = None
+            if uncertain and self._logits is not None:
+                size = self._logits.shape[1]
+                again = [slot._replace(num_likely=size) for slot in uncertain]
+                self._groups, results = self._sampler.enqueue(self._logits, again)
+                self._results = HostCopy(results)
+        return [outcomes[place] for place in range(len(outcomes))]
 
 
 def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], memory: Workspace) -> Tensor:
@@ -252,7 +309,7 @@ def _parameters(draws: Sequence[Draw], rows: Sequence[int], vocab_size: int, dev
     table = [
         (
             row,
-            0.0 if params.is_greedy else scale_of(params),
+            0.0 if params.temperature == 0 else scale_of(params),
             vocab_size if params.top_k is None else min(params.top_k, vocab_size),
             params.top_p,
             params.min_p,
@@ -261,7 +318,8 @@ def _parameters(draws: Sequence[Draw], rows: Sequence[int], vocab_size: int, dev
         for row, draw in zip(rows, draws, strict=True)
         for params in (draw.params,)
     ]
-    return to_device(torch.tensor(table, dtype=torch.float64), device)
+    # numpy reads a list of tuples several times as fast as torch.
+    return to_device(torch.from_numpy(np.array(table, dtype=np.float64)), device)
 
 
 def _entries(draws: Sequence[Draw]) -> Tensor:
@@ -306,10 +364,26 @@ def _copied(values: "array[int]") -> Tensor:
     return torch.frombuffer(values, dtype=torch.int64).clone()
 
 
-def _read(groups: Sequence[AlikeDraws], results: Tensor, outcomes: dict[int, Outcome]) -> list[Slot]:
-    """Store the outcomes by index, and return the slots to draw again. Waits for the one transfer from the device."""
-    values = iter(results.tolist())
-    uncertain = []
+def _in_order(groups: Sequence[AlikeDraws], results: Tensor) -> Tensor:
+    """The tokens of results that have no logarithms, in the order of the draws."""
+    tokens = results.view(-1, _NUM_FACTS)[:, 0]
+    places = [slot.place for group in groups for slot in group.slots]
+    if places == list(range(len(places))):
+        return tokens
+    order = torch.tensor(places).argsort()
+    return tokens.index_select(0, to_device(order, results.device))
+
+
+def _read(groups: Sequence[AlikeDraws], results: Sequence[float], outcomes: dict[int, Outcome]) -> list[Slot]:
+    """Store the outcomes by index, and return the slots to draw again."""
+    uncertain: list[Slot] = []
+    values = iter(results)
+    if len(results) == _NUM_FACTS * sum([len(group.slots) for group in groups]):  # no logarithms
+        tokens, are_broken, are_certain = results[::_NUM_FACTS], results[1::_NUM_FACTS], results[2::_NUM_FACTS]
+        if not any(are_broken) and all(are_certain):
+            places = [slot.place for group in groups for slot in group.slots]
+            outcomes.update(zip(places, [Drawn(int(token)) for token in tokens], strict=True))
+            return uncertain
     for group in groups:
         for slot in group.slots:
             token, is_broken, is_certain, *logs = islice(values, group.num_results)

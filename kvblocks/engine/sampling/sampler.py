@@ -3,8 +3,7 @@
 import secrets
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -55,8 +54,7 @@ class Constraint(Protocol):
         """Return which tokens may come next: a bit each, int32 [vocab / 32] on the host, valid until the next call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How to draw from a row of logits. uniform: the random number. seen: earlier tokens, if there are penalties.
 
     bias: what is added to tokens' logits. banned: tokens that are excluded. allowed: a bit for each token, set if it is
@@ -89,18 +87,29 @@ class Sampler:
         self.bias: tuple[tuple[int, float], ...] = ()
         self._banned: tuple[int, ...] = ()
         self._num_without = 0
+        self._plain = Draw(params)
 
     def ban(self, tokens: Collection[int], num_tokens: int) -> None:
         """Exclude `tokens` from the first `num_tokens` of the answer. They must not be the whole vocabulary."""
         self._banned, self._num_without = tuple(tokens), num_tokens
 
-    def next_draw(self, sequence: Sequence) -> Draw:
-        """How to draw the next token of `sequence`. The same until the sequence has that token. O(new tokens)."""
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether how a token is drawn depends on the tokens before it: by penalties, or by the text's form. O(1)."""
+        return self._seen is not None or self.constraint is not None
+
+    def next_draw(self, sequence: Sequence, num_unknown: int = 0) -> Draw:
+        """How to draw the next token of `sequence`. The same until the sequence has that token. O(new tokens).
+
+        num_unknown: how many tokens before it the sequence doesn't have yet; 0 if the sampler `needs_tokens`.
+        """
         if self._seen is not None:
             self._seen.catch_up(sequence)
-        position = sequence.num_tokens - sequence.num_prompt_tokens
+        elif self.params.temperature == 0 and self.constraint is None and not (self._banned or self.bias):
+            return self._plain
+        position = sequence.num_tokens - sequence.num_prompt_tokens + num_unknown
         banned = self._banned if position < self._num_without else ()
-        number = 0.0 if self.params.is_greedy else uniform(self.seed, position)
+        number = 0.0 if self.params.temperature == 0 else uniform(self.seed, position)
         allowed = None if self.constraint is None else self.constraint.allowed(sequence)
         return Draw(self.params, number, self._seen, banned, allowed, self.bias)
 

@@ -17,6 +17,7 @@ counts once. A fork is useless after a reset, after its salt was forgotten, or w
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 
@@ -99,6 +100,19 @@ class RememberedPrompts:
         self._keep_quota(sequence.salt)  # the new prompt is the last to be dropped, and fits
         while self.num_blocks > self.max_blocks or len(self._prompts) > self.max_prompts:
             self.give_up()
+
+    def answer(self, waiting: Iterable[Request]) -> Iterator[tuple[Request, int]]:
+        """Yield the waiting requests whose first token is known, with the token, which the caller gives them.
+
+        Each is looked up when the iterator reaches it. O(waiting requests + remembered prompts).
+        """
+        self.drop_stale()
+        for request in tuple(waiting) if len(self) else ():
+            token_id = self.take_token(request)
+            if token_id is not None:
+                if not request.num_computed_tokens:
+                    request.num_cached_tokens = request.sequence.num_prompt_tokens
+                yield request, token_id
 
     def take_token(self, request: Request) -> int | None:
         """Return the first token of a request without tokens, and count the answer; None if the token isn't known.

@@ -41,13 +41,14 @@ from itertools import islice
 from math import inf
 
 from kvblocks.core.hit import CacheHit
-from kvblocks.engine.schedule import capacity
+from kvblocks.engine.schedule import ahead, capacity
 from kvblocks.engine.schedule.entrance import Entrance
 from kvblocks.engine.schedule.long_prompts import LongPrompts
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import FirstCome, Order
 from kvblocks.engine.schedule.remembered import RememberedPrompts, make_room
 from kvblocks.engine.schedule.request import FinishReason, Request
+from kvblocks.engine.schedule.samples import fork_samples, hand_over
 from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits, chunk_of
 from kvblocks.engine.schedule.turns import Turns
 from kvblocks.engine.schedule.watermark import Watermark
@@ -128,20 +129,10 @@ class Scheduler:
     def answer(self) -> Iterator[tuple[Request, int]]:
         """Give waiting requests their remembered first tokens, between two steps. Yields each request with its token.
 
-        Nothing is computed, and no block is taken. A request that this finishes leaves the queue; any other still waits
-        for its turn. A request gets its token when the iterator reaches it. O(waiting requests + remembered prompts),
-        and O(prompt) an answer.
+        No block is taken. A request that this finishes leaves the queue; any other still waits for its turn. A request
+        gets its token when the iterator reaches it. O(waiting requests + remembered prompts), and O(prompt) an answer.
         """
-        remembered = self.remembered
-        if remembered is None:
-            return
-        remembered.drop_stale()
-        for request in tuple(self.waiting) if len(remembered) else ():
-            token_id = remembered.take_token(request)
-            if token_id is None:
-                continue
-            if not request.num_computed_tokens:
-                request.num_cached_tokens = request.sequence.num_prompt_tokens
+        for request, token_id in () if self.remembered is None else self.remembered.answer(self.waiting):
             self.lookups.forget()
             request.take_token(token_id)
             if request.finish_reason is not None:
@@ -159,8 +150,7 @@ class Scheduler:
         one refused, and those that `order` looks up.
         """
         chunks: list[ScheduledChunk] = []
-        for request in self.entrance.let_in(len(self.running) + len(self.waiting)):
-            self._turns.place(request, self.waiting)
+        self._let_in()
         turns = self.long_prompts
         if turns.next_by_layers(self._computable(), self.limits) is not None:
             if turns.may_give_way:
@@ -186,6 +176,20 @@ class Scheduler:
             refused = self._admit(chunks)
             if refused is not None and not chunks and not self.is_moving:
                 raise capacity.stalled(self.manager, refused)
+        return chunks
+
+    def schedule_ahead(self, step: Items[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Return what the next step computes, while the tokens of `step` aren't known; empty if they have to be known.
+
+        step: the last one, which samples for the own request of each chunk. Running requests decode, others are
+        admitted, nobody is preempted. `complete` takes both steps. Call it only if `ahead.may_plan`. As `schedule`.
+        """
+        self._let_in()
+        waiting = self.waiting if len(self.running) < self.limits.max_num_seqs else ()
+        chunks = ahead.plan(self.manager, self._computable(), waiting, step, self.limits.max_num_batched_tokens)
+        if chunks:
+            self.lookups.forget()
+            self._admit(chunks)
         return chunks
 
     @property
@@ -216,25 +220,31 @@ class Scheduler:
             if self._tiers is not None:
                 self._tiers.note_computed(num_tokens, seconds)
 
-    def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int | None]) -> None:
+    def complete(
+        self, chunks: Items[ScheduledChunk], token_ids: Items[int | None], planned: Items[ScheduledChunk] = ()
+    ) -> None:
         """Record a step that was computed. Finished requests free their blocks, which stay cached.
 
         token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in order. None, for no token,
-        ends the request with finish_reason "error". Raises InvalidArgumentError, and changes nothing, for more or fewer
-        tokens. O(requests of the step), and O(prompt) for each sample that is forked.
+        ends the request with finish_reason "error". A request that has ended meanwhile is left as it is. planned: the
+        step that `schedule_ahead` has planned behind this one. Raises InvalidArgumentError, and changes nothing, for
+        more or fewer tokens. O(requests of the step), and O(prompt) for each sample that is forked.
         """
-        num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
+        num_sampled = sum([1 + len(chunk.request.siblings) for chunk in chunks if chunk.samples])
         if len(token_ids) != num_sampled:
             raise InvalidArgumentError(f"complete: expected {num_sampled} sampled tokens, got {len(token_ids)}")
         self.lookups.forget()
+        going_on = ahead.take_tokens(self.manager, chunks, token_ids, planned)
         sampled = iter(token_ids)
         for chunk in chunks:
             if chunk.part is not None and not self.long_prompts.end_slice(chunk.part):
                 continue
+            if chunk.request.finish_reason is not None or chunk.request in going_on:
+                _ = next(sampled) if chunk.samples else None
+                continue
             chunk.request.num_computed_tokens += chunk.num_tokens
-            samples = chunk.sampled_requests
-            if len(samples) > 1:
-                self._fork(chunk.request)
+            if len(samples := chunk.sampled_requests) > 1:
+                fork_samples(self.manager, chunk.request, self.running, self.waiting, self.limits.max_num_seqs)
             for request in samples:
                 token_id = next(sampled)
                 if self.remembered is not None and token_id is not None:
@@ -249,10 +259,11 @@ class Scheduler:
     def abort(self, chunks: Items[ScheduledChunk]) -> None:
         """Undo a step that died. Nothing that it should have written stays cached. Its requests wait again, in front.
 
-        They keep all their tokens, and hit blocks that earlier steps wrote. O(blocks of the step's sequences).
+        They keep all their tokens, and hit blocks that earlier steps wrote. Those that have ended are left as they are.
+        O(blocks of the step's sequences).
         """
         self.lookups.forget()
-        for chunk in reversed(chunks):
+        for chunk in reversed([chunk for chunk in chunks if chunk.request.finish_reason is None]):
             self.long_prompts.drop(chunk.request)
             self.manager.abort(chunk.request.sequence, chunk.start)
             self.running.remove(chunk.request)
@@ -275,12 +286,9 @@ class Scheduler:
             self.entrance.note_end(request)
             return
         if request.siblings and request in self.running:
-            heir, part = request.hand_over(), self.long_prompts.open
-            if (part is not None and part.request is request) or not capacity.may_fork(self.manager, request.sequence):
-                self.waiting.appendleft(heir)
-            else:
-                heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
-                self.running.insert(self.running.index(request), heir)
+            part = self.long_prompts.open
+            is_open = part is not None and part.request is request
+            hand_over(self.manager, request, self.running, self.waiting, is_open=is_open)
         self._remove(request)
 
     def expire(self, now: float) -> list[Request]:
@@ -298,6 +306,11 @@ class Scheduler:
         for request in reversed(expired):  # a prompt's other samples before the first one, which computes it for them
             self.cancel(request, "timeout")
         return expired
+
+    def _let_in(self) -> None:
+        """Queue the requests that the gate lets in now."""
+        for request in self.entrance.let_in(len(self.running) + len(self.waiting)):
+            self._turns.place(request, self.waiting)
 
     def _advance(self, requests: Items[Request], chunks: list[ScheduledChunk]) -> None:
         """Add the next chunks of running requests, oldest first, to a step. Preempts the youngest ones for room."""
@@ -454,19 +467,6 @@ class Scheduler:
 
     def _is_loading(self, request: Request) -> bool:
         return self._tiers is not None and self._tiers.is_loading(request.sequence)
-
-    def _fork(self, request: Request) -> None:
-        """Make the samples of a computed prompt requests of their own. Those beyond the limits wait, in front."""
-        siblings, request.siblings = request.siblings, []
-        num_forks = max(0, min(self.limits.max_num_seqs - len(self.running), capacity.num_possible_forks(self.manager)))
-        forks, others = siblings[:num_forks], siblings[num_forks:]
-        for sample in siblings:
-            sample.num_cached_tokens, sample.was_admitted = request.sequence.num_prompt_tokens, True
-        for sample in forks:
-            sample.sequence = self.manager.fork(request.sequence, sample.sequence.sequence_id)
-        index = self.running.index(request) + 1
-        self.running[index:index] = forks
-        self.waiting.extendleft(reversed(others))
 
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue or the running ones, and free its blocks."""

@@ -1,6 +1,7 @@
 """One step: how much it computes at most, and what it computes of each request."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.schedule.open_chunk import OpenChunk
@@ -61,14 +62,15 @@ class StepLimits:
         return self.chunk_tokens(self.max_num_batched_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next `num_tokens` tokens of a request, from position `start`. samples: whether the last one's logits are
     wanted.
 
     copies: (source, destination) ids of blocks to copy in all layers, one pair after the other. Make the copies of
     earlier chunks first, and all copies before the step stores anything. part: if the step computes only a slice of an
     open chunk, `part.layers` of these tokens, the open chunk. Such a step has no other chunk, and samples nothing.
+    source: of a chunk that was scheduled before its token was known: the token's place among those that the step before
+    samples. None: its tokens are known.
     """
 
     request: Request
@@ -77,6 +79,7 @@ class ScheduledChunk:
     samples: bool
     copies: tuple[tuple[int, int], ...] = ()
     part: OpenChunk | None = None
+    source: int | None = None
 
     @classmethod
     def slice_of(cls, part: OpenChunk) -> "ScheduledChunk":
@@ -86,7 +89,9 @@ class ScheduledChunk:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens to compute. O(num_tokens)."""
+        """The tokens to compute; -1 - source for one that isn't known yet. O(num_tokens)."""
+        if self.source is not None:
+            return [-1 - self.source]
         return self.request.sequence.token_ids(self.start, self.start + self.num_tokens)
 
     @property
@@ -97,7 +102,10 @@ class ScheduledChunk:
     @property
     def sampled_requests(self) -> list[Request]:
         """The requests that get a token from its logits: none, its own, or all samples of its prompt. O(samples)."""
-        return [self.request, *self.request.siblings] if self.samples else []
+        request = self.request
+        if not self.samples:
+            return []
+        return [request, *request.siblings] if request.siblings else [request]
 
 
 def chunk_of(manager: KVCacheManager, request: Request, start: int) -> ScheduledChunk:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol
 
+from kvblocks.arguments import pip_install
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.store.address import StoreAddress
 from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
@@ -87,7 +88,7 @@ class ValkeyClient:
             import valkey.cluster
         except ImportError:
             raise InvalidArgumentError(
-                "store: expected the package 'valkey', got none: pip install 'kvblocks[valkey]'"
+                f"store: expected the package 'valkey', got none: {pip_install('valkey')}"
             ) from None
         self._package: Any = valkey
         self._address = address

@@ -160,7 +160,7 @@ def test_a_step_that_died_or_was_interrupted_leaves_the_answer_where_it_was(mode
     engine = Engine(model, num_blocks=64, deterministic=True)
     stream, found = engine.stream([PROMPT], **options), []
     found += [next(stream).token_id for _ in range(5)]
-    (generation,) = engine._stepper._generations.values()  # noqa: SLF001
+    (generation,) = engine.stepper._generations.values()  # noqa: SLF001
     state = generation.sampler.constraint
     matcher, left = state._matcher, [2]  # noqa: SLF001
 

@@ -139,6 +139,24 @@ def test_cached_and_uncached_give_the_same_tokens(prompts, dtype):
     assert answers(warm, [[1, *prompt] for prompt in prompts]) == answers(cold, [[1, *prompt] for prompt in prompts])
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}], ids=["greedy", "top_p"])
+def test_steps_that_overlap_give_the_same_tokens(model, prompts, options):
+    """Nothing is cached, and all requests decode in the same steps, so that all shapes are the same."""
+    engine = Engine(model, num_blocks=400, enable_prefix_caching=False)
+    assert engine.stepper.overlaps
+    with_overlap = answers(engine, prompts, max_tokens=60, **options)
+    engine.stepper.overlaps = False
+    assert answers(engine, prompts, max_tokens=60, **options) == with_overlap
+    # Requests that end at other times change the batch, and on a GPU the bits. So only what must hold is asked for.
+    engine.stepper.overlaps = True
+    stops = sorted({answer[len(answer) // 2] for answer in with_overlap[0]})
+    for one in engine.generate(prompts, max_tokens=60, ignore_eos=True, stop_token_ids=stops, **options):
+        ends = [place for place, token in enumerate(one.token_ids) if token in stops]
+        assert ends == ([len(one.token_ids) - 1] if one.finish_reason == "stop" else [])
+    engine.manager.check()
+    assert engine.manager.num_free_blocks == engine.manager.num_blocks
+
+
 def test_a_decode_step_waits_for_the_device_only_to_sample(model, prompts):
     engine = Engine(model, num_blocks=400)
     stream = engine.stream(prompts, max_tokens=30, ignore_eos=True)
@@ -146,10 +164,10 @@ def test_a_decode_step_waits_for_the_device_only_to_sample(model, prompts):
         next(stream)  # graphs are captured
     run = engine.runner.run
 
-    def run_without_waiting(chunks):
+    def run_without_waiting(*given):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return run(chunks)
+            return run(*given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -119,6 +119,39 @@ def test_steps_read_no_tensor(monkeypatch, kind):
         assert engine.runner.num_cascades > 0 and pinned
 
 
+@pytest.mark.parametrize("has_buckets", [False, True])
+def test_a_step_is_launched_without_reading_the_tokens_before(monkeypatch, has_buckets):
+    """Requests come and go, so that the tokens before are another step's, in another order, and beside prompts."""
+    torch.set_num_threads(1)
+    leave_out_kernels(monkeypatch)
+    model, answers, num_fed = LoadedModel(TINY, random_weights(TINY)), [], 0
+    for overlap in (False, True):
+        engine = Engine(model, num_blocks=80, attention="triton", overlap=overlap)
+        engine.runner = DeviceRunner(engine.runner.model, 80, 16, capture=run_in_place if has_buckets else None)
+        engine.limits = StepLimits(max_num_batched_tokens=40, max_num_seqs=5)
+        launch = engine.stepper._launch  # noqa: SLF001
+
+        def launch_watched(chunks, runner, after, drawn=None, *, launch=launch):
+            nonlocal num_fed
+            num_fed += drawn is not None
+            with Unread():
+                return launch(chunks, runner, after, drawn)
+
+        engine.stepper._launch = launch_watched  # noqa: SLF001
+        generations = []
+        for number, max_tokens in enumerate((9, 3, 12, 5, 2, 7)):
+            prompt = random_tokens(TINY, 3 + 2 * number, seed=number)
+            options = {"temperature": 1.0, "seed": number} if number % 2 else {}
+            generations += engine.submit(prompt, max_tokens=max_tokens, ignore_eos=True, **options)
+            for _ in range(number % 3):
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        answers.append([one.completion.token_ids for one in generations])
+    assert answers[0] == answers[1] and num_fed > 8
+    assert (engine.runner.num_replays > 0) == has_buckets
+
+
 def test_what_the_watch_refuses():
     numbers = torch.arange(4)
     for reads in (

@@ -125,6 +125,7 @@ def test_an_engine_without_torch_says_what_to_install():
         "except ModuleNotFoundError as error:\n    print(error.name, error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert (
-        done.stdout == "torch kvblocks.engine: expected the package torch, got none: pip install 'kvblocks[engine]'\n"
+    assert done.stdout == (
+        "torch kvblocks.engine: expected the package torch, got none: pip install 'kvblocks[engine]' (in a checkout"
+        " that isn't installed: '.[engine]')\n"
     )

@@ -1,0 +1,111 @@
+"""The host's time for a decode step, without a GPU: `python -m bench.attention.host_steps [--json FILE]`.
+
+An engine decodes on a stand-in: packing, uploads and block tables are those of a GPU, but a step's graph and the kernel
+that draws do nothing. So what is timed is the host's work for a step: scheduling, packing, launching, reading tokens
+and making pieces. It is the CPU's time of this thread, so that other processes count for little.
+
+With overlap this time is hidden while the device computes; without, it is added. What this does not show: CUDA's time
+for a launch and a copy, decoding text, and a GPU.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from pathlib import Path
+from time import thread_time
+from typing import TYPE_CHECKING
+
+import torch
+
+from bench.conditions import conditions
+
+if TYPE_CHECKING:
+    from kvblocks.engine import Engine
+
+BATCHES = (1, 32, 256)
+DRAWS: dict[str, dict[str, float]] = {"greedy": {}, "top_p": {"temperature": 0.8, "top_p": 0.9}}
+NUM_STEPS, NUM_WARM, PROMPT, BLOCK_SIZE, VOCABULARY = 60, 20, 64, 16, 64
+
+
+def stand_in(batch: int, *, overlaps: bool) -> "Engine":
+    """An engine whose device does nothing, with room for so many requests."""
+    from bench.gpu_session.engine import random_model
+    from kvblocks.engine import Engine, StepLimits
+    from kvblocks.engine.attention.cascade import CascadePlanner
+    from kvblocks.engine.model.config import ModelConfig
+    from kvblocks.engine.run.device_runner import DeviceRunner
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    config = ModelConfig(**sizes, head_dim=32, vocab_size=VOCABULARY, max_position_embeddings=1024)
+    model = random_model(config, torch.device("cpu"), torch.float32)
+    num_blocks = batch * -(-(PROMPT + NUM_STEPS + NUM_WARM + 8) // BLOCK_SIZE) + 8
+    engine = Engine(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, attention="torch", overlap=overlaps)
+    engine.limits = StepLimits(max_num_batched_tokens=8192, max_num_seqs=batch)
+    logits = torch.zeros(512, VOCABULARY)
+    drawn = torch.zeros(512, 3, dtype=torch.float64)
+    drawn[:, 2] = 1.0
+
+    class StandIn(DeviceRunner):
+        def _compute(self, batch: object, score: object = None) -> torch.Tensor:  # noqa: ARG002
+            return logits
+
+    cascade = CascadePlanner(engine.manager.inspect.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), token_bytes=128)
+    engine.runner = StandIn(
+        engine.runner.model,
+        num_blocks,
+        BLOCK_SIZE,
+        capture=lambda step: lambda: logits[: step.logits.shape[0]],
+        cascade=cascade,
+    )
+    engine.stepper.sampler.draw_tokens = lambda _, parameters: drawn[: len(parameters)].clone()
+    return engine
+
+
+def time_steps(batch: int, options: dict[str, float], *, overlaps: bool, num_steps: int) -> dict[str, float]:
+    """Milliseconds of the thread's CPU time for a decode step of so many requests: the least and the median."""
+    engine = stand_in(batch, overlaps=overlaps)
+    generator = torch.Generator().manual_seed(0)
+    for prompt in torch.randint(VOCABULARY, (batch, PROMPT), generator=generator).tolist():
+        engine.submit(prompt, max_tokens=num_steps + NUM_WARM, ignore_eos=True, seed=1, **options)
+    while engine.scheduler.waiting or any(not request.num_output_tokens for request in engine.scheduler.running):
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    samples = []
+    gc.collect()
+    gc.disable()  # a collection looks at all objects of a process, and falls into any step
+    try:
+        for _ in range(num_steps):
+            start = thread_time()
+            engine.step()
+            samples.append((thread_time() - start) * 1e3)
+    finally:
+        gc.enable()
+    return {"least": min(samples), "median": statistics.median(samples)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="bench.attention.host_steps", description=__doc__)
+    parser.add_argument("--json", type=Path, help="a file for the result")
+    parser.add_argument("--quick", action="store_true", help="few steps: a check that all of it works")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = {}
+    for batch in BATCHES[:2] if given.quick else BATCHES:
+        for how, options in DRAWS.items():
+            for overlaps in (False, True):
+                name = f"{batch} requests, {how}, {'overlap' if overlaps else 'no overlap'}"
+                times = time_steps(batch, options, overlaps=overlaps, num_steps=3 if given.quick else NUM_STEPS)
+                found[name] = times
+                print(f"{name:<36} {times['least']:6.2f} ms, median {times['median']:6.2f}", flush=True)
+    if given.json is not None:
+        text = json.dumps({"conditions": conditions(torch=torch.__version__), "milliseconds": found}, indent=1)
+        given.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Copies of results to the host, without waiting."""
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A copy of a tensor to the host that begins now and is read later. On a CPU it is the tensor itself.
+
+    The copy goes to pinned memory, behind the work that the device was given before. Work that it is given later
+    doesn't change the copy.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = values
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> None:
+        """Wait until the copy is there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def read(self) -> list[float]:
+        """The values of the vector, waiting if needed. O(values)."""
+        self.wait()
+        values: list[float] = self._values.tolist()
+        return values
