@@ -109,7 +109,7 @@ def run_workload(
 
 def show(row: Row, first: float | None) -> str:
     """Return one line; `first` is the time of the workload's first contestant."""
-    line = f"  {row['contestant']:<34}error {row['error']:.1e}"
+    line = f"  {row['contestant']:<42}error {row['error']:.1e}"
     if "median_us" not in row:
         return line + ("" if row["is_right"] else "  WRONG, not timed")
     ratio = f"x{row['median_us'] / first:.2f}" if first else ""
