@@ -423,10 +423,11 @@ class TierMachine:
         self.step()
         if sequence not in self.running:
             return
-        kept = self.kept_of(sequence)
+        known_tokens = self.memory.vouched[sequence]
+        has_lost_hit = known_tokens < self.waits_from.get(sequence, 0)
         if sequence in self.waits_from:
             self.count("back while loading")
-            self.count("back while loading, with a lost hit", kept < self.waits_from[sequence])
+            self.count("back while loading, with a lost hit", has_lost_hit)
         known = dict(self.memory.unknown), dict(self.memory.vouched)
         lost = [] if written is None else self.memory.lose_behind(sequence, written)
         try:
@@ -437,10 +438,10 @@ class TierMachine:
             self.memory.unknown, self.memory.vouched = known
             return
         self.drop_copies(lost)
-        if sequence in self.waits_from and kept < self.waits_from[sequence]:
-            left = sequence.num_computed_tokens
-            is_waiting = self.manager.tiers.is_loading(sequence)
-            assert is_waiting or left <= kept, f"{sequence}: cut, it has {left} tokens, of {kept} before what it lost"
+        if has_lost_hit:
+            left, is_waiting = sequence.num_computed_tokens, self.manager.tiers.is_loading(sequence)
+            what = f"{sequence}: cut, it has {left} tokens, of {known_tokens} before what it lost"
+            assert is_waiting or left <= known_tokens, what
         self.memory.cancel(sequence, min(end, sequence.num_computed_tokens))
         self.went_back(sequence)
         self.abort_lost()
