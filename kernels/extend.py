@@ -60,7 +60,7 @@ PIECE_KEYS = 2048
 a row's bits depend on.
 
 Smaller pieces keep more SMs busy with a short context, and each costs as much as HEAD_COST tiles more. By these numbers
-one row on 32k or 128k tokens takes less time with pieces of 2,048 than of 1,024 or 4,096. That wasn't measured.
+one row on 32k or 128k tokens takes less time with pieces of 2,048 than of 1,024 or 4,096. That was not measured.
 """
 FULL_TILES = 2
 """So many full tiles of rows and heads for each program of the fixed grid fill a device by themselves."""
