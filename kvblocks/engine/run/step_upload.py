@@ -165,7 +165,9 @@ class StepUploader:
             num_seqs = len(token_ids)
             columns: Tensor | None = self._staging[: num_columns * num_seqs].view(num_columns, num_seqs)
             index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
-            query_start, logits_rows, shape = index, index[:-1], replace(shape, num_decodes=num_seqs, lengths=None)
+            query_start, logits_rows = index, index[:-1]
+            if num_seqs > len(rows):
+                shape = replace(shape, num_decodes=num_seqs, lengths=None)
         else:
             columns, (query_start, logits_rows) = None, parts[num_columns:]
         table_rows = tuple(parts[DECODE_COLUMNS:num_columns])
