@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvblocks.engine.errors import ModelError
 from kvblocks.groups.kinds import FullAttention, Group
 
 EVERYTHING = FullAttention(1)
@@ -45,8 +44,6 @@ class LayerAttention:
     token, since a model doesn't say how large blocks are. `temperature` is a factor of the queries, which the model
     applies before it attends. `group` is the KV-cache group that the layer belongs to: its block tables and slots are
     those of that group.
-
-    Raises ModelError for a kind that no kernel knows: one that sees a part of the keys, by neither window nor chunk.
     """
 
     scale: float
@@ -54,7 +51,3 @@ class LayerAttention:
     softcap: float | None = None
     group: int = 0
     temperature: Temperature | None = None
-
-    def __post_init__(self) -> None:
-        if not self.kind.sees_all and self.kind.window_tokens is None and self.kind.chunk_tokens is None:
-            raise ModelError(f"attention: expected layers that see all tokens, a window or a chunk, got {self.kind!r}")

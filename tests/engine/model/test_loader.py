@@ -380,11 +380,3 @@ class TestWeights:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ModelError, match=message):
             load_weights(tmp_path, EVEN)
-
-
-def test_layers_of_a_kind_that_no_kernel_knows_are_refused():
-    class EvenPositions(FullAttention):
-        sees_all = False
-
-    with pytest.raises(ModelError, match="expected layers that see all tokens, a window or a chunk, got"):
-        LayerAttention(1.0, EvenPositions(1))
