@@ -16,7 +16,9 @@ from kvblocks.groups.states.copies import StateCopy
 from kvblocks.kernels import copy
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tensors are on a CPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU, tests/kernels/test_states.py runs the kernel there"
+    ),
     # Triton 3.6's interpreter with numpy 2.3.
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning:triton"),
 ]
