@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvblocks.engine.sampling.drawn import TokenLogprobs
 from kvblocks.engine.schedule.request import FinishReason
@@ -38,8 +39,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One generated token.
 
     - prompt_index, sample_index: its prompt and sample; samples of a prompt count from 0.

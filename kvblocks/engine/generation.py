@@ -68,23 +68,21 @@ class Generation:
 
         A stop string completes the generation, too. Its request is still unfinished then; the caller ends it.
         """
+        token_id, own = drawn
         of_prompt, num_cached = None, None
         if self._ttft_s is None:
             num_cached = self.request.num_cached_tokens
             self._ttft_s = now_s - self.start_s
             of_prompt = self._prompt_logprobs
-        text = self._certain_text(drawn.token_id)
+        text = "" if self._decoder is None else self._certain_text(token_id, self._decoder)
         self.text += text
-        if self._logprobs is not None and drawn.logprobs is not None:
-            self._logprobs.append(drawn.logprobs)
+        if self._logprobs is not None and own is not None:
+            self._logprobs.append(own)
         reason: FinishReason | None = "stop" if self._stops.is_matched else self.request.finish_reason
         if reason is not None:
             self.completion = self._complete(reason, self._ttft_s)
-        own = drawn.logprobs
         self.pieces.append(
-            Piece(
-                self.prompt_index, drawn.token_id, text, self.completion, self.sample_index, own, of_prompt, num_cached
-            )
+            Piece(self.prompt_index, token_id, text, self.completion, self.sample_index, own, of_prompt, num_cached)
         )
 
     def end(self, now_s: float) -> None:
@@ -109,11 +107,9 @@ class Generation:
     def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         return None if self.scores is None else self.scores.logprobs
 
-    def _certain_text(self, token_id: int) -> str:
+    def _certain_text(self, token_id: int, decoder: StreamDecoder) -> str:
         """The text that the token makes certain; for the last token, all that is left. A stop token has no text."""
-        if self._decoder is None:
-            return ""
-        text = "" if self.request.finish_reason == "stop" else self._decoder.feed([token_id])
+        text = "" if self.request.finish_reason == "stop" else decoder.feed([token_id])
         if self.request.finish_reason is None:
             return self._stops.feed(text)
-        return self._stops.feed(text + self._decoder.finish()) + self._stops.finish()
+        return self._stops.feed(text + decoder.finish()) + self._stops.finish()

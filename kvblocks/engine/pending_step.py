@@ -14,13 +14,12 @@ from kvblocks.engine.schedule.step import ScheduledChunk
 class PendingStep:
     """What has to be known of a launched step to go on from it.
 
-    chunks: as they were scheduled. rows: for each row of logits, the generations that get a token from it. scorer: of
-    prompts. start_s: when it was launched, or when the device was done with the step before, if that is later; on
-    `time.perf_counter`.
+    chunks: as they were scheduled. generations: those that get a token, chunk by chunk. scorer: of prompts. start_s:
+    when it was launched, or when the device was done with the step before, if that is later; on `time.perf_counter`.
     """
 
     chunks: Sequence[ScheduledChunk]
-    rows: Sequence[Sequence[Generation]]
+    generations: Sequence[Generation]
     draws: BegunDraws
     scorer: Scorer | None
     start_s: float
@@ -40,8 +39,9 @@ class PendingStep:
         return (
             self.scorer is None
             and self.draws.tokens is not None
+            and len(self.generations) == len(self.chunks)
             and all(chunk.samples for chunk in self.chunks)
-            and all(len(row) == 1 and not row[0].sampler.needs_tokens for row in self.rows)
+            and not any(generation.sampler.needs_tokens for generation in self.generations)
         )
 
     @property

@@ -13,7 +13,6 @@ nobody knows since when. So the whole cache is reset then, which only costs time
 
 import time
 from collections.abc import Sequence
-from itertools import chain
 from traceback import clear_frames
 
 from torch import Tensor
@@ -153,7 +152,7 @@ class Stepper:
         answered = []
         for request, token_id in self.scheduler.answer():
             generation = self._generations[request]
-            self._record(generation, Drawn(token_id))
+            self._record(generation, Drawn(token_id), time.perf_counter())
             answered.append(generation)
         return answered
 
@@ -177,8 +176,10 @@ class Stepper:
 
         after: the copies of states to make behind it. drawn: the tokens of the step before, if they aren't known.
         """
-        rows = [[self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples]
+        sampled = [chunk.sampled_requests for chunk in chunks if chunk.samples]
         unknown = [0 if chunk.source is None else 1 for chunk in chunks if chunk.samples]
+        rows = [row for row, requests in enumerate(sampled) for _ in requests]
+        generations = [self._generations[request] for requests in sampled for request in requests]
         scorer = self._make_scorer(chunks)
         start_s = time.perf_counter()
         if drawn is not None:
@@ -187,8 +188,8 @@ class Stepper:
             logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
         if after:
             runner.copy_states(after)
-        draws = [[one.next_draw(number) for one in row] for row, number in zip(rows, unknown, strict=True)]
-        return PendingStep(chunks, rows, self.sampler.begin(logits, draws), scorer, start_s)
+        draws = [one.next_draw(unknown[row]) for one, row in zip(generations, rows, strict=True)]
+        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
 
     def _finish(self, step: PendingStep, planned: Sequence[ScheduledChunk] = ()) -> list[Generation]:
         """Read a launched step's tokens, and record them. Returns the generations that got a piece or ended.
@@ -201,7 +202,7 @@ class Stepper:
             self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
             return self._undo(both, error)
-        drawn = zip(chain.from_iterable(step.rows), outcomes, strict=True)
+        drawn = zip(step.generations, outcomes, strict=True)
         results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
         if None in tokens:
@@ -212,11 +213,12 @@ class Stepper:
         self.num_steps += 1
         if step.scorer is not None:
             self._note_scores(step.scorer, step.chunks)
+        now_s = time.perf_counter()
         for generation, outcome in results:
-            self._record(generation, outcome)
+            self._record(generation, outcome, now_s)
         ended = [self._generations.pop(chunk.request) for chunk in step.chunks if chunk.is_all]
         for generation in ended:
-            generation.end(time.perf_counter())
+            generation.end(now_s)
         return [*(generation for generation, _ in results), *ended]
 
     def _read(self, step: PendingStep) -> list[Outcome]:
@@ -264,21 +266,21 @@ class Stepper:
                 self.scheduler.abort(chunks)
                 raise outcome
 
-    def _record(self, generation: Generation, outcome: Outcome) -> None:
+    def _record(self, generation: Generation, outcome: Outcome, now_s: float) -> None:
         """Record the step's outcome for a generation."""
         if isinstance(outcome, Exception):
             generation.error = outcome
         else:
             try:
-                generation.record(outcome, time.perf_counter())
+                generation.record(outcome, now_s)
             except Exception as error:
                 if not generation.is_submitted:
                     raise
                 generation.error = error
+        reason = generation.finish_reason
+        if reason is not None:
             # It may have ended before its request: by a stop string, or because its text can't be decoded.
-            if generation.finish_reason is not None:
-                self.scheduler.cancel(generation.request, generation.finish_reason)
-        if generation.request.finish_reason is not None:
+            self.scheduler.cancel(generation.request, reason)
             del self._generations[generation.request]
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Generation]:

@@ -11,6 +11,7 @@ block-table lists (see `resident_table`), and its sequences are at least as long
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from operator import ge, is_
 from typing import Protocol
 
 import torch
@@ -181,11 +182,6 @@ class CascadePlanner:
         return self.begin(batch, kv_cache, SharedRuns.build([(range(num_seqs), 0, 1)], num_seqs, self._device))
 
     def _is_as_before(self, tables: list[list[int]], sequences: Items[Sequence]) -> bool:
-        return (
-            len(tables) == len(self._tables)
-            and all(table is known for table, known in zip(tables, self._tables, strict=True))
-            and all(
-                sequence.num_computed_tokens >= num_shared
-                for sequence, num_shared in zip(sequences, self._num_shared, strict=True)
-            )
-        )
+        if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
+            return False
+        return all(map(ge, [sequence.num_computed_tokens for sequence in sequences], self._num_shared))

@@ -102,17 +102,8 @@ class DecodeStep:
     def lay_out(self) -> StepBatch:
         """The batch that the buffers hold."""
         num_seqs, block_size = self.columns.shape[1], self._kv_cache.block_size
-        token_ids, seq_lens, num_readonly, *table_rows = self.columns.unbind(0)
-        step = UploadedStep(
-            token_ids=token_ids,
-            seq_lens=seq_lens,
-            num_readonly=num_readonly,
-            table_rows=tuple(table_rows),
-            query_start=self._index,
-            logits_rows=self._index[:-1],
-            decode_columns=self.columns,
-            shape=StepShape(num_seqs, 1, self.block_tables[0].shape[1] * block_size),
-        )
+        shape = StepShape(num_seqs, 1, self.block_tables[0].shape[1] * block_size)
+        step = UploadedStep.of_decodes(self.columns, self._index, shape)
         return lay_out(step, self.block_tables, block_size)
 
 

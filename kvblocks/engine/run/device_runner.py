@@ -191,9 +191,7 @@ class DeviceRunner(ModelRunner):
             packed = self._cascade.packed
             self.num_cascades += runs is not None
         if self._buckets is not None and bucket is not None and (runs is None or packed is not None):
-            columns = self._uploader.upload(rows, bucket, drawn).decode_columns
-            assert columns is not None
-            return self._buckets.run(columns, len(rows), packed)
+            return self._buckets.run(self._uploader.upload_decodes(rows, bucket, drawn), len(rows), packed)
         batch = self._uploader.batch(self._uploader.upload(rows, drawn=drawn))
         if self._cascade is None or runs is None:
             return self._compute(batch)
@@ -206,13 +204,14 @@ class DeviceRunner(ModelRunner):
         """
         config = self.model.config
         self.model.check_threads()
-        token_ids = list(chain.from_iterable([sequence.token_ids for sequence in rows]))
-        low, high = min(token_ids), max(token_ids)
+        token_ids, starts, *_ = zip(*rows, strict=True)
+        flat = [*chain.from_iterable(token_ids)]
+        low, high = min(flat), max(flat)
         if low < -num_drawn or high >= config.vocab_size:
             got = low if low < -num_drawn else high
             raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
-        first = min([sequence.start for sequence in rows])
-        end = max([sequence.start + len(sequence.token_ids) for sequence in rows])
+        first = min(starts)
+        end = max([start + len(own) for start, own in zip(starts, token_ids, strict=True)])
         if first < 0 or end > config.max_position_embeddings:
             got = first if first < 0 else end - 1
             raise InvalidArgumentError(f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}")

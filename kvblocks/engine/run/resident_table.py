@@ -16,6 +16,7 @@ Invariant: once a step's changes are on the device, the first `num_used` entries
 except entries that have left the group's window.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,22 +67,33 @@ class ResidentTable:
         self.blocks = grown
         self._free += range(num_rows, num_wanted)
 
-    def assign_row(self, block_ids: list[int], start_block: int, num_used: int, changes: TableChanges) -> int:
-        """Return a sequence's row. Add the entries of its first `num_used` blocks that the device lacks to `changes`.
+    def assign_rows(
+        self, tables: Sequence[list[int]], start_blocks: Sequence[int], num_used: Sequence[int], changes: TableChanges
+    ) -> list[int]:
+        """Return the rows of a step's sequences. Add the entries that the device lacks to `changes`.
 
-        block_ids: the sequence's own list; start_block: the block of the first token that the step computes. Call
-        `reserve` for all sequences of the step before. Raises InvalidArgumentError for blocks that don't exist.
-        O(blocks from start_block on), or O(num_used) for a sequence without a row.
+        Of each sequence: tables: its own list of block ids; start_blocks: the block of the first token that the step
+        computes; num_used: how many first blocks the step needs. Call `reserve` before. Raises InvalidArgumentError for
+        blocks that don't exist. O(blocks from start_blocks on), or O(num_used) for a sequence without a row.
         """
-        row = self._rows.pop(id(block_ids), None)
-        if row is None:
-            row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
-        self._rows[id(block_ids)] = row
-        resident = row.resident
-        is_for_decode = num_used == len(resident) == start_block + 1 <= len(block_ids)
-        if is_for_decode and resident[start_block] == block_ids[start_block]:  # mostly: nothing is new
-            return row.number
-        max_blocks = self.blocks.shape[1]
+        rows, numbers = self._rows, []
+        for block_ids, start, used in zip(tables, start_blocks, num_used, strict=True):
+            row = rows.pop(id(block_ids), None)
+            if row is None:
+                row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
+            rows[id(block_ids)] = row
+            resident = row.resident
+            is_for_decode = used == len(resident) == start + 1 <= len(block_ids)
+            if (
+                not is_for_decode or resident[start] != block_ids[start]
+            ):  # else nothing is new, which is the most common
+                self._update(row, start, used, changes)
+            numbers.append(row.number)
+        return numbers
+
+    def _update(self, row: _Row, start_block: int, num_used: int, changes: TableChanges) -> None:
+        """Take up what is new in a row's list from `start_block` on, and what the row lacks before it."""
+        block_ids, resident, max_blocks = row.owner, row.resident, self.blocks.shape[1]
         if num_used > min(max_blocks, len(block_ids)):
             raise InvalidArgumentError(
                 f"expected a context of at most {min(max_blocks, len(block_ids))} blocks, got {num_used}"
@@ -99,7 +111,6 @@ class ResidentTable:
                 resident.append(block_id)
             changes.indexes.append(row.number * max_blocks + column)
             changes.block_ids.append(block_id)
-        return row.number
 
     def forget(self) -> None:
         """Forget all rows, after a step whose changes may not have reached the device. O(rows)."""

@@ -11,7 +11,7 @@ Invariant: the vector is overwritten only after the device has read it.
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
@@ -23,6 +23,9 @@ from kvblocks.engine.sampling.feeding import feed
 
 DECODE_COLUMNS = 3
 """The first rows of a decode step's columns: token ids, lengths, read-only tokens. Each group's table rows follow."""
+
+Sections = list[list[int]]
+"""Parts of the vector that a step is."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class UploadedStep:
     logits_rows: Tensor
     decode_columns: Tensor | None
     shape: StepShape
+
+    @classmethod
+    def of_decodes(cls, columns: Tensor, index: Tensor, shape: StepShape) -> "UploadedStep":
+        """A step of single tokens: views of `columns`. index: int32 [num_seqs + 1], from 0 on."""
+        token_ids, seq_lens, num_readonly, *table_rows = columns.unbind(0)
+        return cls(token_ids, seq_lens, num_readonly, tuple(table_rows), index, index[:-1], columns, shape)
 
 
 @dataclass(frozen=True)
@@ -100,38 +109,65 @@ class StepUploader:
         num_missing = size.num_tokens - sum(len(sequence.token_ids) for sequence in rows)
         zeros = [0] * (size.num_seqs - len(rows))
 
-        def padded(sections: list[list[int]]) -> list[list[int]]:
-            token_ids, seq_lens, num_readonly, *table_rows = sections
+        def arrange(token_ids: list[int], seq_lens: list[int], readonly: list[int], *table_rows: list[int]) -> Sections:
             query_start, logits_rows = _ragged_sections(rows)
             of_padding = [num_missing, *zeros[1:]] if zeros else []
             return [
                 token_ids + [0] * num_missing,
                 seq_lens + of_padding,
-                num_readonly + of_padding,
+                readonly + of_padding,
                 *(numbers + zeros for numbers in table_rows),
                 query_start + [size.num_tokens] * len(zeros),
                 logits_rows + [0] * (size.num_seqs - len(logits_rows)),
             ]
 
-        parts = self._upload(rows, lambda changes: padded(self._pack(rows, changes, 0)), drawn)
+        parts = self._upload(rows, arrange, drawn)
         assert sum(len(part) for part in parts) == size.num_values
         return self._staging[: size.num_values]
 
-    def _upload(
-        self,
-        rows: Sequence[SequenceRows],
-        pack: Callable[[list[TableChanges]], list[list[int]]],
-        drawn: Tensor | None,
-    ) -> list[Tensor]:
-        """Upload the sections that `pack` makes, and write the tables' changes that it finds. Returns the sections.
+    def upload_decodes(self, rows: Sequence[SequenceRows], num_seqs: int, drawn: Tensor | None = None) -> Tensor:
+        """Upload a step of single tokens whose logits are wanted: int32 [DECODE_COLUMNS + num_groups, num_seqs].
 
-        The first section is the tokens; `drawn` are put in there.
+        num_seqs: the step is padded to so many sequences by some that have no tokens. A padding sequence's length is 0,
+        and it has a read-only token. Otherwise as `upload`.
+        """
+        zeros = [0] * (num_seqs - len(rows))
+
+        def arrange(token_ids: list[int], seq_lens: list[int], readonly: list[int], *table_rows: list[int]) -> Sections:
+            of_padding = [1] * len(zeros)
+            return [token_ids + zeros, seq_lens + zeros, readonly + of_padding, *(own + zeros for own in table_rows)]
+
+        num_columns = len(self._upload(rows, arrange, drawn))
+        return self._staging[: num_columns * num_seqs].view(num_columns, num_seqs)
+
+    def upload(self, rows: Sequence[SequenceRows], drawn: Tensor | None = None) -> UploadedStep:
+        """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
+
+        rows: their block tables are the sequences' own lists (see `resident_table`). drawn: see `feed`. Raises
+        InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for those without a row.
+        """
+        shape = StepShape.of(rows)
+        if shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows):
+            index = torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device)
+            return UploadedStep.of_decodes(self.upload_decodes(rows, len(rows), drawn), index, shape)
+        parts = self._upload(rows, lambda *packed: [*packed, *_ragged_sections(rows)], drawn)
+        token_ids, seq_lens, num_readonly, *rest = parts
+        *table_rows, query_start, logits_rows = rest
+        return UploadedStep(token_ids, seq_lens, num_readonly, tuple(table_rows), query_start, logits_rows, None, shape)
+
+    def _upload(
+        self, rows: Sequence[SequenceRows], arrange: Callable[..., Sections], drawn: Tensor | None
+    ) -> list[Tensor]:
+        """Upload sections, and write the tables' changes that are found. Returns the sections.
+
+        arrange: makes the sections from what `_pack` returns. The first one is the tokens; `drawn` are put in there.
         """
         changes = [TableChanges() for _ in self.tables]
         for table in self.tables:
             table.reserve(len(rows))
         try:
-            sections = pack(changes)
+            packed = self._pack(rows, changes)
+            sections = arrange(*packed)
             num_sections = len(sections)
             sections += [values for change in changes for values in (change.indexes, change.block_ids)]
             parts = self._transfer(sections)
@@ -140,38 +176,9 @@ class StepUploader:
                 table.forget()
             raise
         if drawn is not None:
-            feed(parts[0], list(chain.from_iterable([sequence.token_ids for sequence in rows])), drawn)
+            feed(parts[0], packed[0], drawn)
         self._write(changes, parts[num_sections:])
         return parts[:num_sections]
-
-    def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0, drawn: Tensor | None = None) -> UploadedStep:
-        """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
-
-        rows: their block tables are the sequences' own lists (see `resident_table`). num_padded: a step of single
-        tokens is padded to so many sequences; the added ones have no tokens. drawn: see `feed`. Raises
-        InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for those without a row.
-        """
-        shape = StepShape.of(rows)
-        is_decode = shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows)
-
-        def pack(changes: list[TableChanges]) -> list[list[int]]:
-            sections = self._pack(rows, changes, num_padded if is_decode else 0)
-            return sections if is_decode else sections + _ragged_sections(rows)
-
-        parts = self._upload(rows, pack, drawn)
-        num_columns = DECODE_COLUMNS + len(self.tables)
-        token_ids, seq_lens, num_readonly = parts[:DECODE_COLUMNS]
-        if is_decode:
-            num_seqs = len(token_ids)
-            columns: Tensor | None = self._staging[: num_columns * num_seqs].view(num_columns, num_seqs)
-            index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
-            query_start, logits_rows = index, index[:-1]
-            if num_seqs > len(rows):
-                shape = replace(shape, num_decodes=num_seqs, lengths=None)
-        else:
-            columns, (query_start, logits_rows) = None, parts[num_columns:]
-        table_rows = tuple(parts[DECODE_COLUMNS:num_columns])
-        return UploadedStep(token_ids, seq_lens, num_readonly, table_rows, query_start, logits_rows, columns, shape)
 
     def batch(self, step: UploadedStep) -> StepBatch:
         """Lay out the step of the last upload. Block tables are cut to the length of the longest context."""
@@ -187,30 +194,20 @@ class StepUploader:
                 table.blocks.view(-1).index_copy_(0, indexes.long(), block_ids)
             self.counts.num_block_ids += len(change.indexes)
 
-    def _pack(self, rows: Sequence[SequenceRows], changes: Sequence[TableChanges], num_padded: int) -> list[list[int]]:
-        """Token ids, lengths, read-only tokens, and table rows of each group.
-
-        A padding sequence has 0 tokens, all of them read-only.
-        """
+    def _pack(self, rows: Sequence[SequenceRows], changes: Sequence[TableChanges]) -> Sections:
+        """Token ids, lengths, read-only tokens, and table rows of each group."""
         size = self._block_size
-        token_ids = list(chain.from_iterable([sequence.token_ids for sequence in rows]))
-        seq_lens = [sequence.start + len(sequence.token_ids) for sequence in rows]
+        token_ids, starts, block_ids, num_readonly, _, others, _ = zip(*rows, strict=True)
+        seq_lens = [start + len(own) for start, own in zip(starts, token_ids, strict=True)]
+        start_blocks, num_used = [start // size for start in starts], [-(-seq_len // size) for seq_len in seq_lens]
         table_rows = []
         for group, (table, change) in enumerate(zip(self.tables, changes, strict=True)):
-            block_tables = [sequence.other_block_ids[group - 1] if group else sequence.block_ids for sequence in rows]
-            table_rows.append(
-                [
-                    table.assign_row(_own_list(block_ids), sequence.start // size, -(-seq_len // size), change)
-                    for sequence, block_ids, seq_len in zip(rows, block_tables, seq_lens, strict=True)
-                ]
-            )
-        num_readonly = [sequence.num_readonly_tokens for sequence in rows]
-        missing = max(0, num_padded - len(rows))
-        zeros = [0] * missing
-        columns = [token_ids + zeros, seq_lens + zeros, num_readonly + [1] * missing]
-        return columns + [numbers + zeros for numbers in table_rows]
+            block_tables = block_ids if not group else [own[group - 1] for own in others]
+            own_lists = [own if isinstance(own, list) else list(own) for own in block_tables]
+            table_rows.append(table.assign_rows(own_lists, start_blocks, num_used, change))
+        return [[*chain.from_iterable(token_ids)], seq_lens, [*num_readonly], *table_rows]
 
-    def _transfer(self, sections: list[list[int]]) -> list[Tensor]:
+    def _transfer(self, sections: Sections) -> list[Tensor]:
         """Copy lists of ints to the device in one transfer. Returns a vector for each."""
         sizes = [len(section) for section in sections]
         values = torch.frombuffer(array("i", list(chain.from_iterable(sections))), dtype=torch.int32)
@@ -264,12 +261,7 @@ def lay_out(step: UploadedStep, block_tables: Sequence[Tensor], block_size: int)
     )
 
 
-def _own_list(block_ids: Sequence[int]) -> list[int]:
-    """A block table as a list object, which a row belongs to."""
-    return block_ids if isinstance(block_ids, list) else list(block_ids)
-
-
-def _ragged_sections(rows: Sequence[SequenceRows]) -> list[list[int]]:
+def _ragged_sections(rows: Sequence[SequenceRows]) -> Sections:
     """Each sequence's first row, then the end, and the rows whose logits are wanted."""
     query_start = [0, *accumulate(len(sequence.token_ids) for sequence in rows)]
     wanted = [end - 1 for sequence, end in zip(rows, query_start[1:], strict=True) if sequence.wants_logits]

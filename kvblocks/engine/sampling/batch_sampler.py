@@ -3,6 +3,7 @@
 A step's draws are begun, and read later (`BegunDraws`), so that the next step can be launched between the two.
 
 Draws that need the same work form a group: greedy draws, plain draws, and draws that read only the most likely tokens.
+Mostly a step has the groups of the step before, since its requests are the same.
 The latter first read a fixed number of tokens, which nearly always suffices. Otherwise the draw is repeated with the
 whole sorted vocabulary and the same random number. So the token is always the one that `SamplingParams` defines.
 
@@ -15,11 +16,12 @@ On a CPU a group is computed a few rows at a time, so that intermediate values s
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvblocks.engine.errors import BrokenLogitsError
@@ -63,15 +65,6 @@ class SamplingCounts:
     num_sorted: int = 0
 
 
-class Slot(NamedTuple):
-    """A draw: its index among the outcomes, its row of logits, and how many of the most likely tokens it reads."""
-
-    place: int
-    row: int
-    draw: Draw
-    num_likely: int
-
-
 DrawTokens = Callable[[Tensor, Tensor], Tensor]
 """As `kernels.draw.draw_tokens`: (logits, parameters of draws) -> token, whether it is broken, and 1, for each draw."""
 
@@ -94,19 +87,32 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 
 
 class AlikeDraws(NamedTuple):
-    """Draws that need the same work. width: the most top tokens whose logarithms a draw wants; -1: no logarithms.
+    """Draws that need the same work. places, rows: each one's index among the outcomes, and its row of logits.
 
-    is_changed: whether logits are changed before the draw: by penalties or a bias, or to exclude tokens. draw_tokens:
-    draws them; greedy and limited draws are alike then, and it says neither.
+    num_likely: how many of the most likely tokens they read. width: the most top tokens whose logarithms a draw wants;
+    -1: no logarithms. draw_tokens: draws them; greedy and limited draws are alike then, and it says neither.
+    parameters: what that takes, float64 [draws, 6], but for rows and random numbers.
     """
 
-    slots: list[Slot]
+    places: list[int]
+    rows: list[int]
+    draws: list[Draw]
     is_greedy: bool
     is_limited: bool
     is_changed: bool
     num_likely: int
     width: int
     draw_tokens: DrawTokens | None = None
+    parameters: NDArray[np.float64] | None = None
+
+    def take(self, indexes: list[int]) -> "AlikeDraws":
+        """Only these of the draws. O(indexes)."""
+        return self._replace(
+            places=[self.places[index] for index in indexes],
+            rows=[self.rows[index] for index in indexes],
+            draws=[self.draws[index] for index in indexes],
+            parameters=None if self.parameters is None else self.parameters[indexes],
+        )
 
     @property
     def num_results(self) -> int:
@@ -128,30 +134,34 @@ class AlikeDraws(NamedTuple):
         return self.draw_tokens is None and self.is_greedy and not self.is_changed and self.width < 0
 
 
-def group_slots(slots: Sequence[Slot], vocab_size: int, draw_tokens: DrawTokens | None = None) -> Iterator[AlikeDraws]:
-    """Groups of slots that need the same work. Each group keeps the slots' order.
+def group_draws(
+    draws: Sequence[Draw | Exception], rows: Sequence[int], logits: Tensor, draw_tokens: DrawTokens | None = None
+) -> list[AlikeDraws]:
+    """Groups of draws that need the same work, in the draws' order. Exceptions are in none.
 
-    draw_tokens: for those without logarithms, or None.
+    rows: of `logits`, one for each draw. draw_tokens: for those without logarithms, or None.
     """
-    groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
-    for slot in slots:
-        draw = slot.draw
+    vocab_size = logits.shape[1]
+    groups: dict[tuple[bool, bool, bool, int, bool], list[tuple[int, int, Draw]]] = {}
+    for place, (draw, row) in enumerate(zip(draws, rows, strict=True)):
+        if isinstance(draw, Exception):
+            continue
         params = draw.params
         is_by_kernel = draw_tokens is not None and params.logprobs is None
         is_greedy = not is_by_kernel and params.is_greedy
         is_limited = not is_by_kernel and _is_limited(params, vocab_size)
-        is_changed = params.is_penalized or bool(draw.banned or draw.bias) or draw.allowed is not None
-        key = (is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
-        groups.setdefault(key, []).append(slot)
+        num_likely = 0 if is_by_kernel else num_to_look_at(params, logits)
+        key = (is_greedy, is_limited, draw.is_changed, num_likely, params.logprobs is not None)
+        groups.setdefault(key, []).append((place, row, draw))
+    found = []
     for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
-        width = max(_num_named(slot, vocab_size) for slot in members) if has_logprobs else -1
+        places, own_rows, own = map(list, zip(*members, strict=True))
+        width = max(min(draw.params.logprobs or 0, vocab_size) for draw in own) if has_logprobs else -1
         draws_by = None if has_logprobs else draw_tokens
-        yield AlikeDraws(members, is_greedy, is_limited, is_changed, num_likely, width, draws_by)
-
-
-def _num_named(slot: Slot, vocab_size: int) -> int:
-    """How many of the most likely tokens a draw's logarithms cover."""
-    return min(slot.draw.params.logprobs or 0, vocab_size)
+        parameters = None if draws_by is None else _parameters(own, vocab_size)
+        flags = (is_greedy, is_limited, is_changed)
+        found.append(AlikeDraws(places, own_rows, own, *flags, num_likely, width, draws_by, parameters))
+    return found
 
 
 class BatchSampler:
@@ -160,39 +170,39 @@ class BatchSampler:
     def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
         self.counts = SamplingCounts()
         self._memory = Workspace()
+        self._grouped: tuple[object, list[AlikeDraws]] = None, []  # what the last step asked for, and its groups
         self.draw_tokens = draw_tokens
 
     def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
-        """The outcome of each draw, in order: `begin`, and then `BegunDraws.read`."""
-        return self.begin(logits, draws).read()
+        """The outcome of each draw, in order: `begin`, and then `BegunDraws.read`. `draws[i]` are those of row i."""
+        rows = [row for row, own in enumerate(draws) for _ in own]
+        return self.begin(logits, [*chain.from_iterable(draws)], rows).read()
 
     @torch.inference_mode()
-    def begin(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> "BegunDraws":
-        """Begin to draw, without waiting. `draws[i]` are drawn from row i of `logits` [len(draws), vocab].
+    def begin(self, logits: Tensor, draws: Sequence[Draw | Exception], rows: list[int]) -> "BegunDraws":
+        """Begin to draw, without waiting. rows: of `logits` [rows, vocab], the one from which each draw is made.
 
         An exception in place of a draw is its own outcome. A row with NaN gives BrokenLogitsError. Other draws get
         their tokens anyway. logits: of any float type; they aren't changed, and may be overwritten once the draws are
         read, or by work that the device does later if `BegunDraws.tokens` isn't None. O(draws x vocab).
         """
-        failures: dict[int, Outcome] = {}
-        slots: list[Slot] = []
-        draws_by, place = self.draw_tokens, 0
-        for row, own in enumerate(draws):
-            for draw in own:
-                if isinstance(draw, Exception):
-                    failures[place] = draw
-                else:
-                    is_by_kernel = draws_by is not None and draw.params.logprobs is None
-                    slots.append(Slot(place, row, draw, 0 if is_by_kernel else num_to_look_at(draw.params, logits)))
-                place += 1
-        self.counts.num_draws += len(slots)
-        return BegunDraws(logits, slots, failures, self)
+        failures: dict[int, Outcome] = {place: draw for place, draw in enumerate(draws) if isinstance(draw, Exception)}
+        self.counts.num_draws += len(draws) - len(failures)
+        return BegunDraws(logits, self._group(logits, draws, rows), failures, self)
 
-    def enqueue(self, logits: Tensor, slots: Sequence[Slot]) -> tuple[list[AlikeDraws], Tensor]:
-        """The groups of these slots, and their results, group by group, on the device. Doesn't wait."""
-        self.counts.num_sorted += sum([slot.num_likely == logits.shape[1] for slot in slots])
-        groups = list(group_slots(slots, logits.shape[1], self.draw_tokens))
-        return groups, enqueue(logits, groups, self._memory)
+    def enqueue(self, logits: Tensor, groups: Sequence[AlikeDraws]) -> Tensor:
+        """The results of these draws, group by group, on the device. Doesn't wait."""
+        self.counts.num_sorted += sum([len(group.draws) for group in groups if group.num_likely == logits.shape[1]])
+        return enqueue(logits, groups, self._memory)
+
+    def _group(self, logits: Tensor, draws: Sequence[Draw | Exception], rows: list[int]) -> list[AlikeDraws]:
+        """As `group_draws`, which is only called if the last step's groups aren't these."""
+        kinds = [None if isinstance(draw, Exception) else (draw.params, draw.is_changed) for draw in draws]
+        key = (logits.shape[1], logits.device, self.draw_tokens, rows, kinds)
+        if key != self._grouped[0]:
+            self._grouped = key, group_draws(draws, rows, logits, self.draw_tokens)
+            return self._grouped[1]
+        return [group._replace(draws=[draws[place] for place in group.places]) for group in self._grouped[1]]
 
 
 class BegunDraws:
@@ -203,18 +213,18 @@ class BegunDraws:
     """
 
     def __init__(
-        self, logits: Tensor, slots: Sequence[Slot], failures: dict[int, Outcome], sampler: BatchSampler
+        self, logits: Tensor, groups: list[AlikeDraws], failures: dict[int, Outcome], sampler: BatchSampler
     ) -> None:
         self._logits: Tensor | None = logits  # while a draw may have to be repeated: they are large
         self._sampler = sampler
         self._outcomes = failures
-        self._groups: list[AlikeDraws] = []
+        self._groups = groups
         self.tokens: Tensor | None = None
         self._results: HostCopy | None = None
-        if slots:
-            self._groups, results = sampler.enqueue(logits, slots)
-            if not failures and all(group.is_final(logits.shape[1]) for group in self._groups):
-                self.tokens, self._logits = _in_order(self._groups, results), None
+        if groups:
+            results = sampler.enqueue(logits, groups)
+            if not failures and all(group.is_final(logits.shape[1]) for group in groups):
+                self.tokens, self._logits = _in_order(groups, results), None
             self._results = HostCopy(results)
 
     def wait(self) -> None:
@@ -230,34 +240,34 @@ class BegunDraws:
             uncertain = _read(self._groups, self._results.read(), outcomes)
             self._results = None
             if uncertain and self._logits is not None:
-                size = self._logits.shape[1]
-                again = [slot._replace(num_likely=size) for slot in uncertain]
-                self._groups, results = self._sampler.enqueue(self._logits, again)
-                self._results = HostCopy(results)
+                self._groups = [group._replace(num_likely=self._logits.shape[1]) for group in uncertain]
+                self._results = HostCopy(self._sampler.enqueue(self._logits, self._groups))
         return [outcomes[place] for place in range(len(outcomes))]
 
 
 def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], memory: Workspace) -> Tensor:
-    """Begin to draw, without waiting. Returns the results of `_draw`, group by group, slot by slot."""
-    size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
-    tiles = (
-        group._replace(slots=group.slots[start : start + step])
-        for group in groups
-        for step in [len(group.slots) if group.is_by_kernel else size]
-        for start in range(0, len(group.slots), step)
-    )
-    results = [_draw(logits, tile, memory).flatten() for tile in tiles]
+    """Begin to draw, without waiting. Returns the results of `_draw`, group by group, draw by draw."""
+    results = [_draw(logits, tile, memory).flatten() for group in groups for tile in _tiles(group, logits)]
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
+def _tiles(group: AlikeDraws, logits: Tensor) -> Iterator[AlikeDraws]:
+    """The parts of a group that are drawn one after the other."""
+    size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
+    number = len(group.draws)
+    if group.is_by_kernel or number <= size:
+        yield group
+        return
+    for start in range(0, number, size):
+        yield group.take(list(range(start, min(start + size, number))))
+
+
 def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
-    """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, and wanted logarithms."""
-    device, vocab_size = logits.device, logits.shape[1]
-    draws = [slot.draw for slot in tile.slots]
+    """float64 [draws, num_results]: token, whether its row has NaN, whether it is certain, and wanted logarithms."""
+    device, vocab_size, draws = logits.device, logits.shape[1], tile.draws
     if tile.draw_tokens is not None and not tile.is_changed:
-        rows = [slot.row for slot in tile.slots]
-        return tile.draw_tokens(_in_float32(logits), _parameters(draws, rows, vocab_size, device))
-    own = _rows(logits, [slot.row for slot in tile.slots])
+        return tile.draw_tokens(_in_float32(logits), _upload_parameters(tile, tile.rows, device))
+    own = _rows(logits, tile.rows)
     if tile.is_bare:
         return _facts(*pick_greedy(own))
     columns, changed = Columns.upload(draws, vocab_size, device), own
@@ -268,7 +278,7 @@ def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
         ban(changed, to_device(_banned(draws), device))
         _restrict(changed, draws)
     if tile.draw_tokens is not None:
-        return tile.draw_tokens(changed, _parameters(draws, range(len(draws)), vocab_size, device))
+        return tile.draw_tokens(changed, _upload_parameters(tile, range(len(draws)), device))
     if tile.is_greedy:
         token, is_broken = pick_greedy(changed)
         is_certain = torch.ones_like(is_broken)
@@ -304,22 +314,29 @@ def _in_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float32 else logits.float()
 
 
-def _parameters(draws: Sequence[Draw], rows: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """What `DrawTokens` takes for draws from these rows, uploaded in one transfer, without waiting for it."""
+def _parameters(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.float64]:
+    """What `DrawTokens` takes for these draws, but for what may differ in the next step: rows and random numbers."""
     table = [
         (
-            row,
+            0,
             0.0 if params.temperature == 0 else scale_of(params),
             vocab_size if params.top_k is None else min(params.top_k, vocab_size),
             params.top_p,
             params.min_p,
-            draw.uniform,
+            0.0,
         )
-        for row, draw in zip(rows, draws, strict=True)
-        for params in (draw.params,)
+        for params in [draw.params for draw in draws]
     ]
     # numpy reads a list of tuples several times as fast as torch.
-    return to_device(torch.from_numpy(np.array(table, dtype=np.float64)), device)
+    return np.array(table, dtype=np.float64)
+
+
+def _upload_parameters(tile: AlikeDraws, rows: Sequence[int], device: torch.device) -> Tensor:
+    """What `DrawTokens` takes for draws from these rows, uploaded in one transfer, without waiting for it."""
+    assert tile.parameters is not None
+    table = tile.parameters.copy()
+    table[:, 0], table[:, -1] = rows, [draw.uniform for draw in tile.draws]
+    return to_device(torch.from_numpy(table), device)
 
 
 def _entries(draws: Sequence[Draw]) -> Tensor:
@@ -367,37 +384,36 @@ def _copied(values: "array[int]") -> Tensor:
 def _in_order(groups: Sequence[AlikeDraws], results: Tensor) -> Tensor:
     """The tokens of results that have no logarithms, in the order of the draws."""
     tokens = results.view(-1, _NUM_FACTS)[:, 0]
-    places = [slot.place for group in groups for slot in group.slots]
-    if places == list(range(len(places))):
+    if len(groups) == 1:
         return tokens
-    order = torch.tensor(places).argsort()
+    order = torch.tensor([place for group in groups for place in group.places]).argsort()
     return tokens.index_select(0, to_device(order, results.device))
 
 
-def _read(groups: Sequence[AlikeDraws], results: Sequence[float], outcomes: dict[int, Outcome]) -> list[Slot]:
-    """Store the outcomes by index, and return the slots to draw again."""
-    uncertain: list[Slot] = []
+def _read(groups: Sequence[AlikeDraws], results: list[float], outcomes: dict[int, Outcome]) -> list[AlikeDraws]:
+    """Store the outcomes by index, and return the groups to draw again, without the draws that are certain."""
     values = iter(results)
-    if len(results) == _NUM_FACTS * sum([len(group.slots) for group in groups]):  # no logarithms
+    if len(results) == _NUM_FACTS * sum([len(group.draws) for group in groups]):  # no logarithms
         tokens, are_broken, are_certain = results[::_NUM_FACTS], results[1::_NUM_FACTS], results[2::_NUM_FACTS]
         if not any(are_broken) and all(are_certain):
-            places = [slot.place for group in groups for slot in group.slots]
+            places = chain.from_iterable([group.places for group in groups])
             outcomes.update(zip(places, [Drawn(int(token)) for token in tokens], strict=True))
-            return uncertain
-    for group in groups:
-        for slot in group.slots:
+            return []
+    uncertain: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        for index, (place, draw) in enumerate(zip(group.places, group.draws, strict=True)):
             token, is_broken, is_certain, *logs = islice(values, group.num_results)
             if is_broken:
-                outcomes[slot.place] = BrokenLogitsError(_BROKEN)
+                outcomes[place] = BrokenLogitsError(_BROKEN)
             elif not is_certain:
-                uncertain.append(slot)
+                uncertain.setdefault(number, []).append(index)
             else:
-                outcomes[slot.place] = Drawn(int(token), _logprobs(logs, group.width, slot) if logs else None)
-    return uncertain
+                outcomes[place] = Drawn(int(token), _logprobs(logs, group.width, draw.params) if logs else None)
+    return [groups[number].take(indexes) for number, indexes in uncertain.items()]
 
 
-def _logprobs(logs: list[float], width: int, slot: Slot) -> TokenLogprobs:
+def _logprobs(logs: list[float], width: int, params: SamplingParams) -> TokenLogprobs:
     """The logarithms of a draw, from its row of results."""
-    own, number = logs[0], slot.draw.params.logprobs or 0
+    own, number = logs[0], params.logprobs or 0
     found = zip(logs[1 + width :], logs[1 : 1 + width], strict=True)
     return TokenLogprobs(own, tuple((int(token), logprob) for token, logprob in islice(found, number)))

@@ -68,6 +68,11 @@ class Draw(NamedTuple):
     allowed: Tensor | None = None
     bias: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether logits are changed before the draw: by penalties or a bias, or to exclude tokens. O(1)."""
+        return self.seen is not None or bool(self.banned or self.bias) or self.allowed is not None
+
 
 class Sampler:
     """Prepares the draws of one request. seed: 0 to 2**64 - 1; None: a random one. Raises InvalidArgumentError.

@@ -65,13 +65,10 @@ def plan(
         if manager.allocate_slots(sequence, num_total_tokens=sequence.num_tokens + 1) is None:
             raise CorruptStateError(f"expected one free block for {sequence}, got none")
     copies = tuple([(source, destination) for _, source, destination in manager.take_copies()]) if going_on else ()
-    chunks = [
-        ScheduledChunk(request, request.sequence.num_tokens, 1, samples=True, source=place)
-        for place, request in going_on
-    ]
-    if copies:
-        first = chunks[0]
-        chunks[0] = ScheduledChunk(first.request, first.start, 1, samples=True, copies=copies, source=first.source)
+    chunks = []
+    for place, request in going_on:  # the first one has the copies
+        chunks.append(ScheduledChunk(request, request.sequence.num_tokens, 1, True, copies, None, place))  # noqa: FBT003
+        copies = ()
     return chunks
 
 

@@ -213,8 +213,11 @@ class StreamDecoder:
         spell no valid text for long.
         """
         ids = list(token_ids)
-        self._tokenizer.decode(ids)
-        self._window += [index for index in ids if index not in self._skipped_ids and self._is_token(index)]
+        try:
+            self._window += [index for index in ids if index not in self._skipped_ids and self._is_token(index)]
+        except (OverflowError, TypeError):
+            self._tokenizer.decode(ids)  # raises an error that names them
+            raise
         if not self._window or self._window[-1] in self._tokenizer.byte_token_ids:
             return ""
         text = self._decode(self._window)

@@ -63,7 +63,7 @@ class Case:
             runs, room = SharedRuns.build(cohorts, len(rows)), RunBucket.of(bucket)
             assert room.holds(runs)
             packed = room.pack(runs)
-        columns = self.uploader.upload(rows, num_padded=bucket).decode_columns
+        columns = self.uploader.upload_decodes(rows, bucket)
         got = self.buckets.run(columns, len(rows), packed)
         torch.testing.assert_close(got, step(self.plain, self.caches[0], *rows), rtol=0, atol=3e-4)
         torch.testing.assert_close(self.caches[1].memory[0], self.caches[0].memory[0], rtol=0, atol=3e-4)

@@ -60,7 +60,7 @@ class Case:
             SequenceRows([token], self.lengths[number], TABLES[number], num_readonly)
             for number, token in zip(sequences, token_ids, strict=True)
         ]
-        columns = self.uploader.upload(rows, num_padded=bucket_of(len(rows))).decode_columns
+        columns = self.uploader.upload_decodes(rows, bucket_of(len(rows)))
         got = self.buckets.run(columns, len(rows)).cpu()
         if not num_readonly:
             for number in sequences:

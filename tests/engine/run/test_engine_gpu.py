@@ -14,7 +14,7 @@ from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits, TierOpt
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.device_runner import DeviceRunner
-from kvblocks.engine.sampling.batch_sampler import BatchSampler, Slot, enqueue, group_slots, num_to_look_at
+from kvblocks.engine.sampling.batch_sampler import BatchSampler, enqueue, group_draws
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.sampler import Sampler
 from kvblocks.engine.sampling.workspace import Workspace
@@ -201,8 +201,7 @@ def test_tokens_are_drawn_without_waiting_for_the_device(dtype):
     )
     logits = rows.to("cuda", dtype)
     BatchSampler().sample(logits, draws)  # kernels are loaded
-    slots = [Slot(row, row, own[0], num_to_look_at(own[0].params, logits)) for row, own in enumerate(draws)]
-    groups = list(group_slots(slots, 50_000))
+    groups = group_draws([one for (one,) in draws], range(len(draws)), logits)
     torch.cuda.set_sync_debug_mode("error")
     try:
         results = enqueue(logits, groups, Workspace())

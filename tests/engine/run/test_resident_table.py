@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from model.sight import first_seen
 
 from kvblocks import FullAttention, KVCacheManager, SequenceStateError, SlidingWindow
-from kvblocks.engine.attention.batch import SequenceRows, StepBatch
+from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
 from kvblocks.engine.run.runner import ModelRunner
-from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader
+from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader, UploadedStep
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
@@ -174,18 +174,18 @@ def test_a_table_grows_and_gives_rows_to_whoever_comes():
     table = ResidentTable(num_blocks=100, max_blocks=4, device=CPU, num_rows=2)
     lists = [[number] for number in range(5)]
     first = TableChanges()
-    assert len({table.assign_row(lists[number], 0, 1, first) for number in range(2)}) == 2
+    assert set(table.assign_rows(lists[:2], [0, 0], [1, 1], first)) == {0, 1}
     again = TableChanges()
-    assert table.assign_row(lists[2], 0, 1, again) in {0, 1}, "the one that wasn't used for the longest time has to go"
-    table.assign_row(lists[0], 0, 1, again)
+    (row,) = table.assign_rows(lists[2:3], [0], [1], again)
+    assert row in {0, 1}, "the one that wasn't used for the longest time has to go"
+    table.assign_rows(lists[:1], [0], [1], again)
     assert again.block_ids == [2, 0]
     blocks = table.blocks
     table.reserve(2)
     assert table.blocks is blocks
     table.reserve(5)
     assert table.blocks.shape == (5, 4)
-    rows = {table.assign_row(own, 0, 1, TableChanges()) for own in lists}
-    assert rows == {0, 1, 2, 3, 4}
+    assert set(table.assign_rows(lists, [0] * 5, [1] * 5, TableChanges())) == {0, 1, 2, 3, 4}
 
 
 def test_what_an_upload_that_failed_took_for_granted_is_forgotten(monkeypatch):
@@ -224,9 +224,10 @@ def test_too_many_rows_for_int32_are_refused():
 def test_a_padded_decode_step():
     uploader = uploader_of()
     rows = [SequenceRows([7], 5, [3, 1]), SequenceRows([8], 0, [2]), SequenceRows([9], 7, [4, 6], 8)]
-    step = uploader.upload(rows, num_padded=4)
-    assert step.decode_columns.shape == (DECODE_COLUMNS + 1, 4)
-    batch = uploader.batch(step)
+    columns = uploader.upload_decodes(rows, 4)
+    assert columns.shape == (DECODE_COLUMNS + 1, 4)
+    index = torch.arange(5, dtype=torch.int32)
+    batch = uploader.batch(UploadedStep.of_decodes(columns, index, StepShape(4, 1, 8)))
     assert batch.token_ids.tolist() == [7, 8, 9, 0]
     assert batch.positions.tolist() == [5, 0, 7, 0]
     assert batch.slot_mappings[0].tolist() == [5, 8, -1, -1]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvblocks import Sequence
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling import batch_sampler
-from kvblocks.engine.sampling.batch_sampler import BatchSampler, Slot, enqueue, group_slots, num_to_look_at
+from kvblocks.engine.sampling.batch_sampler import BatchSampler, enqueue, group_draws
 from kvblocks.engine.sampling.drawn import Drawn
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.random_numbers import uniform
@@ -122,10 +122,10 @@ def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
     """On the meta device, which has no values: reading a value, or a size that depends on one, raises."""
     logits, draws, _ = mixture
     logits = logits.to("meta")
-    slots = [Slot(0, row, one, num_to_look_at(one.params, logits)) for row, own in enumerate(draws) for one in own]
-    groups = list(group_slots(slots, WIDE))
+    rows = [row for row, own in enumerate(draws) for _ in own]
+    groups = group_draws([one for own in draws for one in own], rows, logits)
     results = enqueue(logits, groups, Workspace())
-    assert results.shape == (sum(group.num_results * len(group.slots) for group in groups),)
+    assert results.shape == (sum(group.num_results * len(group.draws) for group in groups),)
     with pytest.raises(NotImplementedError, match="meta tensor"):
         results.tolist()
 
@@ -169,11 +169,8 @@ def test_with_a_kernel_a_step_is_an_upload_and_a_launch(options, least):
     draws = [Draw(SamplingParams(**options[row % len(options)]), 0.5) for row in range(32)]
     numbers = []
     for kernel in (draw_tokens, None):
-        slots = [
-            Slot(row, row, one, 0 if kernel else num_to_look_at(one.params, logits)) for row, one in enumerate(draws)
-        ]
         with torch.inference_mode(), Operations() as counted:
-            enqueue(logits, list(group_slots(slots, 128256, kernel)), Workspace())
+            enqueue(logits, group_draws(draws, range(len(draws)), logits, kernel), Workspace())
         numbers.append(counted.number)
     assert numbers[0] == 2
     assert numbers[1] >= least
