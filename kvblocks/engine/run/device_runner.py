@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
+from operator import add
 
 import torch
 from torch import Tensor
@@ -210,8 +211,7 @@ class DeviceRunner(ModelRunner):
         if low < -num_drawn or high >= config.vocab_size:
             got = low if low < -num_drawn else high
             raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
-        first = min(starts)
-        end = max([start + len(own) for start, own in zip(starts, token_ids, strict=True)])
+        first, end = min(starts), max(map(add, starts, map(len, token_ids)))
         if first < 0 or end > config.max_position_embeddings:
             got = first if first < 0 else end - 1
             raise InvalidArgumentError(f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}")

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import add
 
 import torch
 from torch import Tensor
@@ -198,7 +199,7 @@ class StepUploader:
         """Token ids, lengths, read-only tokens, and table rows of each group."""
         size = self._block_size
         token_ids, starts, block_ids, num_readonly, _, others, _ = zip(*rows, strict=True)
-        seq_lens = [start + len(own) for start, own in zip(starts, token_ids, strict=True)]
+        seq_lens = [*map(add, starts, map(len, token_ids))]
         start_blocks, num_used = [start // size for start in starts], [-(-seq_len // size) for seq_len in seq_lens]
         table_rows = []
         for group, (table, change) in enumerate(zip(self.tables, changes, strict=True)):

@@ -186,19 +186,22 @@ class BatchSampler:
         their tokens anyway. logits: of any float type; they aren't changed, and may be overwritten once the draws are
         read, or by work that the device does later if `BegunDraws.tokens` isn't None. O(draws x vocab).
         """
+        sound = [draw for draw in draws if not isinstance(draw, Exception)]
+        self.counts.num_draws += len(sound)
+        if len(sound) == len(draws):
+            return BegunDraws(logits, self._group(logits, sound, rows), {}, self)
         failures: dict[int, Outcome] = {place: draw for place, draw in enumerate(draws) if isinstance(draw, Exception)}
-        self.counts.num_draws += len(draws) - len(failures)
-        return BegunDraws(logits, self._group(logits, draws, rows), failures, self)
+        return BegunDraws(logits, group_draws(draws, rows, logits, self.draw_tokens), failures, self)
 
     def enqueue(self, logits: Tensor, groups: Sequence[AlikeDraws]) -> Tensor:
         """The results of these draws, group by group, on the device. Doesn't wait."""
         self.counts.num_sorted += sum([len(group.draws) for group in groups if group.num_likely == logits.shape[1]])
         return enqueue(logits, groups, self._memory)
 
-    def _group(self, logits: Tensor, draws: Sequence[Draw | Exception], rows: list[int]) -> list[AlikeDraws]:
+    def _group(self, logits: Tensor, draws: list[Draw], rows: list[int]) -> list[AlikeDraws]:
         """As `group_draws`, which is only called if the last step's groups aren't these."""
-        kinds = [None if isinstance(draw, Exception) else (draw.params, draw.is_changed) for draw in draws]
-        key = (logits.shape[1], logits.device, self.draw_tokens, rows, kinds)
+        params, are_changed = [draw.params for draw in draws], [draw.is_changed for draw in draws]
+        key = (logits.shape[1], logits.device, self.draw_tokens, rows, params, are_changed)
         if key != self._grouped[0]:
             self._grouped = key, group_draws(draws, rows, logits, self.draw_tokens)
             return self._grouped[1]
@@ -341,12 +344,13 @@ def _upload_parameters(tile: AlikeDraws, rows: Sequence[int], device: torch.devi
 
 def _entries(draws: Sequence[Draw]) -> Tensor:
     """The tokens that each draw's answer has: int64 [3, number], as `penalize` takes them."""
-    parts = [
-        torch.stack([torch.full((len(seen.tokens),), index), _copied(seen.tokens), _copied(seen.counts)])
-        for index, draw in enumerate(draws)
-        if (seen := draw.seen) is not None and seen.tokens
-    ]
-    return torch.cat(parts, 1) if parts else torch.empty(3, 0, dtype=torch.int64)
+    seen = [(index, draw.seen) for index, draw in enumerate(draws) if draw.seen is not None]
+    tokens, counts = array("q"), array("q")
+    for _, own in seen:
+        tokens.extend(own.tokens)
+        counts.extend(own.counts)
+    owners = np.repeat([index for index, _ in seen], [len(own.tokens) for _, own in seen])
+    return torch.from_numpy(np.array([owners, tokens, counts], dtype=np.int64))
 
 
 def _banned(draws: Sequence[Draw]) -> Tensor:
@@ -376,11 +380,6 @@ def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:
         restrict(logits, to_device(rows, logits.device), to_device(is_allowed, logits.device))
 
 
-def _copied(values: "array[int]") -> Tensor:
-    """A copy: an array can't grow while a tensor uses its memory."""
-    return torch.frombuffer(values, dtype=torch.int64).clone()
-
-
 def _in_order(groups: Sequence[AlikeDraws], results: Tensor) -> Tensor:
     """The tokens of results that have no logarithms, in the order of the draws."""
     tokens = results.view(-1, _NUM_FACTS)[:, 0]
@@ -397,7 +396,7 @@ def _read(groups: Sequence[AlikeDraws], results: list[float], outcomes: dict[int
         tokens, are_broken, are_certain = results[::_NUM_FACTS], results[1::_NUM_FACTS], results[2::_NUM_FACTS]
         if not any(are_broken) and all(are_certain):
             places = chain.from_iterable([group.places for group in groups])
-            outcomes.update(zip(places, [Drawn(int(token)) for token in tokens], strict=True))
+            outcomes.update(zip(places, map(Drawn, map(int, tokens)), strict=True))
             return []
     uncertain: dict[int, list[int]] = {}
     for number, group in enumerate(groups):

@@ -5,6 +5,7 @@ repeated step doesn't change a token, and there is no state to keep or undo. BLA
 neighboring seeds and positions, takes a microsecond, and is the same everywhere.
 """
 
+from functools import lru_cache
 from hashlib import blake2b
 
 from kvblocks.arguments import check_count
@@ -32,5 +33,12 @@ def sample_seed(seed: int, number: int) -> int:
 
 def _hash(first: int, second: int, purpose: bytes) -> int:
     """A hash of both numbers, 64 bits. Different purposes give unrelated hashes."""
-    digest = blake2b(first.to_bytes(8, "little") + second.to_bytes(8, "little"), digest_size=8, person=purpose)
+    digest = _begun(first, purpose).copy()
+    digest.update(second.to_bytes(8, "little"))
     return int.from_bytes(digest.digest(), "little")
+
+
+@lru_cache(maxsize=4096)
+def _begun(first: int, purpose: bytes) -> blake2b:
+    """A hash to go on from, kept since an answer draws all its numbers from one seed. Don't change it."""
+    return blake2b(first.to_bytes(8, "little"), digest_size=8, person=purpose)

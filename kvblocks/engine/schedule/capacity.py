@@ -115,10 +115,12 @@ def fitting_tokens(manager: KVCacheManager, request: Request, num_tokens: int, h
     That happens if the limits were replaced after the request was checked for smaller steps. Where layers keep a state,
     also fewer if the state is to be saved before. hit: of a request without blocks. O(groups), mostly.
     """
+    if num_tokens <= 1:  # a decode can't be cut
+        return num_tokens
     num_known = request.sequence.num_tokens
     while num_tokens > 1 and count_blocks(manager.groups, num_known, num_tokens) > manager.num_blocks:
         num_tokens //= 2
-    if num_tokens and keeps_states(manager):
+    if keeps_states(manager):
         sequence = request.sequence
         start = sequence.num_computed_tokens if hit is None else hit.num_tokens
         return manager.states.next_cut(sequence, start + num_tokens, hit) - start

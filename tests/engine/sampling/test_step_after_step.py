@@ -1,0 +1,117 @@
+"""One sampler over many steps: what it keeps of the last step changes no draw."""
+
+import random
+
+import pytest
+import torch
+
+from kvblocks import Sequence
+from kvblocks.engine.sampling import batch_sampler
+from kvblocks.engine.sampling.batch_sampler import BatchSampler
+from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.sampler import Draw, TokenCounts
+
+SIZE = 200
+OPTIONS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 5, "min_p": 0.01},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+    {"temperature": 1.0, "logprobs": 2},
+]
+
+
+def seen_of(params):
+    seen, sequence = TokenCounts(with_prompt=True), Sequence("one", [1, 2, 3])
+    sequence.append_tokens([5, 6])
+    seen.catch_up(sequence)
+    return seen if params.is_penalized else None
+
+
+class Kernel:
+    """A stand-in for the kernel, whose tokens depend on all that it is told. given, told: parameters, then and now."""
+
+    def __init__(self):
+        self.given, self.told = [], []
+
+    def __call__(self, logits, parameters):
+        self.given.append(parameters)
+        self.told.append(parameters.tolist())
+        likeliest = logits[parameters[:, 0].long()].argmax(1)
+        token = (likeliest + (parameters[:, 1:].sum(1) * 1000).long()) % logits.shape[1]
+        return torch.stack([token.double(), torch.zeros(len(token)), torch.ones(len(token))], 1)
+
+
+class Asked:
+    """A request: its parameters, how many draws are made from its row, and what these exclude."""
+
+    def __init__(self, chooser):
+        self.params = SamplingParams(**chooser.choice(OPTIONS))
+        self.number = chooser.choice([1, 1, 2])
+        self.banned = ()
+        self.fails = False
+
+    def draws(self, chooser):
+        number = 0.0 if self.params.is_greedy else chooser.random()
+        one = (
+            ValueError("no token today") if self.fails else Draw(self.params, number, seen_of(self.params), self.banned)
+        )
+        return [one] * self.number
+
+
+def change(chooser, requests):
+    """Change one thing, or nothing."""
+    one = chooser.choice(requests)
+    match chooser.randrange(8):
+        case 0:
+            requests.append(Asked(chooser))
+        case 1 if len(requests) > 1:
+            requests.remove(one)
+        case 2:
+            chooser.shuffle(requests)
+        case 3:
+            one.params = chooser.choice([requests[0].params, SamplingParams(**chooser.choice(OPTIONS))])
+        case 4:
+            one.banned = chooser.choice([(), (7, 8)])
+        case 5:
+            one.fails = not one.fails
+        case 6:
+            one.number, requests[0].number = requests[0].number, one.number
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_sampler_draws_step_after_step_as_a_new_one_does(has_kernel):
+    chooser = random.Random(3)
+    requests = [Asked(chooser)]
+    kernel = Kernel() if has_kernel else None
+    sampler = BatchSampler(kernel)
+    for _ in range(300):
+        if len(requests) > 4:
+            requests = requests[:2]
+        change(chooser, requests)
+        draws = [one.draws(chooser) for one in requests]
+        size = chooser.choice([SIZE] * 5 + [SIZE // 2])  # of another model's vocabulary
+        logits = torch.randn(len(draws), size, generator=torch.Generator().manual_seed(chooser.randrange(99)))
+        fresh = Kernel() if has_kernel else None
+        num_told = len(kernel.told) if has_kernel else 0
+        got, expected = sampler.sample(logits, draws), BatchSampler(fresh).sample(logits, draws)
+        assert [str(outcome) for outcome in got] == [str(outcome) for outcome in expected]
+        if has_kernel:
+            assert kernel.told[num_told:] == fresh.told
+    assert kernel is None or [given.tolist() for given in kernel.given] == kernel.told  # a device may read them late
+    sampler.draw_tokens = None  # at any time
+    assert str(sampler.sample(logits, draws)) == str(BatchSampler().sample(logits, draws))
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_the_draws_of_the_same_requests_are_grouped_once(monkeypatch, has_kernel):
+    calls, group_draws = [], batch_sampler.group_draws
+    monkeypatch.setattr(batch_sampler, "group_draws", lambda *given: calls.append(given) or group_draws(*given))
+    sampler, params = BatchSampler(Kernel() if has_kernel else None), [SamplingParams(**options) for options in OPTIONS]
+    logits = torch.randn(len(params), SIZE, generator=torch.Generator().manual_seed(1))
+    for number in (0.1, 0.5, 0.9):
+        sampler.sample(logits, [[Draw(one, number, seen_of(one))] for one in params])
+    assert len(calls) == 1
+    sampler.sample(logits[:-1], [[Draw(one, 0.5, seen_of(one))] for one in params[:-1]])
+    assert len(calls) == 2
