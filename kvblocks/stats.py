@@ -149,6 +149,7 @@ class PinUsage:
 class TierStats:
     """What a tier holds, and what was moved since the manager was made.
 
+    - num_blocks: slots of the tier. num_cached_blocks: slots whose contents lookups can find.
     - num_stored_blocks, num_loaded_blocks: blocks whose bytes arrived.
     - num_failed_blocks: blocks of transfers that failed.
     - num_dropped_blocks: blocks that were not stored as intended, because their KV had left the device or the cache
@@ -260,9 +261,7 @@ class MetricsSnapshot:
     tiers: tuple[TierStats, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the snapshot as nested dicts, lists and numbers for JSON, including the rates. Salts are not
-        hidden.
-        """
+        """Return the snapshot as nested dicts, lists and numbers for JSON, with the rates. Salts are not hidden."""
         values = asdict(self)
         values["quotas"], values["tiers"] = list(values["quotas"]), list(values["tiers"])
         for name in ("lifetimes", "idle_times", "reuse_gaps"):

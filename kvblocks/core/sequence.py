@@ -225,7 +225,7 @@ class Sequence:
     def group_blocks(self, group: SupportsIndex = 0) -> list[KVCacheBlock | None]:
         """Return the blocks of a KV-cache group's table, None for dead entries. Raises InvalidArgumentError. O(blocks).
 
-        For a group that keeps a state, these are the blocks of checkpoints that pending copies read or write.
+        For a group that keeps a state, these are checkpoints' blocks that copies or loads in progress read or write.
         """
         number = self._check_group(group)
         blocks = None if self.side_tables is None else self.side_tables.blocks(number)
