@@ -34,9 +34,7 @@ def begin_arriving(
 
 
 def check_twin(sequence: Sequence, state: LiveState) -> None:
-    """Raise SequenceStateError if a sequence that loads can't be forked, because tokens after the loads aren't
-    computed.
-    """
+    """Raise SequenceStateError if a sequence that loads can't be forked: tokens after the loads aren't computed yet."""
     if state.arriving is not None and sequence.num_computed_tokens != state.arriving.end:
         raise SequenceStateError(
             f"fork: expected a loading sequence with slots up to the end of its loads, at token {state.arriving.end},"

@@ -29,9 +29,7 @@ class ManagerStates:
         *,
         caches: bool,
     ) -> None:
-        """slots: None if no group keeps a state. check_owned, end: calls of the manager. caches: whether the manager
-        caches.
-        """
+        """slots: None if no group keeps a state. check_owned, end: calls of the manager. caches: whether it caches."""
         self._change = change
         self._slots = slots
         self._check_owned = check_owned

@@ -147,9 +147,7 @@ class StateSlots(GroupSlots):
         return num_missing
 
     def check_room(self, sequence: Sequence, hit: CacheHit | None, num_external: int, num_total: int | None) -> None:
-        """Raise InvalidArgumentError if external tokens come without their state, or for more drafts than the slot can
-        undo.
-        """
+        """Raise InvalidArgumentError for external tokens without their state, or more drafts than can be undone."""
         if num_external and not isinstance(hit, LoadingHit):  # loads bring the state, too
             raise InvalidArgumentError(
                 "num_external_computed_tokens: expected 0 where layers keep a state, since the state after these tokens"
@@ -344,9 +342,7 @@ class StateSlots(GroupSlots):
         return blocks
 
     def _release_tables(self, sequence: Sequence) -> None:
-        """Release the blocks, and then those of the state, so that its checkpoints are reused after the sequence's
-        blocks.
-        """
+        """Release the blocks, and then those of the state: its checkpoints are reused after the sequence's blocks."""
         super()._release_tables(sequence)
         state = self._state_of(sequence)
         for blocks in state.tables():

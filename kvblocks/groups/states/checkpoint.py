@@ -59,9 +59,7 @@ class Checkpoints:
         return self._by_run.get(run, {})
 
     def num_with_last(self, run: Run) -> int:
-        """Return how many blocks of a run, from the first, end with its last checkpoint; 0: none. O(its
-        checkpoints).
-        """
+        """Return how many blocks of a run, from the first, end with its last checkpoint; 0: none. O(checkpoints)."""
         found = self._by_run.get(run)
         return max(found) + 1 if found else 0
 
