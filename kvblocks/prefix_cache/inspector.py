@@ -99,5 +99,5 @@ class CacheInspector:
             return prefix_rows(self._store.index, self._store.free_blocks(), pinned)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
+        """Return the cached prefixes as a Graphviz document with at most `max_nodes` rows. See `Inspector.to_dot`."""
         return to_dot(self.prefix_rows(), max_nodes)

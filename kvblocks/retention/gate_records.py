@@ -12,10 +12,10 @@ Reason = Literal["next", "room", "idle", "behind", "turn"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the gate decided. admitted: requests that waited, in the order in which to admit them. paused: members that
-    left.
+    """What the gate decided.
 
-    wake_at: when to call `release` again if nothing else happens; None: nothing depends on time.
+    admitted: requests that waited, in the order in which to admit them. paused: members that left. wake_at: when to
+    call `release` again if nothing else happens; None: nothing depends on time.
     """
 
     admitted: tuple[Hashable, ...]
@@ -27,10 +27,12 @@ class Decision:
 class Waiting:
     """Why a request waits.
 
+    reason is one of:
+
     - "next": it enters with the next call of `release`.
-    - "room": it is the next one, and this many tokens of room are missing.
-    - "idle": the same, and nothing is busy, so it enters at `until` in any case.
-    - "behind": `num_ahead` sessions are before it.
+    - "room": it is the next one, but num_missing_tokens tokens of room are missing.
+    - "idle": the same, but nothing is busy, so it enters at `until` in any case.
+    - "behind": num_ahead sessions are before it.
     - "turn": the turn of its session is over, and ends with the requests that run.
     """
 
