@@ -98,9 +98,7 @@ class _Restoring:
                 begins += others
 
     def _sort(self) -> None:
-        """Link the blocks that come after each digest, and those attached to it. The oldest comes first in each
-        list.
-        """
+        """Link the blocks that come after each digest, and those attached to it, the oldest first in each list."""
         size, next_number = 4 * self._pool.index.block_size, self._next
         behind, beside = self._behind, self._beside
         number = len(next_number)

@@ -19,9 +19,7 @@ class DiskFullError(DiskError):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error of the system or of SQLite says that there is no room: on the volume, in a quota or in a
-    file.
-    """
+    """Whether an error of the system or of SQLite says that there is no room: on the volume, in a quota, in a file."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
     if isinstance(error, DiskFullError):

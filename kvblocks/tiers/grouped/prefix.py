@@ -24,9 +24,7 @@ class GroupPrefix(Prefix):
         self.num_parts = num_parts
 
     def add_states(self, checkpoints: dict[int, list[KVCacheBlock]], row_size: int) -> None:
-        """Add checkpoints, by the number of primary blocks before each. row_size: that of a row of side groups.
-        O(blocks).
-        """
+        """Add checkpoints, by the number of primary blocks before each. row_size: of side groups' rows. O(blocks)."""
         for number, blocks in checkpoints.items():
             self.blocks += blocks
             self.homes += [(number - 1, row_size + index) for index in range(len(blocks))]

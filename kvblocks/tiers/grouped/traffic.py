@@ -70,9 +70,7 @@ class GroupTraffic(Traffic):
     # What the manager tells.
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Record that a sequence was cut. If that is inside its load, it keeps nothing of the load and no longer
-        waits.
-        """
+        """Record that a sequence was cut. If cut inside its load, it keeps nothing of the load and no longer waits."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
             start = job.start_for(sequence)

@@ -24,9 +24,7 @@ from kvblocks.tiers.store.address import StoreAddress
 from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
 
 Command = tuple[Any, ...]
-"""A command's name, its key, and its arguments. Or EVAL, a script, the number of its keys, the keys, and its
-arguments.
-"""
+"""A command's name, its key, and its arguments. Or EVAL, a script, the number of its keys, these, and the arguments."""
 
 CONNECT_S = 0.5
 LEAST_PART = 8
@@ -206,9 +204,7 @@ class ValkeyClient:
         return len(nodes) - len(failures), failures
 
     def _scan(self, node: Any, pattern: str, end_s: float) -> Iterator[list[bytes]]:
-        """Yield the keys of a node that match, in parts. A key that exists the whole time is in at least one of
-        them.
-        """
+        """Yield the keys of a node that match, in parts. A key that exists the whole time is in at least one."""
         cursor = b"0"
         while True:
             scan: list[Command] = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
