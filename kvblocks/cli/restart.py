@@ -46,7 +46,7 @@ class FirstAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RestartReport:
-    """The first answers of two servers on the same folder; the first server was killed."""
+    """The first answers of two servers on the same folder, of which the first was killed."""
 
     before: FirstAnswer
     after: FirstAnswer
@@ -96,7 +96,7 @@ def run_restart(model: str, console: Console, *, script: DemoScript = SUPPORT_DE
 
 @contextmanager
 def _serving(model: str, folder: Path) -> Iterator[ServerClient]:
-    """Run a server with its disk cache in the folder, and yield a client. The server is killed in the end."""
+    """Run a server with its disk cache in the folder, and yield a client. The server is killed at the end."""
     command = [
         *(sys.executable, "-m", "kvblocks", "serve", "--model", model, "--port", "0", "--deterministic"),
         *("--block-size", str(BLOCK_SIZE), "--threads", str(torch.get_num_threads())),
