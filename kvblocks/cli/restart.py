@@ -150,7 +150,7 @@ def _ask(client: ServerClient, chat: list[dict[str, str]], **more: object) -> Fi
 
 
 def _wait_until_stored(client: ServerClient, num_blocks: int) -> None:
-    """Wait until so many blocks are stored and the disk's syncs have ended. Then a kill loses nothing."""
+    """Wait until this many blocks are stored and the disk's syncs have ended, so that a kill loses nothing."""
     end_s = time.monotonic() + _STORED_S
     num_syncs, since_s = -1, time.monotonic()
     while (now_s := time.monotonic()) < end_s:

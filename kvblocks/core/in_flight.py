@@ -58,7 +58,7 @@ class InFlight(HitSource):
         return best
 
     def _num_common_blocks(self, one: Sequence, other: Sequence, num_least: int) -> int:
-        """Return how many first blocks two sequences have in common; 0 unless it is more than `num_least`."""
+        """Return how many leading blocks two sequences have in common; 0 unless that is more than `num_least`."""
         size = self.index.block_size
         num_blocks = min(one.num_tokens, other.num_tokens) // size
         keys, other_keys = one.encoded_keys(size) or {}, other.encoded_keys(size) or {}

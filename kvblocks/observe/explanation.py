@@ -119,7 +119,7 @@ class Explanation:
         return f"{lacks} tokens {first} to {end - 1}; {how}"
 
     def _state_miss(self, first: int, end: int) -> str:
-        lacks = f"{end} tokens of KV are cached, but group {self.group} ({self.kind}) has no checkpoint behind"
+        lacks = f"{end} tokens of KV are cached, but group {self.group} ({self.kind}) has no checkpoint after"
         lacks += f" token {first}, where the hit ends" if first else " any of them"
         if self.removal is None:
             return f"{lacks}; as far as is remembered none was saved there"

@@ -69,7 +69,7 @@ class BlockIdentity:
         return BlockIdentity(found.parent, b"", b"", unpack("<I", found.tokens)[0])
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of `preimage`: the `parent` of the blocks behind it. O(tokens)."""
+        """Return the SHA-256 of `preimage`, which is the `parent` of the blocks after this one. O(tokens)."""
         return sha256_digest(self.preimage())
 
     def __eq__(self, other: object) -> bool:

@@ -162,7 +162,7 @@ class Traffic:
             raise SequenceStateError(f"tiers.allocate: expected no loads, since {sequence} has blocks; got {given}")
         start = 0 if hit is None else len(hit.blocks) * self._block_size
         if given and hit is not None and hit.num_tokens != start:
-            raise StaleHitError(f"tiers.allocate: expected no loads behind {hit}, whose last token is computed again")
+            raise StaleHitError(f"tiers.allocate: expected no loads after {hit}, whose last token is computed again")
         for load in given:
             if load.sequence is not sequence:
                 raise SequenceStateError(f"tiers.allocate: expected loads of {sequence}, got {load}")

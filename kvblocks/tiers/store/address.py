@@ -78,7 +78,7 @@ def parse_address(url: str) -> StoreAddress:
     netloc, _, path = front.partition("/")
     login, at, hosts = netloc.rpartition("@")
     if sharp or "@" in path or ("@" in query and not at):
-        raise InvalidArgumentError("store: expected / ? # in a name or password as %2F %3F %23, got them as they are")
+        raise InvalidArgumentError("store: expected / ? # in a name or password as %2F %3F %23, got them unescaped")
     user, _, password = login.partition(":")
     options = _read_options(query)
     counts = {name: _count(name, options[name]) for name in _COUNTS if name in options}
@@ -90,7 +90,9 @@ def parse_address(url: str) -> StoreAddress:
     if is_cluster and counts.get("db"):
         raise InvalidArgumentError(f"store: expected db 0, which is all that a cluster has, got {counts['db']}")
     if options.get("ca_file") and not is_tls:
-        raise InvalidArgumentError("store: ca_file: expected valkeys:// or rediss://, since it is of TLS, got neither")
+        raise InvalidArgumentError(
+            "store: ca_file: expected valkeys:// or rediss://, since only TLS uses it, got neither"
+        )
     if options.get("ca_file"):
         _check_certificates(options["ca_file"])
     file = options.get("password_file")
@@ -122,7 +124,7 @@ def _read_options(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
-        raise InvalidArgumentError("store: expected OPTION=VALUE behind ?, got something else") from None
+        raise InvalidArgumentError("store: expected OPTION=VALUE after ?, got something else") from None
     options = dict(pairs)
     unknown = sorted(options.keys() - _COUNTS.keys() - set(_FILES))
     if unknown or len(options) < len(pairs):

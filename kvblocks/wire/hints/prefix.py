@@ -178,7 +178,7 @@ class PrefixNames:
             number += num_blocks * size * (1 + len(key) // _FREE_CHARACTERS)
         if number > self.num_tokens_left:
             raise InvalidArgumentError(
-                f"extra_keys: expected spans whose blocks have at most {self.num_tokens_left} tokens more, got {number}"
+                f"extra_keys: expected spans whose blocks have at most {self.num_tokens_left} more tokens, got {number}"
             )
         self.num_tokens_left -= number
 
@@ -200,7 +200,7 @@ class PrefixNames:
             raise wrong("block_hashes", "an integer of 64 bits, hexadecimal text or bytes", given)
         found = [digest for digest in digests if digest in self._by_digest]
         if len(found) > 1 or not self._ambiguous.isdisjoint(found):
-            raise InvalidArgumentError("block_hashes: expected hashes of one prefix each, got one that two have")
+            raise InvalidArgumentError("block_hashes: expected hashes of one prefix each, got one that two share")
         return found[0] if found else None
 
     def _look(self) -> None:
