@@ -53,5 +53,5 @@ class PinBudgetError(KVBlocksError):
 class UnsupportedEngineError(KVBlocksError):
     """The engine lacks a part that an integration uses, or asks for something that the integration doesn't support.
 
-    The message names it. Nothing has changed. Whatever can be checked before the engine runs is checked then.
+    The message names it, and nothing has changed. Whatever can be checked before the engine runs is checked then.
     """

@@ -88,7 +88,7 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class BlocksHit:
-    """A sequence was allocated with these cached blocks, first to last. The cached set doesn't change.
+    """A sequence was allocated with these cached blocks, first to last, which doesn't change the cached set.
 
     Recorded only with `EventOptions(hits=True)`. Fields are as in `BlockStored`, but sequence_id is that of the
     allocated sequence.

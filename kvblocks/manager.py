@@ -215,7 +215,7 @@ class KVCacheManager:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers, in the order in which they were given; if none were given, one of full attention.
+        """The groups of layers, in the order in which they were given. Without any, one group of full attention.
         O(1).
         """
         if self._slots.groups is not None:
@@ -226,7 +226,7 @@ class KVCacheManager:
 
     @property
     def alignment(self) -> int:
-        """Every hit is a multiple of this: the largest block size, in tokens, of a group whose blocks hold tokens.
+        """Every hit is a multiple of this many tokens: the largest block size of a group whose blocks hold tokens.
         O(1).
         """
         return self._slots.alignment
@@ -297,7 +297,7 @@ class KVCacheManager:
         call makes room for the next chunk, and `hit` must be None.
 
         - num_new_tokens: how many of the known tokens to make room for. None: all that have no room yet. It may be 0
-          with external tokens, and with any hit that isn't a full hit.
+          with external tokens, and with any hit that has blocks and isn't a full hit.
         - num_total_tokens: makes room for this many tokens in all, whether they are known or not (drafts, for example).
           The known ones among them count as new tokens, or only num_new_tokens of them if that is given too. Blocks of
           unknown tokens aren't cached until `append_slots` says which tokens were accepted. If there is room already,
@@ -562,8 +562,8 @@ class KVCacheManager:
     def truncate(
         self, sequence: Given[Sequence], num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
     ) -> None:
-        """Keep the first `num_tokens` tokens of a sequence, and drop the others (rejected drafts, for example) and
-        their slots.
+        """Keep the first `num_tokens` tokens of a sequence, and drop the others, such as rejected drafts, with their
+        slots.
 
         - num_tokens: at least the number of prompt tokens, at most the number of known tokens.
         - num_computed_tokens: how many tokens have their KV written, at least those that are kept. None: all that have
@@ -643,8 +643,7 @@ class KVCacheManager:
         self._end()
 
     def reset_prefix_cache(self) -> None:
-        """Stop caching everything, for example after a change of weights. No block that was cached before is ever hit
-        again.
+        """Stop caching everything, for example after a change of weights. No block cached so far is ever hit again.
 
         May be called at any time. Sequences keep their blocks, but cache nothing until they are freed and allocated
         again, or until `renew` says that their KV is still valid. Pins stay, and hold their prefixes once these are
@@ -662,8 +661,8 @@ class KVCacheManager:
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
-        """Stop caching these blocks and everything chained to them, because their KV is bad (after a failed load, for
-        example).
+        """Stop caching these blocks and everything chained to them, because their KV is bad: a load failed, for
+        example.
 
         The blocks' owners keep them, but everything from there on counts as not written: `num_written_tokens` of the
         owners goes back to the first of these blocks, and `cache_blocks` reports when it is written again. Blocks that
@@ -692,8 +691,8 @@ class KVCacheManager:
 
         salt: None stands for sequences without a salt. Sequences with this salt keep their blocks, but as after
         `reset_prefix_cache` they cache nothing until they are freed and allocated again, or `renew` says that their KV
-        is valid. Stores in progress are dropped. Loads in progress end normally, but only for the sequences that wait
-        for them. Pins stay.
+        is valid. Stores in progress are dropped, while loads in progress end normally, but only for the sequences that
+        wait for them. Pins stay.
 
         Returns how many blocks, including slots of tiers, stopped being cached. Raises InvalidArgumentError. O(runs +
         sequences + blocks that stopped being cached).

@@ -1,4 +1,4 @@
-"""Which blocks a call that makes room needs, in all groups. This is computed before anything is changed.
+"""Which blocks a call that makes room needs, in all groups, computed before anything is changed.
 
 Tables are numbered as in `GroupTables.tables`. The sequence's primary table, which may have anchors, comes last.
 """

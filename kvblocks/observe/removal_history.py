@@ -1,7 +1,7 @@
 """A bounded memory of prefixes that stopped being cached, and why. `explain` uses it.
 
-Prefixes are remembered by their digests. These are good enough for an explanation, and no hit depends on them. Time is
-counted in blocks taken from the pool. Where tiers are watched too, a prefix's last removal counts, wherever it was.
+Prefixes are remembered by their digests, which are good enough for an explanation, since no hit depends on them. Time
+is counted in blocks taken from the pool. Where tiers are watched too, a prefix's last removal counts, wherever it was.
 """
 
 from collections import OrderedDict

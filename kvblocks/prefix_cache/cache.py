@@ -396,9 +396,10 @@ class PrefixCache:
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, which eviction policies read, in any unit; 0 until it is set. Set it regularly. O(1).
+        """The caller's clock, which eviction policies read, in any unit; 0 until it is set. O(1).
 
-        The cache reads no clock of its own. Setting it raises InvalidArgumentError unless the value is a number.
+        The cache reads no clock of its own, so set this regularly. Raises InvalidArgumentError unless the value is a
+        number.
         """
         return self._now
 
@@ -415,8 +416,8 @@ class PrefixCache:
         """Unpin and evict everything, for example after a change of weights. Returns the ids, which are the caller's
         again.
 
-        The result's `payloads` are all payloads. Raises BlockStateError while a match is held, since its blocks are
-        being read. `stats` isn't reset. O(cached blocks + payloads).
+        The result's `payloads` are all payloads; `stats` isn't reset. Raises BlockStateError while a match is held,
+        since its blocks are being read. O(cached blocks + payloads).
         """
         with self._lock:
             self._catch_up()

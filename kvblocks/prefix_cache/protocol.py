@@ -44,8 +44,8 @@ class InsertProtocol(Protocol):
 class PrefixCacheProtocol(Protocol):
     """The calls of `PrefixCache` that an engine needs, for implementations of your own and stand-ins in tests.
 
-    `PrefixCache` says what each call does. Any implementation has to pass tests/prefix_cache/test_contract.py. As with
-    every Protocol, `isinstance` looks at names only.
+    `PrefixCache` says what each call does, and any implementation has to pass tests/prefix_cache/test_contract.py. As
+    with every Protocol, `isinstance` looks at names only.
     """
 
     max_blocks: int

@@ -66,9 +66,9 @@ class TenantQuotas(Accounts):
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
-        """Set the quota of each salt without one of its own. `charge` must follow. O(salts).
+        """Set the quota of each salt that has none of its own, except sequences without a salt. O(salts).
 
-        max_blocks: None removes the default. Sequences without a salt have no default quota.
+        max_blocks: None removes the default. `charge` must follow.
         """
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}

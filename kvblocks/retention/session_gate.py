@@ -267,7 +267,7 @@ class SessionGate:
             self._forget(session)
 
     def end_session(self, session: Hashable, salt: Text | None = None) -> None:
-        """Report that a session will have no more requests. Those that run or wait go on. Unknown sessions may end too.
+        """Report that a session, known or not, will have no more requests. Those that run or wait go on.
 
         If another request comes, the session begins again.
         """

@@ -83,7 +83,7 @@ class Tiers:
     def find(self, hit: Given[CacheHit]) -> list[TierHit]:
         """Return what the tiers have of a sequence after its hit, in parts, the nearest first. Changes nothing.
 
-        Each part begins where the one before it ends. You may give `allocate` any number of the first parts. Raises
+        Each part begins where the one before it ends, and `allocate` takes any number of the first parts. Raises
         InvalidArgumentError, and SequenceStateError for another manager's hit. One lookup in each tier.
         """
         self._change.check_whole()
@@ -129,8 +129,8 @@ class Tiers:
 
         loads: what `find` returned for the hit, or the first items of it. They get slots, and so do the
         `num_new_tokens` known tokens after them (None: all the rest). All of these are delayed. The transfers begin
-        with the next `take_transfers`. Don't put the sequence in any step until `complete` says that it is loaded.
-        Without loads this is `allocate_slots`.
+        with the next `take_transfers`, and until `complete` says that the sequence is loaded, it must not be in any
+        step. Without loads this is `allocate_slots`.
 
         Returns and raises what that call does; StaleHitError also for loads that are no longer stored. O(blocks).
         """
@@ -303,8 +303,8 @@ class Tiers:
     def set_quota(self, tier: Text, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
         """Limit how many blocks of one salt a tier keeps stored while others want its slots.
 
-        Like `manager.quotas.set`, which limits the device's blocks. tier: its name. salt: None stands for blocks
-        without a salt. Slots count once their bytes have arrived. Raises InvalidArgumentError. O(slots of the tier).
+        Like `manager.quotas.set`, which limits the device's blocks, but blocks count once their bytes have arrived.
+        tier: its name. salt: None stands for blocks without a salt. Raises InvalidArgumentError. O(slots of the tier).
         """
         pool = self._check_tier("set_quota", tier)
         name = check_name("salt", salt)

@@ -169,12 +169,12 @@ def llm_d_block_hashes(
     seed: Text = "",
     images: Mapping[int, Items[str]] | None = None,
 ) -> list[int]:
-    """Return the hashes of the full blocks of tokens in llm-d's KV-cache indexer: chained, as u64.
+    """Return the hashes of the full blocks of tokens in llm-d's KV-cache indexer: chained, as u64. Salts don't enter
+    them.
 
     model: the name of the model, or of the adapter if there is one. seed: llm-d's `hashSeed`. images: by block, the
-    identifier of each image that the block touches. Salts don't enter these hashes. Needs cbor2: pip install
-    'kvblocks[wire]'. Raises InvalidArgumentError and InvalidTokensError. O(tokens): FNV-1a in Python, about 30 us per
-    block.
+    identifier of each image that the block touches. Needs cbor2: pip install 'kvblocks[wire]'. Raises
+    InvalidArgumentError and InvalidTokensError. O(tokens), with FNV-1a in Python, which takes about 30 us per block.
     """
     packed = pack_tokens(token_ids)
     size = check_count("block_size", block_size, 1)

@@ -8,10 +8,10 @@ MOST_PAUSE_S = 10.0
 
 
 class Breaker:
-    """A circuit breaker. It opens with a failure, and closes when a probe succeeds. The caller makes the probe.
+    """A circuit breaker: it opens with a failure, and closes when a probe, which the caller makes, succeeds.
 
-    This way a store that fails delays one call only. The pause doubles with each failure, up to MOST_PAUSE_S. Half of
-    it is random, so that servers don't come back all at once. Not thread-safe. clock: in seconds.
+    This way a store that fails delays one call only. The pause doubles with each failure, up to MOST_PAUSE_S, and half
+    of it is random, so that servers don't come back all at once. Not thread-safe. clock: in seconds.
     """
 
     def __init__(self, clock: Callable[[], float], draw: Callable[[], float] = random.random) -> None:

@@ -77,7 +77,7 @@ def open_clients(address: StoreAddress) -> tuple[Client, Client, Client]:
 
 
 class ValkeyClient:
-    """The client that this module describes. Call it from one thread. It connects on first use.
+    """The client that this module describes. It connects on first use, and must be called from one thread.
 
     Raises InvalidArgumentError if the package isn't installed, or its certificate file can't be read.
     """

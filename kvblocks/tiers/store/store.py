@@ -208,9 +208,9 @@ class SharedStore:
         return not num_refused + len(left)
 
     def touch(self, owner: Owner, digests: Sequence[bytes]) -> list[bool]:
-        """Count blocks as used. Returns which are there. This is a call of the stores, for what needn't be known soon.
+        """Count blocks as used, also for their quota if there is one, and return which are there. Raises StoreError.
 
-        Under a quota the blocks also count as used for it. Raises StoreError. O(digests).
+        This is a call of the stores rather than a lookup, for what needn't be known soon. O(digests).
         """
         tenant = self._names.tenant(owner.salt)
         if self._is_forbidden(tenant):
