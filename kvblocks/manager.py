@@ -215,9 +215,7 @@ class KVCacheManager:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers, in the order in which they were given. Without any, one group of full attention.
-        O(1).
-        """
+        """The groups of layers, in the order in which they were given. Without any: one of full attention. O(1)."""
         if self._slots.groups is not None:
             return self._slots.groups
         from kvblocks.groups.kinds import FullAttention
@@ -226,9 +224,7 @@ class KVCacheManager:
 
     @property
     def alignment(self) -> int:
-        """Every hit is a multiple of this many tokens: the largest block size of a group whose blocks hold tokens.
-        O(1).
-        """
+        """Every hit is a multiple of this many tokens: the largest block size of a group that holds tokens. O(1)."""
         return self._slots.alignment
 
     @property

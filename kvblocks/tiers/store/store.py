@@ -89,7 +89,7 @@ class SharedStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Counters since the store was opened."""
+        """Counters since this client was made."""
         with self._lock:
             return replace(self._stats, is_away=self._breaker.is_open)
 

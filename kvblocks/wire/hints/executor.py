@@ -167,9 +167,7 @@ class HintExecutor:
         self._later = deque([later for later in self._later if later[0] is not book], self._later.maxlen)
 
     def close(self) -> None:
-        """End all pins and loads of hints. Hints that come later are not carried out, and a second call does
-        nothing.
-        """
+        """End all pins and loads of hints. Later hints are not carried out, and a second call does nothing."""
         if self._is_closed:
             return
         for book, standing in self._standing():
