@@ -113,9 +113,9 @@ class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens.
 
     ids: the ids of its blocks. index: what they hold. names: the naming scheme of `index`. eviction: chooses which
-    blocks are evicted first; None: the least recently used. budget: the budget of bytes, which excludes `eviction`;
-    None: none. Most methods make one call for all blocks of a path. With one token per block, loops would take most of
-    the time.
+    blocks are evicted first; None: the least recently used. budget: limits the bytes, and can't be combined with
+    `eviction`; None: no limit. Most methods make one call for all blocks of a path. With one token per block, loops
+    would take most of the time.
     """
 
     def __init__(

@@ -153,8 +153,8 @@ class Pins(SoftHolds):
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
         """Return why `num_blocks` can't be had once `touched` are owned; None if they can, perhaps after `give_up`.
 
-        Changes nothing. O(touched), and O(pinned blocks) if, since the last call, pins hold other blocks or an owned
-        block got or lost an owner.
+        Changes nothing. O(touched), and O(pinned blocks) if pins came to hold other blocks, or an owned block got or
+        lost an owner, since the last call.
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         num_given = num_kept = 0

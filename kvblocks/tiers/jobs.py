@@ -71,9 +71,9 @@ class LoadJob(Job):
     """Loads of the blocks in its sequences' tables from index `first` on.
 
     sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
-    hold up to the load's end. start: how many tokens, from the first, the sequences had without the load when it began.
-    pools: the tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's
-    blocks that the job owns: all of the prefix, as long as a sequence waits.
+    hold up to the load's end. start: how many of their tokens the sequences had without the load when it began. pools:
+    the tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks
+    that the job owns: all of the prefix, as long as a sequence waits.
     """
 
     def __init__(

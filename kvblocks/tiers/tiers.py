@@ -256,7 +256,8 @@ class Tiers:
         return changes
 
     def take_uses(self) -> dict[str, list[int]]:
-        """Return, by tier, the slots of persistent tiers in which prefixes end that were used since the last call.
+        """Return, by tier, where the prefixes that were used since the last call end in persistent tiers: the last slot
+        of each.
 
         The latest used one comes last. Whoever remembers slots moves these after all others, in this order, so that
         `restore` knows which prefixes were used last. A slot that `take_changes` has a change for isn't among them. At

@@ -220,7 +220,8 @@ class Traffic:
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Record that a sequence was cut (`truncate`, `rewind`). It keeps the part before a hit that was lost.
+        """Record that a sequence was cut (`truncate`, `rewind`). If a part of its hit was lost, it keeps what comes
+        before.
 
         Inside its load it keeps whole blocks only, since a transfer may still write to a partly kept one.
         """

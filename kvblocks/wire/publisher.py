@@ -308,7 +308,10 @@ def new_epoch() -> int:
 
 
 def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
-    """Raise InvalidArgumentError unless `endpoint` is an endpoint, and local to this machine or allow_remote."""
+    """Raise InvalidArgumentError unless `endpoint` is a valid endpoint that only this machine can reach.
+
+    allow_remote: others may reach it too.
+    """
     if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://", "inproc://")):
         raise wrong("endpoint", "'tcp://HOST:PORT', 'ipc://PATH' or 'inproc://NAME'", endpoint)
     if not endpoint.startswith("tcp://"):

@@ -16,7 +16,7 @@ class FreeBlock(NamedTuple):
     - session: that of the sequence that released the block last, even if a pin or a transfer held it after that; None:
       no session.
     - num_hits: how often sequences have hit it since it was cached.
-    - others: up to 7 other sessions whose sequences released it since it was cached, the latest last. None among them
+    - others: up to 7 other sessions whose sequences released it since it was cached, the latest last. An entry None
       stands for sequences without a session.
     """
 
