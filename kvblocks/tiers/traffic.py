@@ -220,8 +220,7 @@ class Traffic:
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Record that a sequence was cut (`truncate`, `rewind`). If a part of its hit was lost, it keeps what comes
-        before.
+        """Record a `truncate` or `rewind` of a sequence. If a part of its hit was lost, it keeps what comes before.
 
         Inside its load it keeps whole blocks only, since a transfer may still write to a partly kept one.
         """
