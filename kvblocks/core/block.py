@@ -158,7 +158,10 @@ class Run:
         return self.num_equal_keys(position, extra_keys, first, num_blocks)
 
     def num_equal_tokens(self, position: int, tokens: memoryview, first: int, num_blocks: int) -> int:
-        """Return how many of `num_blocks` blocks have equal tokens, at least one not having them. See `num_common`."""
+        """Return how many of `num_blocks` blocks, from the first, have equal tokens. At least one differs.
+
+        Arguments as in `num_common`.
+        """
         size = self.epoch.block_bytes
         in_run, in_tokens = position * size, first * size
         low, high = 0, num_blocks  # the first `low` blocks are equal; of the first `high`, one differs

@@ -73,7 +73,7 @@ class Sequence:
     - prompt_token_ids: at least one token, each 0 to 2**32 - 1, as a list or other iterable of ints, or as a buffer
       (see `tokens.pack_tokens`). A buffer is used without a copy and must not change while the sequence is in use.
     - salt: sequences with different salts never share a block; None counts as a salt of its own.
-    - lora: the name of the LoRA adapter. Sequences with different adapters never share a block either.
+    - lora: the name of the LoRA adapter; None: no adapter. Sequences that differ in it never share a block either.
     - extra_keys: (start, end, key) for each span of tokens whose KV depends on more than their ids, such as an image's
       placeholders and its hash. key is a str or bytes.
     - session: the conversation that this request belongs to, hashable; None: no conversation. It doesn't change what is

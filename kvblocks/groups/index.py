@@ -200,8 +200,8 @@ class GroupIndex(PrefixIndex):
     def num_bare(self, first: KVCacheBlock | None, most: int) -> int:
         """Return how many queued blocks, from `first` on, are the last ones of a run, the last one first.
 
-        At most `most`. Only blocks count to which nothing is attached or chained, so that evicting them stops no other
-        block from being cached. O(blocks + checkpoints of the run).
+        At most `most`. Only blocks count to which nothing is attached or chained, so that evicting them evicts nothing
+        else. O(blocks + checkpoints of the run).
         """
         run = None if first is None else first.run
         if run is None or run.epoch is not self.epoch or run.children or run.duplicates or self.needs_digests:

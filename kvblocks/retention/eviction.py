@@ -112,12 +112,12 @@ class Eviction(Chooser):
             quotas.forget_advisers()
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
-        """Tell the policies that know a tenant's blocks that a session of it pauses. O(1), and the policy's time."""
+        """Tell policies that know a tenant's blocks that one of its sessions pauses. O(1), plus the policies' time."""
         for adviser in self._advisers_of(tenant):
             adviser.pause(session, tenant, reason)
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """Tell the policies that know a tenant's blocks that a session of it ended. O(1), and the policy's time."""
+        """Tell policies that know a tenant's blocks that one of its sessions ended. O(1), plus the policies' time."""
         for adviser in self._advisers_of(tenant):
             adviser.end(session, tenant)
 

@@ -44,9 +44,9 @@ class ManagerQuotas:
         """Limit how many blocks the sequences of one salt may keep cached while others want the space.
 
         salt: None stands for sequences without a salt. max_blocks: None removes the limit. Beyond the limit, sequences
-        of this salt may still use free space for cached blocks, but their least recently used ones (with an eviction
-        policy, its choice among theirs) are then evicted before those of others. Owned blocks count, and are never
-        evicted. Raises InvalidArgumentError, also without a group of full attention. O(pool).
+        of this salt may still use free space for cached blocks, but some of these are then evicted before those of
+        others: the least recently used ones, or with an eviction policy those that it chooses among them. Owned blocks
+        count, and are never evicted. Raises InvalidArgumentError, also without a group of full attention. O(pool).
         """
         self._check_has_primary("quotas.set")
         name = check_name("salt", salt)

@@ -1,8 +1,9 @@
 """How long sessions pause after a stop reason, and for how long it pays to keep a paused session's place.
 
-Keeping a place costs its time. If the session comes back earlier than after t seconds, that is the length of its pause.
-Otherwise it is t seconds, and the session must compute its prompt again when it comes back. The hold is the t that
-would have cost least over the pauses seen so far. This is the ski-rental problem, with a known distribution.
+Suppose that places are kept for t seconds. If a session comes back within that time, its place was held for the length
+of the pause. If it comes back later, its place was held for t seconds in vain, and it must compute its prompt again.
+The hold is the t that would have cost least over the pauses seen so far. This is the ski-rental problem, with a known
+distribution.
 """
 
 from typing import Final

@@ -36,7 +36,7 @@ class TenantQuotas(Accounts):
 
     @property
     def over(self) -> dict[Tenant, int]:
-        """The tenants over their quotas, the one that went over first coming first. Don't change it. O(1)."""
+        """The tenants over their quotas, in the order in which they went over. Don't change it. O(1)."""
         return self._over.tenants
 
     @property

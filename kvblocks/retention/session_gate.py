@@ -139,7 +139,7 @@ class SessionGate:
 
         request_id: unique among requests that haven't ended. session: that of the request; None: it has none. The same
         name with another salt is another session. prompt_tokens: 0 or more. cached_tokens: how many of the prompt's
-        tokens have their KV cached. A session that asks again ends its pause.
+        tokens need no computing. A session that asks again ends its pause.
         """
         check_id("request_id", request_id)
         if request_id in self._requests:

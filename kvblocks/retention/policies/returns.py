@@ -42,7 +42,7 @@ class Rhythm:
 class Returns:
     """The pauses of one kind. num_open: pauses that haven't ended; some never will.
 
-    recency_weight: how many pauses seen the assumption that the latest to pause returns first counts for.
+    recency_weight: the weight, in pauses seen, of the assumption that the latest to pause returns first.
     """
 
     def __init__(self, recency_weight: float) -> None:

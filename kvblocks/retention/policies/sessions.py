@@ -465,7 +465,7 @@ class SessionsPolicy:
 
 
 def _changes(sessions: tuple[Hashable, ...], tenants: tuple[str | None, ...]) -> list[int]:
-    """Return the indices of blocks that another session, or another tenant, released than the block before."""
+    """Return the indices of blocks whose session or tenant differs from that of the block before."""
     session, tenant = sessions[0], tenants[0]
     if all(map(is_, sessions, repeat(session))) and tenants.count(tenant) == len(tenants):  # mostly
         return []
