@@ -22,7 +22,7 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.frames import VERSION, SnapshotHead
 
 PIECE_BLOCKS: Final = 32
-"""Longer events are split into pieces of this many blocks, as an event stays in memory while any block is cached."""
+"""An event stays in memory while any of its blocks is cached, so longer events are split into pieces of this size."""
 
 CHUNK_BLOCKS: Final = 1024
 """Blocks in a chunk of a snapshot."""
