@@ -1,4 +1,4 @@
-"""What `kvblocks replay` compares beside policies: ways to keep recurrent states, and entrances of a server.
+"""What `kvblocks replay` compares in addition to policies: ways to keep recurrent states, and entrances of a server.
 
 Needs no torch.
 """
@@ -26,7 +26,7 @@ def compare_designs(
     jobs: int | None,
     files: tuple[Path | None, Path | None],
 ) -> None:
-    """Replay a trace by all designs, print a table, and write files.
+    """Replay a trace with all designs, print a table, and write files.
 
     workload: --sizes, --arrivals and --seed. model: --state-bytes, --kv-bytes and --large-block. files: --json and
     --report. Raises InvalidArgumentError.
@@ -85,7 +85,7 @@ def compare_entrances(
     jobs: int | None,
     files: tuple[Path | None, Path | None],
 ) -> None:
-    """Run all loads, and show and write what comes of it. common: --sizes, --arrivals, --seed and --host-size.
+    """Run all loads, print the results, and write files. common: --sizes, --arrivals, --seed and --host-size.
 
     times: --prefill-rate, --decode-step and --loads. files: for the rows as JSON, and the report. Raises
     InvalidArgumentError.

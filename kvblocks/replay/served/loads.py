@@ -59,7 +59,7 @@ class LoadResult:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadJob:
+class ServedJob:
     """A run of the trace: a `ReplayJob`. entrance: as `make_entrance` takes it."""
 
     num_blocks: int
@@ -72,7 +72,7 @@ class LoadJob:
         return f"{self.entrance}, load {self.load:g}, {self.num_blocks:,} blocks"
 
 
-class LoadWorkload:
+class ServedWorkload:
     """A trace and what is run with it: a `ReplaySource`."""
 
     def __init__(self, trace: Trace, options: LoadOptions) -> None:
@@ -80,7 +80,7 @@ class LoadWorkload:
         self._arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
         self._thinks = think_times(trace)
 
-    def do(self, job: LoadJob, progress: Callable[[float], object]) -> Served:  # noqa: ARG002  # a run tells nothing
+    def do(self, job: ServedJob, progress: Callable[[float], object]) -> Served:  # noqa: ARG002  # a run tells nothing
         """Carry out a job."""
         times, options = (self._arrivals / job.load, self._thinks), self.options
         run = ServedRun(self.trace, times, job.num_blocks, job.entrance, options.server, options.host_blocks)
@@ -103,12 +103,12 @@ def delays(
     trace: Trace, options: LoadOptions, num_processes: int | None = None, progress: Progress | None = None
 ) -> LoadResult:
     """Run a trace at all loads. num_processes: None: one for each core. As `do_all`."""
-    jobs: list[LoadJob] = []
+    jobs: list[ServedJob] = []
     for num_blocks in options.sizes:
         caps = caps_of(trace, num_blocks) if options.caps is None else options.caps
         entrances = (NONE, *[f"{CAP} {cap}" for cap in caps], GATE, INFINITE)
-        jobs += [LoadJob(num_blocks, load, entrance) for load in options.loads for entrance in entrances]
-    workload = LoadWorkload(trace, options)
+        jobs += [ServedJob(num_blocks, load, entrance) for load in options.loads for entrance in entrances]
+    workload = ServedWorkload(trace, options)
     found = do_all(workload, jobs, num_processes, progress)
     return LoadResult(workload.facts(), options, _with_best_cap([found[job] for job in jobs]))
 
