@@ -74,7 +74,7 @@ class Slot(NamedTuple):
 
 
 DrawTokens = Callable[[Tensor, Tensor], Tensor]
-"""`kernels.draw.draw_tokens`: from logits and the draws' parameters to a row per draw: token, whether it is broken, 1."""
+"""`kernels.draw.draw_tokens`: from logits and draws' parameters to a row per draw: token, whether broken, and 1."""
 
 
 def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:

@@ -52,7 +52,10 @@ class Constraint(Protocol):
     """The state of one answer whose text must follow a grammar."""
 
     def allowed(self, sequence: Sequence) -> Tensor:
-        """Return which tokens may come next, as a bit mask: int32 [vocab / 32] on the host, valid until the next call."""
+        """Return which tokens may come next, as a bit mask: int32 [vocab / 32] on the host.
+
+        Valid until the next call.
+        """
 
 
 class Draw(NamedTuple):

@@ -74,8 +74,7 @@ def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tok
 
 
 def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:
-    """Raise StalledError if the oldest running request, which was just refused, can't go on even if all others give
-    way.
+    """Raise StalledError if the oldest running request, just refused, can't go on even when all others give way.
 
     It can go on if the pool has room for its first `num_tokens` tokens, in addition to the blocks that it has. It can
     also go on by starting again with at most `max_num_tokens` tokens, if there is room in addition to the blocks that
