@@ -20,13 +20,13 @@ _AT_ONCE = 2
 
 
 class Compilers:
-    """The threads that compile for one server."""
+    """The compiling threads of one server."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "kvblocks-compile")
 
     async def run(self, function: Callable[[], T], give_back: Callable[[], None]) -> T:
-        """Run a function on a thread. Return what it returns, and raise what it raises.
+        """Run a function on a thread, and return or raise what it does.
 
         Raises ApiError: 400 if the function takes longer than COMPILE_S, 429 if no thread is free for that long.
         give_back: see `Encoders.run`.
@@ -51,5 +51,5 @@ class Compilers:
             raise ApiError(400, message, code="compile_timeout") from None
 
     def stop(self) -> None:
-        """Begin no more functions. Doesn't wait for those that run."""
+        """Begin no more functions, without waiting for those that run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
