@@ -1,8 +1,7 @@
 """The settings of `kvblocks serve`, all checked before a model is loaded. An error says why a combination is wrong.
 
-A field that is made by `flag` is an option of the command line, with this name, default, help and range. It is named
-here and nowhere else: errors ask `name_of`. Whatever is heavy is imported by the checks, so that `kvblocks --help` is
-quick.
+A field that is made by `flag` is an option of the command line, with this name, default, help and range. Errors get its
+name from `name_of`. Heavy modules are imported only by the checks, so that `kvblocks --help` is fast.
 """
 
 import os
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from kvblocks.server.access.hosts import HostCheck
 
 CPU_CHUNK_TOKENS = 64
-"""The most tokens of one prompt that a step computes on a CPU, if the operator says nothing else.
+"""The default for the most tokens of one prompt that a step computes on a CPU.
 
-There a step takes about as long as it has tokens. On a GPU it hardly does, and smaller chunks would only cost time.
-Long prompts are computed by layers (`LongPrompts`), and running requests get a step whenever that took as long as so
-many tokens.
+On a CPU a step's time is proportional to its tokens. On a GPU it hardly depends on them, and smaller chunks would only
+cost time. Long prompts are computed by layers (`LongPrompts`), and running requests get a step whenever that has taken
+as long as this many tokens.
 """
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -53,12 +52,13 @@ def _read_keys(file: Path) -> "tuple[TenantKey, ...]":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """The engine's settings. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
+    """The engine's settings. num_blocks, kv_cache_memory: as in `Engine`, at most one of them.
 
     long_prefill_token_threshold: the most tokens of one prompt in a step; 0: no such limit; None: CPU_CHUNK_TOKENS on a
-    CPU, no such limit on other devices. kv_cache_dtype, eviction: names that `Engine` takes. host_cache, disk_cache,
-    store: addresses of tiers, without "host:" and "disk:" (`TierOptions`), beside a size and files with secrets.
-    max_num_batched_tokens, max_num_seqs, warm_up: None: by the device. threads: of torch; None: its own choice.
+    CPU, no such limit on other devices. kv_cache_dtype, eviction: as in `Engine`. host_cache, disk_cache, store:
+    addresses of tiers, the first two without "host:" and "disk:" (`TierOptions`); their size and files with secrets are
+    fields, too. max_num_batched_tokens, max_num_seqs, warm_up: None: it depends on the device. threads: torch's
+    threads; None: torch's choice.
     """
 
     block_size: int = flag("Tokens in a block.", _CACHE, default=16, least=1)
@@ -225,7 +225,7 @@ class CacheSettings:
 
     @property
     def tiers(self) -> "tuple[TierOptions, ...]":
-        """The tiers below the engine, the quickest first. Reads their secrets. Raises InvalidArgumentError."""
+        """The tiers below the engine, the fastest first. Reads their secrets. Raises InvalidArgumentError."""
         from kvblocks.engine.tiers.options import TierOptions
 
         tiers: list[TierOptions] = []
@@ -264,16 +264,17 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The server's settings. port 0: any free port. max_requests: unfinished requests, running and waiting.
+    """The server's settings. port: 0 for any free port.
 
-    model_names: the names that the model is served under; answers have the first. Empty: its folder's name.
-    api_key: one key for all clients. keys: a key for each tenant, instead of api_key. admin_key: the operator's key,
-    for the endpoints of the cache; without it, and without `keys`, every client is an operator. allow_anyone: serve
-    other machines without a key. allowed_hosts: names that a request's Host header may have, beside those of the
-    loopback. If empty, any name is allowed; but a server on the loopback without keys then allows the loopback's names
-    only. allowed_origins: of web pages that may use the server from a browser; empty: none. log_level: the least level
-    that is logged; "info" logs each request. tool_parser: how the model writes calls of tools; None: as its template
-    says. record: a file that gets a line for each request, for `kvblocks replay`; None: no file.
+    max_requests: the most unfinished requests, running and waiting. model_names: the names that the model is served
+    under; answers show the first one. If empty, its folder's name. api_key: one key for all clients. keys: a key for
+    each tenant, instead of api_key. admin_key: the operator's key, for the endpoints of the cache; without it, and
+    without `keys`, every client is an operator. allow_anyone: whether to serve other machines without a key.
+    allowed_hosts: names that a request's Host header may have in addition to those of the loopback. If empty, any name
+    is allowed, except that a server on the loopback without keys only allows the loopback's names. allowed_origins:
+    origins of web pages that may use the server from a browser. log_level: the lowest level to log; "info" logs each
+    request. tool_parser: how the model writes tool calls; None: as its template says. record: a file that gets a line
+    for each request, for `kvblocks replay`; None: no file.
     """
 
     host: str = flag("Address to listen at.", _SERVER, default="127.0.0.1")
@@ -435,7 +436,7 @@ class ServerSettings:
 
     @property
     def hosts(self) -> "HostCheck | None":
-        """The names that a Host header may have; None: any."""
+        """The check of Host headers; None if any name is allowed."""
         from kvblocks.server.access.hosts import HostCheck, is_loopback
 
         if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
@@ -445,9 +446,9 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSettings:
-    """Where cache events are published. endpoint: for subscribers; None: nowhere. replay: an endpoint for replays.
+    """Where cache events are published. endpoint: the address for subscribers; None: nowhere. replay: one for replays.
 
-    allow_remote: let other machines connect. They need no key, and events hold prompts' tokens.
+    allow_remote: whether other machines may connect. They need no key, and events contain prompts' tokens.
     """
 
     endpoint: str | None = flag(
@@ -480,7 +481,7 @@ NO_EVENTS = EventSettings()
 def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None:
     """Return the secret in a file, without the line's end, or else `value` as bytes; None if there is neither.
 
-    flag: the file's, for errors. Raises InvalidArgumentError for a file that can't be read.
+    flag: the file's option, for errors. Raises InvalidArgumentError for a file that can't be read.
     """
     if file is None:
         return value.encode("utf-8", "surrogateescape") if value else None
@@ -493,6 +494,6 @@ def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None
 
 
 def read_key(file: Path | None, value: str | None, flag: str) -> str | None:
-    """Return the key in a file, or else `value`. Raises as `read_secret` does."""
+    """Return the key in a file, or else `value`. Raises what `read_secret` does."""
     secret = read_secret(file, value, flag)
     return None if secret is None else secret.decode("utf-8", "replace")

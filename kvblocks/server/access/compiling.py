@@ -1,7 +1,7 @@
-"""Compiles forms of answers to grammars, on threads of their own. A request waits no longer than a second.
+"""Compiles forms of answers to grammars, on threads of their own. A request waits for at most a second.
 
-A thread can't be stopped, so a longer compilation goes on, without the interpreter's lock. What its request has taken
-is given back when it ends. The compiler's own limits bound its time.
+A thread can't be stopped, so a longer compilation goes on, without the interpreter's lock, until the compiler's own
+limits end it. What its request has reserved is given back then.
 """
 
 import asyncio

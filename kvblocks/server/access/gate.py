@@ -26,8 +26,7 @@ _MONITORING = frozenset({"/health", "/metrics", "/version", "/ping", "/load"})
 
 
 class Gate:
-    """ASGI middleware that passes a request on with its Caller in its state, or answers an error and closes the
-    connection.
+    """ASGI middleware that passes a request on with its Caller in its state, or answers an error and closes.
 
     hosts: the allowed Host names; None: any. Paths for monitoring need no key, since they only reveal counts.
     """

@@ -12,8 +12,7 @@ from typing import Any
 from kvblocks.server.errors import ApiError
 
 MAX_ITEMS = 10_000
-"""The most messages of a chat, parts of a message, prompts of a body, values for a template, or numbers with a
-fraction.
+"""The most messages of a chat, parts of a message, prompts of a body, template values, or numbers with a fraction.
 
 Checking each of them takes microseconds.
 """

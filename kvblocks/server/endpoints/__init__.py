@@ -1,1 +1,1 @@
-"""Further endpoints for clients and routers: what is served (`about`), and conversion of texts and tokens (`tokens`)."""
+"""Further endpoints for clients and routers: what is served (`about`), and texts to tokens and back (`tokens`)."""
