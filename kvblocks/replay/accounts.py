@@ -92,9 +92,7 @@ class MissAccounts:
         self._content[places] = -1
 
     def place(self, path: Numbers) -> list[int]:
-        """Return the ids of the pool's blocks that hold these blocks of the trace, leaving out those that aren't
-        cached.
-        """
+        """Return the ids of the pool's blocks that hold these blocks of the trace, as far as they are cached."""
         places = self._place[path]
         found: list[int] = (places[places >= 0] + self._first_id).tolist()
         return found

@@ -144,7 +144,7 @@ class ManagerPool:
         return sum(load.num_tokens for load in loads)
 
     def tell_store(self, store: SharedBlocks, sequence: Sequence, asked: list[int], now: float) -> None:
-        """Tell the store that blocks on the device are used, as a server does, and learn which ones the store has lost."""
+        """Tell the store that blocks on the device are used, as a server does, and learn which ones it has lost."""
         if self.uses.is_due((sequence.salt, *asked), now):
             num_found = store.num_found(asked, sequence.salt)
             if num_found < len(asked):

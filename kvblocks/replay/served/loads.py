@@ -1,4 +1,4 @@
-"""Load against delay: a trace on a server that takes time, at several loads, with and without a gate."""
+"""Delay by load: a trace on a model of a server that takes time, at several loads, with and without a gate."""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,9 +19,9 @@ from kvblocks.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is run. sizes: blocks of the pool. loads: by what the times between sessions are divided; 1.0: as given.
+    """What to run. sizes: blocks of the pool. loads: divisors of the times between sessions; 1.0: as given.
 
-    mean_arrival_s, seed: as `arrival_times` takes them. caps: sessions to be let in at once; None: those of `caps_of`.
+    mean_arrival_s, seed: as in `arrival_times`. caps: numbers of sessions to let in at once; None: those of `caps_of`.
     Raises InvalidArgumentError.
     """
 
@@ -45,7 +45,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A row for each size, load and entrance, in this order. Of the caps there is the one with the least mean delay."""
+    """One row for each size, load and entrance, in this order. Of the caps, only the one with the least mean delay."""
 
     trace: TraceFacts
     options: LoadOptions
@@ -60,11 +60,11 @@ class LoadResult:
 
 
 Progress = Callable[[int, int], object]
-"""Called after each run with the number of runs done, and of all runs."""
+"""Called after each run with the number of runs done, and the number of all runs."""
 
 
 def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
-    """Return caps to try: from half to four times as many sessions as fit, by the mean of their longest prompts."""
+    """Return caps to try: half to four times as many sessions as fit, by the mean of their longest prompts."""
     largest = np.zeros(len(trace.session_names), np.int64)
     np.maximum.at(largest, trace.sessions, trace.tokens)
     fitting = num_blocks * trace.block_size / max(1.0, float(largest.mean()))
@@ -74,7 +74,7 @@ def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
 def delays(
     trace: Trace, options: LoadOptions, num_processes: int = 1, progress: Progress = lambda _, __: None
 ) -> LoadResult:
-    """Run a trace at all loads. num_processes: at most so many at once, a run in each."""
+    """Run a trace at all loads. num_processes: the most processes at once, with one run in each."""
     jobs: list[tuple[int, float, str]] = []
     for num_blocks in options.sizes:
         caps = caps_of(trace, num_blocks) if options.caps is None else options.caps
@@ -121,7 +121,7 @@ def _run(trace: Trace, options: LoadOptions, job: tuple[int, float, str]) -> Ser
 
 
 _worker: list[Any] = []
-"""In a process of a pool: the trace, and the options."""
+"""In a process of a pool: its trace and options."""
 
 
 def _begin(trace: Trace, options: LoadOptions) -> None:
