@@ -1,8 +1,8 @@
 """Use a GPU that is lent for minutes: `python -m bench.gpu_session --out DIR --minutes 9.3`.
 
-It runs from a checkout with PYTHONPATH=$PWD, with the torch and triton that are there: no venv, no pip, no network, no
-weights. Each result is in DIR/results.jsonl as soon as there is one; what the processes print is in DIR/log.txt. It
-ends in time. `--resume` goes on with what a session before it has left.
+It runs from a checkout with PYTHONPATH=$PWD, with the installed torch and triton: no venv, no pip, no network, no
+weights. Each result is in DIR/results.jsonl at once, and what the processes print is in DIR/log.txt. It ends in time.
+`--resume` continues what an earlier session has left.
 """
 
 import argparse
@@ -19,7 +19,7 @@ STARTED = time.monotonic()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and return the exit status: 0 if all is done and right, 2 if nothing can run, else 1."""
+    """Run and return the exit status: 0 if everything is done and right, 2 if nothing can run, else 1."""
     parser = argparse.ArgumentParser(prog="bench.gpu_session", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a folder for results.jsonl, log.txt and JSON")
     parser.add_argument("--minutes", type=float, default=9.3, help="when to end (default: %(default)s)")

@@ -1,11 +1,11 @@
-"""Where a server's time goes, without prefix caching and with it: computing prompts, decoding, or neither.
+"""Where a server's time goes with and without prefix caching: computing prompts, decoding, or neither.
 
     python -m bench.serving.shares              # --workloads "multi-turn chat,pool pressure", --model M, --json FILE
 
-Caching saves the computing of prompts, and nothing else. So how many more tokens a second it gives depends on what
-share of the time that was. This runs workloads of `bench.serving` in one process, through two engines in turn, and adds
-up the processor's time by kinds of steps. All conversations begin at once, so no time is lost to arrivals, and the next
-turn of a chat begins as soon as its answer is complete. What it does not show: HTTP, and waiting for clients.
+Caching only saves the computation of prompts, so its gain in tokens per second depends on the share of time that this
+took. This runs workloads of `bench.serving` in one process, through two engines in turn, and adds up the processor's
+time by kinds of steps. All conversations begin at once, so no time is lost to arrivals, and the next turn of a chat
+begins as soon as its answer is complete. What it does not show: HTTP, and waiting for clients.
 """
 
 import argparse

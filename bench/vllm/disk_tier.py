@@ -1,4 +1,4 @@
-"""How fast a job of vLLM's goes from the host's memory to a disk and back: kvblocks' tier beside vLLM's own file tier.
+"""How fast a job of vLLM goes from host memory to a disk and back: kvblocks' tier compared with vLLM's own file tier.
 
     python -m bench.vllm.disk_tier [--rounds N] [--folder DIR] [--json FILE] [--quick]
 
