@@ -125,8 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run and return the exit status: 2 without a GPU, 1 if a result of ours is wrong."""
     parser = argparse.ArgumentParser(prog="bench.attention", description="Times the attention kernels on a GPU.")
     parser.add_argument("--json", type=Path, help="also write conditions and results to this file")
-    parser.add_argument("--rehearse", action="store_true", help="run everything once, small, without a GPU")
-    parser.add_argument("--only", default="", help="workloads whose name has this in it")
+    parser.add_argument("--rehearse", action="store_true", help="run everything once, with small shapes, without a GPU")
+    parser.add_argument("--only", default="", help="only workloads whose name contains this")
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone, which takes less than a minute")
     given = parser.parse_args(arguments)
     if not given.rehearse and not torch.cuda.is_available():

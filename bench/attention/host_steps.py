@@ -89,8 +89,8 @@ def time_steps(batch: int, options: dict[str, float], *, overlaps: bool, num_ste
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="bench.attention.host_steps", description=__doc__)
-    parser.add_argument("--json", type=Path, help="a file for the result")
-    parser.add_argument("--quick", action="store_true", help="few steps: a check that all of it works")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--quick", action="store_true", help="few steps: checks that it runs, doesn't measure")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = {}

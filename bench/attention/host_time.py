@@ -78,8 +78,8 @@ def measure(num_samples: int = NUM_SAMPLES) -> dict[str, dict[str, float]]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print. Return the exit status: 2 in the interpreter."""
     parser = argparse.ArgumentParser(prog="bench.attention.host_time", description=__doc__)
-    parser.add_argument("--json", type=Path, help="a file for the result")
-    parser.add_argument("--quick", action="store_true", help="one sample: a check that all of it works")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--quick", action="store_true", help="one sample: checks that it runs, doesn't measure")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("bench.attention.host_time: expected TRITON_INTERPRET to be unset", file=sys.stderr)

@@ -175,8 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Count all cases and return the exit status: 1 if something did not compile."""
     parser = argparse.ArgumentParser(prog="bench.attention.kernels_static", description="Counts kernels' machine code.")
     parser.add_argument("--json", type=Path, help="also write conditions and results to this file")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="names, separated by commas")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("kernels_static: expected TRITON_INTERPRET to be unset: it takes the compiler's place", file=sys.stderr)

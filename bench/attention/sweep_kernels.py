@@ -251,9 +251,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.attention.sweep_kernels", description=__doc__)
     parser.add_argument("--kernel", choices=sorted([*SHAPES, "CASCADE"]), action="append")
     parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), action="append")
-    parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="of an element of K")
-    parser.add_argument("--json", type=Path, help="a file of JSON lines for the results, and from an earlier run")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile; default: %(default)s")
+    parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="bytes of an element of K")
+    parser.add_argument(
+        "--json", type=Path, help="JSON lines: results are appended, and those of an earlier run reused"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="processes that compile (default: %(default)s)"
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")

@@ -168,12 +168,12 @@ def print_row(row: Row) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.core.versus", description="Times two trees of kvblocks in turns.")
-    parser.add_argument("old", type=Path, help="a folder that holds the package kvblocks, as it was")
-    parser.add_argument("--new", type=Path, default=CHECKOUT, help="the same, as it is now (default: this checkout)")
+    parser.add_argument("old", type=Path, help="a folder with the package kvblocks, as it was before")
+    parser.add_argument("--new", type=Path, default=CHECKOUT, help="the same, with the change (default: this checkout)")
     parser.add_argument("--processes", type=int, default=5, help="processes that each tree gets (default 5)")
     parser.add_argument("--rounds", type=int, default=4, help="turns that each process gets (default 4)")
-    parser.add_argument("--samples", type=int, default=3, help="samples a turn, of which the least counts (default 3)")
-    parser.add_argument("--items", help="only items whose name contains one of these, split by commas")
+    parser.add_argument("--samples", type=int, default=3, help="samples in each turn; the smallest counts (default 3)")
+    parser.add_argument("--items", help="only items whose name contains one of these, separated by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     wanted = given.items.split(",") if given.items else [""]

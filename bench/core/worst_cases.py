@@ -252,8 +252,8 @@ def main(arguments: list[str] | None = None) -> None:
         prog="bench.core.worst_cases", description="Times histories that are bad for a call."
     )
     parser.add_argument("--cases", help=f"only these of {','.join(CASES)}")
-    parser.add_argument("--rounds", type=int, default=3, help="histories of each size, of which the least counts")
-    parser.add_argument("--scale", type=float, default=1.0, help="times each case's size")
+    parser.add_argument("--rounds", type=int, default=3, help="histories of each size; the shortest time counts")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of each case's size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     names = given.cases.split(",") if given.cases else list(CASES)

@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")
-    parser.add_argument("--engines", nargs="+", help="parts of the names of those to run, beside our float32")
+    parser.add_argument("--engines", nargs="+", help="parts of the names of the engines to run besides our float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)

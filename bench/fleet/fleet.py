@@ -156,11 +156,13 @@ counted."""
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
-    parser.add_argument("--num-blocks", type=int, default=120, help="of each server's pool (default 120)")
-    parser.add_argument("--sglang", help="a Python that has sglang-router")
-    parser.add_argument("--dynamo", help="a Python that has ai-dynamo-runtime")
+    parser.add_argument("--num-blocks", type=int, default=120, help="blocks of each server's pool (default 120)")
+    parser.add_argument("--sglang", help="a Python interpreter with sglang-router")
+    parser.add_argument("--dynamo", help="a Python interpreter with ai-dynamo-runtime")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each server (default 1)")
-    parser.add_argument("--quick", action="store_true", help="a few short requests: whether it runs, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short requests: checks that it runs, doesn't measure"
+    )
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     return parser.parse_args(arguments)
 

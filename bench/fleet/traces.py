@@ -280,9 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seconds for each token of an answer, where the trace doesn't say how long a request ran (default 0.02)",
     )
     parser.add_argument("--block-size", type=int, default=512, help="tokens; joins the trace's blocks (default 512)")
-    parser.add_argument("--worker-blocks", type=int, default=2000, help="of each worker's pool (default 2000)")
-    parser.add_argument("--store-blocks", type=int, default=50_000, help="of the shared store (default 50,000)")
-    parser.add_argument("--no-growth", action="store_true", help="leave out how the mirror grows")
+    parser.add_argument("--worker-blocks", type=int, default=2000, help="blocks of each worker's pool (default 2000)")
+    parser.add_argument("--store-blocks", type=int, default=50_000, help="blocks of the shared store (default 50,000)")
+    parser.add_argument("--no-growth", action="store_true", help="don't measure how the mirror grows")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--picture", type=Path, help="draw hit rates over workers (SVG; needs kvblocks[bench])")
     given = parser.parse_args(arguments)

@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu_session.ahead", description=__doc__)
     parser.add_argument("--to", type=Path, required=True, help="the file to write, such as kernels.tar.xz")
     parser.add_argument("--target", choices=sorted(SMS), default="sm90", help="default: %(default)s")
-    parser.add_argument("--only", default="", help="smoke cases with this in their names, and no engine")
+    parser.add_argument("--only", default="", help="only smoke cases whose names contain this, and no engine")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):

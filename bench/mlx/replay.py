@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3.6-27b")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--gb", type=float, nargs="+", default=[16.0, 32.0, 64.0])
-    parser.add_argument("--first", type=int, default=200, help="the first session")
+    parser.add_argument("--first", type=int, default=200, help="number of the first session to replay")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

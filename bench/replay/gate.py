@@ -243,10 +243,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--kind", choices=("sessions", "mooncake"), default="sessions")
     parser.add_argument("--sessions", help="FROM:TO: only these, counted from 0")
-    parser.add_argument("--made-up", type=int, help="a seed: made-up sessions of the trace's distributions instead")
-    parser.add_argument("--pool", type=int, default=1_000_000, help="tokens")
+    parser.add_argument(
+        "--made-up", type=int, help="a seed: replay made-up sessions of the trace's distributions instead"
+    )
+    parser.add_argument("--pool", type=int, default=1_000_000, help="tokens of the pool")
     parser.add_argument("--host", type=int, default=0, help="tokens of a host tier")
-    parser.add_argument("--speed", type=float, default=1.0, help="of Mooncake's clock")
+    parser.add_argument("--speed", type=float, default=1.0, help="speed-up of Mooncake's clock")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=[*SERVERS])
     parser.add_argument("--gaps", nargs="+", choices=GAPS, default=[*GAPS])
     parser.add_argument("--loads", nargs="+", type=float, default=[1.0, 0.5])

@@ -190,7 +190,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--requests", type=int, default=None, help="of the trace; default: all, or 400 without a trace")
+    parser.add_argument(
+        "--requests", type=int, default=None, help="requests of the trace (default: all; 400 without a trace)"
+    )
     parser.add_argument("--gib", type=float, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -70,7 +70,7 @@ def main(arguments: Items[str] | None = None) -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--gb", type=float, nargs="+", default=[20.0, 60.0])
-    parser.add_argument("--sessions", help="FROM:TO: only these")
+    parser.add_argument("--sessions", help="FROM:TO: only these sessions")
     parser.add_argument("--processes", type=int, default=None, help="default: one for each core")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.serving.long_prompt", description="Short chats behind a long prompt.")
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
     parser.add_argument(
-        "--chunk", type=int, default=CPU_CHUNK_TOKENS, help="a step computes as much as so many tokens of a prompt"
+        "--chunk", type=int, default=CPU_CHUNK_TOKENS, help="tokens of a prompt whose work a step may take"
     )
     parser.add_argument("--chats", type=int, default=Sizes.num_chats)
     parser.add_argument("--gap", type=float, default=Sizes.gap_s, help="seconds between two chats")

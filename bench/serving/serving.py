@@ -172,14 +172,16 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1 or auto (the default: cuda if there is one)"
     )
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second, before --cpu-scale (default 8)")
-    parser.add_argument("--cpu-scale", type=float, help=f"divides the rate of arrivals ({CPU_SCALE:g}; on a GPU 1)")
-    parser.add_argument("--max-tokens", type=int, help="generated for each request (16; on a GPU 128)")
-    parser.add_argument("--kv-cache-memory", help="of each server, such as 2GiB (512 MB; on a GPU 8GiB)")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests per second, before --cpu-scale (default 8)")
+    parser.add_argument("--cpu-scale", type=float, help=f"divide --rate by this ({CPU_SCALE:g}; on a GPU 1)")
+    parser.add_argument("--max-tokens", type=int, help="tokens generated for each request (16; on a GPU 128)")
+    parser.add_argument("--kv-cache-memory", help="each server's KV cache, such as 2GiB (512 MiB; on a GPU 8GiB)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"of runs that share nothing ({NUM_ROUNDS})")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"independent runs ({NUM_ROUNDS})")
     parser.add_argument("--workloads", default="", help="names, separated by commas; all by default")
-    parser.add_argument("--quick", action="store_true", help="a few short requests: whether it runs, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short requests: checks that it runs, doesn't measure"
+    )
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--plot", type=Path, help="draw the times to first token (PNG; needs kvblocks[bench])")
     given = parser.parse_args(arguments)

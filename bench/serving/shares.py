@@ -148,8 +148,10 @@ def show(row: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status: 1 if answers were different."""
     parser = argparse.ArgumentParser(prog="bench.serving.shares", description="Where a server's time goes.")
-    parser.add_argument("--model", default="smollm2", help="as of bench.serving")
-    parser.add_argument("--workloads", default="shared prefix,multi-turn chat,pool pressure", help="names, by commas")
+    parser.add_argument("--model", default="smollm2", help="as for bench.serving")
+    parser.add_argument(
+        "--workloads", default="shared prefix,multi-turn chat,pool pressure", help="names, separated by commas"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.workloads.split(",")]

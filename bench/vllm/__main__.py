@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.vllm", description="vLLM's scheduler with three KV cache managers.")
     parser.add_argument("--rounds", type=int, default=15, help="turns that each manager gets (default 15)")
     parser.add_argument("--quick", action="store_true", help="few sequences, short prefixes")
-    parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="steps of so many sequences alone")
+    parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="time only steps of N sequences")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     facts = conditions(
