@@ -113,7 +113,7 @@ class TraceLine:
         if type(value) is not str:
             raise self.wrong(field, "a string")
         if _SURROGATE.search(value):
-            raise self.wrong(field, "a string without halves of surrogate pairs")
+            raise self.wrong(field, "a string without lone surrogates")
         return value
 
     def items(self, field: str) -> list[Any]:

@@ -88,8 +88,9 @@ def _read_budget(memory: float | str, device: torch.device, measure_steps: Calla
     taken = measure_steps()
     if taken >= budget:
         raise InvalidArgumentError(
-            f"kv_cache_memory: expected a share of more than {show_bytes(taken)} of the memory of {device}, which the"
-            f" largest steps take beside the cache, got {memory}, {show_bytes(budget)}; smaller steps take less"
+            f"kv_cache_memory: expected a share of more than {show_bytes(taken)} of the memory of {device}, since the"
+            f" largest steps take so much besides the cache; got {memory}, which is {show_bytes(budget)}. Steps with"
+            " smaller limits take less"
         )
     return budget - taken
 

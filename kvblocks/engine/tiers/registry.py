@@ -32,7 +32,7 @@ def place_of(options: TierOptions) -> type[Place]:
     found = _PLACES.get(options.scheme)
     if found is None:  # the text isn't shown, since it may hold a password
         raise InvalidArgumentError(
-            f"tiers: expected a URL that begins with one of {', '.join(_PLACES)}, and a colon, got another"
+            f"tiers: expected a URL with one of the schemes {', '.join(_PLACES)}, and a colon; got another"
         )
     return found
 

@@ -64,7 +64,7 @@ class Hashes:
         got = "none: vLLM has not begun to hash" if found is None else f"{_maker(found)}"
         raise UnsupportedEngineError(
             f"{probe.NAME}: DiskTier: expected hashes by {self.algorithm!r} from the seed that the tier was made with, "
-            f"got {got}; say the same prefix_caching_hash_algo to the tier as --prefix-caching-hash-algo to vLLM"
+            f"got {got}; set the tier's prefix_caching_hash_algo to vLLM's --prefix-caching-hash-algo"
         )
 
 
