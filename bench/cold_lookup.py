@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.cold_lookup", description="Lookups in a loop, and behind a model's pass."
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds: checks that it runs, doesn't measure")
+    parser.add_argument("--quick", action="store_true", help="few rounds: only checks that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     facts = conditions(num_blocks=NUM_BLOCKS, num_tokens=NUM_SHARED + NUM_OWN, num_prefixes=NUM_PREFIXES)

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="bench.attention.host_steps", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--quick", action="store_true", help="few steps: checks that it runs, doesn't measure")
+    parser.add_argument("--quick", action="store_true", help="few steps: only checks that it runs")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = {}

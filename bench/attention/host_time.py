@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure and print. Return the exit status: 2 in the interpreter."""
     parser = argparse.ArgumentParser(prog="bench.attention.host_time", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--quick", action="store_true", help="one sample: checks that it runs, doesn't measure")
+    parser.add_argument("--quick", action="store_true", help="one sample: only checks that it runs")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("bench.attention.host_time: expected TRITON_INTERPRET to be unset", file=sys.stderr)

@@ -160,9 +160,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sglang", help="a Python interpreter with sglang-router")
     parser.add_argument("--dynamo", help="a Python interpreter with ai-dynamo-runtime")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each server (default 1)")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few short requests: checks that it runs, doesn't measure"
-    )
+    parser.add_argument("--quick", action="store_true", help="a few short requests: only checks that it runs")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     return parser.parse_args(arguments)
 

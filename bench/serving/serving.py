@@ -179,9 +179,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"independent runs ({NUM_ROUNDS})")
     parser.add_argument("--workloads", default="", help="names, separated by commas; all by default")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few short requests: checks that it runs, doesn't measure"
-    )
+    parser.add_argument("--quick", action="store_true", help="a few short requests: only checks that it runs")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--plot", type=Path, help="draw the times to first token (PNG; needs kvblocks[bench])")
     given = parser.parse_args(arguments)

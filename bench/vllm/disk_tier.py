@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--folder", type=Path, help="where to make the folders (default: the system's temporary folder)"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one round: checks that it runs, doesn't measure")
+    parser.add_argument("--quick", action="store_true", help="one round: only checks that it runs")
     given = parser.parse_args(arguments)
     kv_cache_utils.init_none_hash(sha256)
     rows, has_direct = [], None

@@ -31,9 +31,7 @@ def place_of(options: TierOptions) -> type[Place]:
     """Return the class of a tier's place. Raises InvalidArgumentError for an unknown scheme. O(1)."""
     found = _PLACES.get(options.scheme)
     if found is None:  # the text isn't shown, since it may hold a password
-        raise InvalidArgumentError(
-            f"tiers: expected a URL with one of the schemes {', '.join(_PLACES)}, and a colon; got another"
-        )
+        raise InvalidArgumentError(f"tiers: expected a URL with one of the schemes {', '.join(_PLACES)}; got another")
     return found
 
 

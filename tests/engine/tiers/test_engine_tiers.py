@@ -501,7 +501,7 @@ def test_a_disk_of_somebody_else_is_refused(make, tmp_path):
         (
             "tape:kv",
             {},
-            "tiers: expected a URL with one of the schemes host, disk, valkey, .*, and a colon; got another",
+            "tiers: expected a URL with one of the schemes host, disk, valkey, .*; got another",
         ),
     ],
 )
