@@ -1,7 +1,7 @@
-"""Benchmarks: `python -m bench.core.micro` for this machine, `python -m bench.core.compare` beside the peers.
+"""Benchmarks: `python -m bench.core.micro` times this machine, `python -m bench.core.compare` adds the peers.
 
-Benches measure the installed kvblocks, which may be compiled. If none is installed, they measure the checkout's.
-`python -m` puts the checkout first on the path. So it is moved to the end here, before anything imports kvblocks.
+Benches measure the installed kvblocks, which may be compiled, or else the checkout's. `python -m` puts the checkout
+first on the path, so it is moved to the end here, before anything imports kvblocks.
 
 An installed wheel has some of them as kvblocks/bench, for `kvblocks bench`.
 """

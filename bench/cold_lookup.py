@@ -1,12 +1,12 @@
-"""What a lookup costs in a loop, and what it costs behind a model's forward pass, as in a server.
+"""The cost of a lookup in a loop, and after a model's forward pass, as in a server.
 
     python -m bench.cold_lookup                 # --quick; --json FILE
 
-A bench of the manager alone calls it again and again: its code, its blocks and the processor's branch predictions are
-in the caches. In a server a forward pass has read all weights since the last lookup, so nothing of that is. Here a pass
-is 16 products with 64 MB of weights. Prompts have 1,024 shared tokens, which are cached, and 80 of their own. Bias: the
-pass is a small one on one thread; the weights of a real model push out more. The last row lets another thread of
-Python work beside, since it may hold the interpreter's lock.
+A bench of the manager alone calls it again and again, so its code, its blocks and the branch predictions are in the
+processor's caches. In a server, a forward pass has read all weights since the last lookup and has evicted them. Here a
+pass is 16 products with 64 MB of weights. Prompts have 1,024 shared tokens, which are cached, and 80 of their own.
+Bias: the pass is small and on one thread; the weights of a real model evict more. In the last row another Python thread
+works at the same time, since it may hold the interpreter's lock.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NUM_PRODUCTS, WIDTH = 16, 1024
 
 
 def make_cases(salt: str | None) -> dict[str, Case]:
-    """Return the lookups: each of one prompt that was never looked up before."""
+    """Return the lookups, each of a prompt that was never looked up before."""
     manager, numbers = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), count()
     shared = random_tokens(NUM_SHARED, 0)
     weights, state = torch.randn(NUM_PRODUCTS, WIDTH, WIDTH), torch.randn(1, WIDTH)
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.cold_lookup", description="Lookups in a loop, and behind a model's pass."
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few rounds: only checks that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     facts = conditions(num_blocks=NUM_BLOCKS, num_tokens=NUM_SHARED + NUM_OWN, num_prefixes=NUM_PREFIXES)

@@ -1,4 +1,4 @@
-"""The conditions of a measurement: what every result is printed and kept with."""
+"""The conditions of a measurement, which are printed and kept with every result."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from bench.core.workload import BLOCK_SIZE, POOL_BLOCKS
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -24,13 +24,13 @@ def cpu_model() -> str:
 
 
 def source() -> str:
-    """Return where the kvblocks that is measured comes from."""
+    """Return where the measured kvblocks comes from."""
     here = Path(__file__).resolve().parent.parent
     return "checkout" if Path(kvblocks.__file__).resolve().is_relative_to(here / "kvblocks") else "installed"
 
 
 def gpu_state() -> str:
-    """Return the GPUs' driver, clocks as found and power limit, as far as nvidia-smi tells."""
+    """Return the GPUs' driver, current clocks and power limit, as far as nvidia-smi says them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
@@ -40,7 +40,7 @@ def gpu_state() -> str:
 
 
 def conditions(**more: object) -> dict[str, object]:
-    """Return what the numbers depend on, and what `more` the bench has to say."""
+    """Return the conditions that the numbers depend on, and `more` that the bench adds."""
     return {
         "kvblocks": kvblocks.__version__,
         "build": "compiled" if is_compiled() else "plain",
@@ -66,7 +66,7 @@ def print_conditions(facts: dict[str, object], *, quiet: bool = False) -> None:
 def keep(path: Path | None, facts: dict[str, object], results: Sequence[object], **more: object) -> None:
     """Write results and their conditions to a file, if one was named, as the files in bench/results/ are.
 
-    The file is whole whenever it is there, so a bench may write it again after each result.
+    The file is replaced atomically, so a bench may write it again after each result.
     """
     if path is not None:
         kept = {"conditions": facts, "results": results, **more}

@@ -1,11 +1,11 @@
-"""What recurrent states are worth in the engine: the demo's requests on a random model in the shape of a hybrid one.
+"""The benefit of cached recurrent states in the engine: the demo's requests on a random model shaped like a hybrid one.
 
     python -m bench.engine_states [--model qwen3-next-small] [--marks] [--rounds N] [--threads N] [--json FILE]
 
 Four customers ask, and the first one asks again; all prompts begin with one handbook. Two engines of one process share
 the model and answer each request in turns, one without prefix caching and one with states saved and restored. Each
 round begins with an empty cache. Times are seconds from a call to its first token. The share of copies is the time of
-`copy_states` in the time of all steps. --marks: the end of the handbook is marked, as the server does.
+`copy_states` as a share of the time of all steps. --marks: marks the end of the handbook, as the server does.
 
 The random model has Qwen3-Next's layers, three gated delta nets for each attention, and its sizes of heads, but fewer
 and narrower layers, and fewer experts. A state takes as much memory as about 1,550 tokens of K and V, as in the real
@@ -74,7 +74,7 @@ def prompts_of(model: LoadedModel, first_answer: str | None = None) -> list[list
 
 
 def marks_of(model: LoadedModel) -> tuple[int, ...]:
-    """Where the customers' prompts part: the end of the handbook, and of what the template writes behind it."""
+    """Where the customers' prompts begin to differ: after the handbook, and what the template writes after it."""
     prompts = prompts_of(model)
     return (next(at for at, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1),)
 

@@ -1,4 +1,4 @@
-"""Ports for servers that can't choose one themselves, or that are to have the same one when they are started again."""
+"""Ports for servers that can't choose one themselves, or that need the same one after a restart."""
 
 import secrets
 import socket
@@ -10,8 +10,8 @@ _FIRST, _LAST = 10_000, 32_000
 def free_ports(count: int) -> list[int]:
     """Return ports of this machine at which nothing listens, all different.
 
-    They are below those that Linux and macOS give to outgoing connections. Else a connection could take one before
-    the server does, or while the server is being started again.
+    They are below those that Linux and macOS give to outgoing connections. Otherwise a connection could take one before
+    the server does, or during a restart.
     """
     ports: list[int] = []
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The time to first token of a prompt that comes again, with and without `remember_next_token`, and of a new one.
+"""The time to first token of a repeated prompt, with and without `remember_next_token`, and of a new one.
 
     python -m bench.repeats [--model smollm2] [--rounds N] [--threads N] [--json FILE]
 
@@ -6,7 +6,7 @@ Two engines of one process share a model and take turns, a prompt at a time, wit
 fills its blocks of 16, one that doesn't, and a long one. Times are milliseconds from a call that asks for one token to
 its end.
 
-What it does not show: a GPU; and other requests, for whose step a repeat would wait without the option.
+Not shown: a GPU, and other requests, for whose step a repeat would have to wait without the option.
 """
 
 import argparse

@@ -30,7 +30,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Return a measured number with three digits that count, or n/a."""
+    """Return a measured number with three significant digits, or n/a."""
     if value is None:
         return "n/a"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -66,7 +66,7 @@ def items(compared: dict[str, Results]) -> list[str]:
 
 
 def memory(compared: dict[str, Results]) -> list[str]:
-    """Return the bytes a block."""
+    """Return the bytes per block."""
     found = {("kvblocks, " + build): compared[build]["memory"][0] for build in BUILDS}
     found |= {row["contestant"]: row for row in compared["plain"]["memory"][1:]}
     rows = ([name, row["empty"], row["cached"], row["share"]] for name, row in found.items())
@@ -90,7 +90,7 @@ def growth(grown: dict[str, Results]) -> list[str]:
 
 
 def prefix_cache(timed: dict[str, Results]) -> list[str]:
-    """Return what `PrefixCache` takes, beside its targets."""
+    """Return the times of `PrefixCache` and its targets."""
     head = ["item", "unit", "target", *(f"{build}, {kind}" for build in BUILDS for kind in ("min", "median"))]
     rows = []
     for plain, compiled in zip(*(timed[build]["results"] for build in BUILDS), strict=True):
@@ -106,7 +106,7 @@ def prefix_cache(timed: dict[str, Results]) -> list[str]:
 
 
 def serving(results: Results) -> list[str]:
-    """Return what clients of a server saw without and with caching, a table a workload, and its conditions."""
+    """Return what clients of a server saw without and with caching, with one table per workload, and the conditions."""
     facts = results["conditions"]
     names = (
         "model",
@@ -134,7 +134,7 @@ def serving(results: Results) -> list[str]:
 
 
 def costs(rows: Iterable[Results]) -> list[str]:
-    """Return what caching costs where nothing can be shared, a row a run."""
+    """Return the cost of caching where nothing can be shared, with one row per run."""
     rows = list(rows)
     head = [
         "nothing to share",
@@ -162,7 +162,7 @@ def met(row: Results) -> list[str]:
 
 
 def groups(hybrid: Results) -> list[str]:
-    """Return what a hybrid model hits and holds, with groups and without, and under which conditions."""
+    """Return what a hybrid model hits and holds, with and without groups, and the conditions."""
     said = hybrid["conditions"]
     about = f"Trace: {said['trace']}, {said['num_requests']:,} requests."
     about += f" Window {said['window']}, blocks of {said['block_size']} tokens."
@@ -177,7 +177,7 @@ def groups(hybrid: Results) -> list[str]:
 
 
 def sampling(results: Results) -> list[str]:
-    """Return what drawing a step's tokens takes, by shape, and under which conditions."""
+    """Return the time of drawing a step's tokens, by shape, and the conditions."""
     facts = results["conditions"]
     names = ("cpu", "num_cpus", "threads", "load_average", "clock", "logits")
     head = ["a step of", "rows x vocabulary", "min ms", "median", "max", "sorted", "target"]
@@ -190,7 +190,7 @@ def sampling(results: Results) -> list[str]:
 
 
 def engine_cpu(results: Results) -> list[str]:
-    """Return tokens a CPU second of the engines, by clients and phase, and under which conditions."""
+    """Return the engines' tokens per CPU second, by clients and phase, and the conditions."""
     facts = results["conditions"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     names = ("cpu", "num_cpus", "threads", "load_average", "clock", "num_rounds", "torch")
@@ -203,7 +203,7 @@ def engine_cpu(results: Results) -> list[str]:
 
 
 def conditions(compared: dict[str, Results]) -> list[str]:
-    """Return the conditions of both runs. Those that are the same stand once."""
+    """Return the conditions of both runs, with equal ones only once."""
     both = [compared[build]["conditions"] for build in BUILDS]
     lines = []
     for name, value in both[0].items():
@@ -220,7 +220,7 @@ def load(kind: str) -> dict[str, Results]:
 
 
 def render(page: str) -> str:
-    """Return `page` with the tables of the kept results in place of those that it has."""
+    """Return `page` with its tables replaced by those of the kept results."""
     compared, grown = load("compare"), load("growth")
     sections = {
         "Conditions": conditions(compared),

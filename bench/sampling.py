@@ -1,11 +1,11 @@
-"""What it takes to turn logits into tokens: a step's rows of all kinds, by vocabulary and batch.
+"""The time to turn logits into tokens: steps with rows of all kinds, by vocabulary and batch.
 
     python -m bench.sampling [--rounds N] [--threads N] [--scale X] [--json FILE]
 
 A row's logits fall with the logarithm of their rank, roughly as a model's do. Noise is added, and their order is
-random. The cases take turns. Times are milliseconds of processor time for a step with all its rows. The default is one
-thread; then a step takes that long on a machine where nothing else runs. "sorted" is the share of draws that had to
-sort the whole vocabulary, since the most likely tokens weren't enough. --scale X: use this share of each vocabulary.
+random. The cases take turns. Times are milliseconds of processor time for a step with all its rows. By default there is
+one thread, so a step takes that long on an otherwise idle machine. "sorted" is the share of draws that had to sort the
+whole vocabulary, since the most likely tokens weren't enough. --scale X: use this share of each vocabulary.
 
 What it does not show: a GPU; a model's own logits, on which "sorted" depends; caches that a model has just emptied.
 """

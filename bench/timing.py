@@ -1,7 +1,7 @@
 """Timing: what one measurement is, and how those of several contestants are interleaved.
 
 The machines that benches run on are noisy. So contestants take turns in short rounds, which gives all of them the same
-noise, and the minimum of the rounds is what counts. The median and the maximum show how noisy it was.
+noise, and the minimum of the rounds counts. Median and maximum include interference from other work.
 """
 
 import gc
@@ -20,7 +20,7 @@ def _nothing(_: Any = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to time. `run(prepare())` does `num_units` units of work; `tidy` gets its result and undoes it.
+    """One thing to time. `run(prepare())` does `num_units` units of work. `tidy` gets its result and undoes it.
 
     Only `run` is timed, by `clock`, in nanoseconds.
     """
@@ -43,23 +43,23 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Minimum, median and maximum of some samples, in nanoseconds a unit of work."""
+    """Minimum, median and maximum of some samples, in nanoseconds per unit of work."""
 
     samples: list[float] = field(repr=False)
 
     @property
     def low(self) -> float:
-        """The least: what the work costs when nothing disturbs it."""
+        """The minimum: the cost of the work without interference."""
         return min(self.samples)
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """The median."""
         return statistics.median(self.samples)
 
     @property
     def high(self) -> float:
-        """The most."""
+        """The maximum."""
         return max(self.samples)
 
 

@@ -1,8 +1,8 @@
-"""What events for routers cost: in the engine, in the publisher's thread, and in a consumer.
+"""The cost of events for routers in the engine, in the publisher's thread, and in a consumer.
 
     python -m bench.wire [--rounds 5] [--samples 20] [--json FILE] [--quick]
 
-Times are microseconds a block of 16 tokens; a batch has 4 events of 32 blocks. Our codecs are compared with plain
+Times are microseconds per block of 16 tokens; a batch has 4 events of 32 blocks. Our codecs are compared with plain
 msgspec classes in the shape of vLLM's ("classes"), which check only types and drop unknown fields. `publish` is all
 that the engine's thread does. The stream is over TCP on one machine. Publisher and consumer share one process and
 Python's lock; with a consumer in another process it is faster.
@@ -58,7 +58,7 @@ class TheirBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def make_events(random: Random, num_events: int = BATCH_EVENTS) -> list[BlockStored]:
-    """Return events of random blocks, each behind a prefix of its own."""
+    """Return events of random blocks, each after a different prefix."""
     events = []
     for _ in range(num_events):
         digests = tuple(random.randbytes(32) for _ in range(EVENT_BLOCKS))
@@ -144,7 +144,7 @@ def mirror_cases(events: list[BlockStored]) -> dict[str, dict[str, Case]]:
 
 
 def time_stream(num_batches: int) -> Spread:
-    """Return the nanoseconds a block from `publish` to a mirror that has all, over sockets."""
+    """Return the nanoseconds per block from `publish` until a mirror has everything, over sockets."""
     random = Random(4)
     batches = [make_events(random) for _ in range(num_batches)]
     with (

@@ -1,7 +1,7 @@
 """A disk below a manager: a second process finds what the first one stored. Run it: it needs no torch.
 
-The engine here is a bytearray that stands for the KV of its blocks. A real one carries transfers out on a thread of its
-own, and calls `sync` there every second while `store.needs_sync`.
+Here the engine is a bytearray that stands for the KV of its blocks. A real engine carries out transfers on a separate
+thread, and calls `sync` there every second while `store.needs_sync`.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ device = bytearray(NUM_BLOCKS * BLOCK_BYTES)
 
 
 def start(folder: str) -> tuple[KVCacheManager, DiskStore]:
-    """A manager whose tier `disk` has what the folder has."""
+    """Make a manager whose tier `disk` has what the folder has."""
     fingerprint = hashlib.sha256(b"the model, its weights, the type and layout of KV").digest()
     store = DiskStore(
         folder, fingerprint=fingerprint, num_block_bytes=BLOCK_BYTES, block_size=BLOCK_SIZE, max_bytes=2**26
@@ -27,7 +27,7 @@ def start(folder: str) -> tuple[KVCacheManager, DiskStore]:
 
 
 def carry_out(manager: KVCacheManager, store: DiskStore) -> None:
-    """Move the blocks of all transfers, and keep what the tier says of its slots. Once a step, behind the step."""
+    """Move the blocks of all transfers, and record what the tier says of its slots. Call this after each step."""
     for transfer in manager.tiers.take_transfers():
         places = [slice(block_id * BLOCK_BYTES, (block_id + 1) * BLOCK_BYTES) for block_id in transfer.block_ids]
         if transfer.is_load:

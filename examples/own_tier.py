@@ -1,7 +1,7 @@
 """A tier of your own: blocks that leave the pool are compressed, and kept in memory. Run it: own_tier.py [MODEL].
 
-It counts what it did, and the engine's statistics show that. Only this process has the blocks. So what a slot has is
-what was stored, and `load` needs no check of the blocks' identities.
+It counts what it does, and the engine's statistics show the counts. Only this process has the blocks, so a slot always
+has what was stored, and `load` needn't check the blocks' identities.
 """
 
 import sys

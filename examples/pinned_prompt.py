@@ -1,8 +1,8 @@
 """A pin keeps a system prompt cached, whatever else comes. Run it: it needs no torch.
 
-A pin asks the manager to keep a prefix. It may be made before the prefix is computed. It gives up its blocks only when
-a request needs blocks and no others are left. It holds them again once the prefix is computed again. A pin of priority
-100 never gives up blocks.
+A pin asks the manager to keep a prefix, which needn't be computed yet. It gives up its blocks only when a request needs
+blocks and no others are left, and holds them again once the prefix is computed again. A pin of priority 100 never gives
+up blocks.
 """
 
 from kvblocks import KVCacheManager, Sequence

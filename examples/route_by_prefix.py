@@ -7,9 +7,9 @@
 An index knows what workers have cached. There are two, with the same calls: our own mirror of the workers' events, and
 Dynamo's indexer (`python -m dynamo.indexer`, --dynamo http://127.0.0.1:8090), which listens to the same events.
 
-`GatedRouter` has a session gate before each worker, for agents whose sessions together are larger than the workers'
-pools (docs/gate.md). Without arguments both routers are shown, with workers without a model. Needs
-`pip install '.[wire]'`.
+`GatedRouter` has a session gate for each worker, for agents whose sessions together are larger than the workers' pools
+(docs/gate.md). Without arguments the script shows both routers, on workers without a model. Needs `pip install
+'.[wire]'`.
 """
 
 import argparse
@@ -45,10 +45,13 @@ class Index(Protocol):
     """Knows what workers have cached."""
 
     def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
-        """Return by worker how many of a prompt's first tokens it has cached. Workers with none may be left out."""
+        """Return, for each worker, how many leading tokens of a prompt it has cached.
+
+        Workers with none may be left out.
+        """
 
     def forget(self, worker: str) -> None:
-        """Forget what a worker that died had cached, and listen to the worker that replaces it."""
+        """Forget what a dead worker had cached, and listen to the worker that replaces it."""
 
     def close(self) -> None:
         """Stop listening."""
@@ -130,7 +133,7 @@ class Errand:
 
     @property
     def num_left(self) -> int:
-        """The tokens that the worker has to compute, at most."""
+        """The most tokens that the worker has to compute."""
         return len(self.tokens) - self.num_cached + self.max_tokens
 
 
@@ -165,7 +168,7 @@ class Router:
         self._errands[chosen] = [*self._errands.pop(chosen), errand]  # now last, so another worker wins the next tie
 
     def finish(self, errand: Errand) -> None:
-        """Take note that a prompt was answered, or failed."""
+        """Note that a prompt was answered or failed."""
         self._errands[errand.worker].remove(errand)
 
     @property
@@ -180,7 +183,7 @@ class Router:
             self.index.forget(worker)
 
     def note_up(self, worker: str) -> None:
-        """Take note that a worker answers again. What it has is in its events."""
+        """Note that a worker answers again. Its events say what it has cached."""
         self._up[worker] = True
 
     def _coming(self, worker: str, tokens: list[int], salt: str | None) -> int:
@@ -190,11 +193,11 @@ class Router:
 
 
 class GatedRouter(Router):
-    """A router with a session gate before each worker. Not safe to share between threads.
+    """A router with a session gate for each worker. Not safe to share between threads.
 
-    A session stays with the worker that it had. Its prompts wait here until this worker's gate lets them in: send no
-    prompt before `release` returns it. num_tokens: the room of a worker, which is what its pool holds, and half of its
-    host tier. seconds_per_token: that a worker takes for a prompt. clock: in seconds.
+    A session stays with its worker. Its prompts wait here until this worker's gate lets them in, so send no prompt
+    before `release` returns it. num_tokens: the room of a worker, which is its pool plus half of its host tier.
+    seconds_per_token: the time of a worker for one token of a prompt. clock: returns seconds.
     """
 
     def __init__(
@@ -237,11 +240,11 @@ class GatedRouter(Router):
         return going, min(wake_times, default=None)
 
     def finish(self, errand: Errand) -> None:
-        """Take note that a prompt failed, or is withdrawn."""
+        """Note that a prompt failed or is withdrawn."""
         self.end(errand, 0, "error")
 
     def end(self, errand: Errand, num_answered: int, reason: str) -> None:
-        """Take note that a prompt was answered with so many tokens. reason: the answer's stop reason."""
+        """Note that a prompt was answered with `num_answered` tokens. reason: the answer's stop reason."""
         super().finish(errand)
         _, gate = self._asked.pop(errand)
         if errand in self._waiting:
@@ -251,7 +254,7 @@ class GatedRouter(Router):
             gate.ended(errand, len(errand.tokens) + num_answered, reason, self._clock())
 
     def note_down(self, worker: str) -> None:
-        """As `Router` says. What waited for this worker waits for another, if one is up. Its gate begins anew."""
+        """As `Router` says. What waited for this worker waits for another one, if one is up. Its gate starts over."""
         super().note_down(worker)
         self.gates[worker] = SessionGate(self.gates[worker].num_tokens)
         for errand in [each for each in self._errands[worker] if each in self._waiting]:
@@ -285,7 +288,7 @@ def cheapest(missing: Mapping[str, int], load: Mapping[str, int]) -> str:
 
 
 def num_common(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two prompts have in common at their beginning. O(tokens)."""
+    """Return how many leading tokens two prompts have in common. O(tokens)."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place
@@ -293,7 +296,7 @@ def num_common(one: list[int], other: list[int]) -> int:
 
 
 def post(url: str, body: dict[str, Any], key: str | None = None) -> Any:
-    """Return what an HTTP server answers to a POST of JSON, read as JSON where it is. Raises OSError."""
+    """POST JSON to an HTTP server. Return the answer, parsed if it is JSON. Raises OSError."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310  # the user gives the URL
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
@@ -404,11 +407,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Send each prompt to a worker, one after the other, and say where it went and what was cached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", action="append", default=[], type=read_worker, help="NAME=URL,EVENTS,REPLAY")
-    parser.add_argument("--dynamo", help="URL of a Dynamo indexer, in place of a mirror of our own")
-    parser.add_argument("--block-size", type=int, default=16, help="of the servers (default 16)")
-    parser.add_argument("--api-key", help="of the servers")
-    parser.add_argument("--salt", help="under which the servers cache the prompts: kvblocks/tenant/NAME, with --keys")
-    parser.add_argument("--model", default="smollm2", help="what the servers call it (default smollm2)")
+    parser.add_argument("--dynamo", help="URL of a Dynamo indexer, to use instead of our own mirror")
+    parser.add_argument("--block-size", type=int, default=16, help="the servers' block size (default 16)")
+    parser.add_argument("--api-key", help="the servers' key")
+    parser.add_argument("--salt", help="the servers' salt for the prompts; with --keys it is kvblocks/tenant/NAME")
+    parser.add_argument("--model", default="smollm2", help="the model's name on the servers (default smollm2)")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("prompts", nargs="*")
     given = parser.parse_args(arguments)

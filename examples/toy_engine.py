@@ -1,6 +1,6 @@
 """A toy engine on kvblocks: what docs/tutorial.md builds, step by step. Run it: it needs no torch.
 
-A token's KV is the token itself, and the next token a sum over all KV. So one wrong block gives a wrong answer.
+A token's KV is the token itself, and the next token is a sum over all KV, so one wrong block gives a wrong answer.
 """
 
 from kvblocks import KVCacheManager, Sequence
@@ -17,7 +17,7 @@ answers: dict[str, list[int]] = {}
 
 
 def store(sequence: Sequence, start: int) -> None:
-    """Write the KV of the tokens from `start` on. What lies in shared blocks is there already."""
+    """Write the KV of the tokens from `start` on. Shared blocks already have theirs."""
     token_ids = sequence.token_ids()
     for position in range(max(start, sequence.num_readonly_tokens), sequence.num_computed_tokens):
         block_id = sequence.block_ids[position // BLOCK_SIZE]
@@ -68,7 +68,7 @@ def schedule() -> list[tuple[Sequence, int]]:
 
 
 def sample(sequence: Sequence, token: int) -> None:
-    """Add a sampled token, or end the sequence. After its prompt, fork it into as many samples as it wants."""
+    """Add a sampled token, or end the sequence. After the prompt, fork it into as many samples as requested."""
     for number in range(1, num_samples.pop(sequence.sequence_id, 1)):
         twin = manager.fork(sequence, f"{sequence.sequence_id}/{number}")
         running.append(twin)

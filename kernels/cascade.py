@@ -1,6 +1,6 @@
-"""Decoding where requests share blocks: a pass over the shared blocks, a pass over each request's own, and a merge.
+"""Decoding for requests that share blocks: a pass over the shared blocks, a pass over each request's own, and a merge.
 
-The result is that of `decode`. A cascade pays where many requests share many blocks: `decode` reads shared blocks once
+The result is that of `decode`. A cascade pays off if many requests share many blocks: `decode` reads shared blocks once
 for each request, a cascade reads them once for each cohort. The last merge takes the partial results of all levels in
 one launch.
 """
@@ -33,14 +33,14 @@ from kvblocks.kernels.table import Launch
 
 _TILE_HEADS = 4
 _LEVELS = 4
-"""Levels whose partial results are read at once. More levels are rare."""
+"""How many levels' partial results are read at once. More levels are rare."""
 
 
 @dataclass(frozen=True)
 class CascadeShares:
-    """How `cascade_decode` shares out its work: of the runs, and of what each request has alone; see `share_cascade`.
+    """How `cascade_decode` divides its work on the runs and on each request's own blocks; see `share_cascade`.
 
-    lse: room for that of the runs, fp32 [num_levels, num_rows, num_heads]; -inf for rows that are in no cohort of a
+    lse: room for the lse of the runs, fp32 [num_levels, num_rows, num_heads]; -inf for rows that are in no cohort of a
     level.
     """
 
@@ -51,8 +51,9 @@ class CascadeShares:
 
 @dataclass(frozen=True)
 class OwnParts:
-    """Each request's blocks behind those that it shares. block_tables: int32 [num_rows, max_blocks]; seq_lens: int32
-    [num_rows].
+    """Each request's blocks after those that it shares.
+
+    block_tables: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows].
     """
 
     block_tables: Tensor
@@ -122,9 +123,9 @@ def merge_parts_kernel(
     RUN_PARTS: tl.constexpr,
     OWN_PARTS: tl.constexpr,
 ):
-    """Merge what shares have cut: the first programs for runs, the others as `stream_merge_kernel` does.
+    """Merge what shares have split: the first programs merge runs, the others do what `stream_merge_kernel` does.
 
-    Each of the first merges ROWS rows of a unit's head, if a share begins within it (`merge_cut_rows`).
+    Each of the first programs merges ROWS rows of a unit's head, if a share begins within it (`merge_cut_rows`).
     Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,).
     """
     program = tl.program_id(0)
@@ -199,7 +200,7 @@ def merge_shared_kernel(
 
 
 def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_size: int) -> OwnParts:
-    """Each request's blocks and tokens behind the runs that it shares.
+    """Return each request's blocks and tokens after the runs that it shares.
 
     block_tables: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows], each at least as long as the row's runs.
     The result is the same in every layer: make it once per step. One launch. Raises KernelArgumentError. Changes
@@ -227,9 +228,9 @@ def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_si
 def share_cascade(
     query: Tensor, key_cache: Tensor, own: OwnParts, runs: SharedRuns, *, launch: Launch | None = None
 ) -> CascadeShares:
-    """How `cascade_decode` shares out its work in all layers of a step, for runs of a cohort or more; shapes as there.
+    """Plan how `cascade_decode` divides its work, for all layers of a step. At least one cohort; shapes as there.
 
-    `cascade_decode` makes the shares itself where it gets none. launch: for the runs, instead of the table's entry.
+    `cascade_decode` makes the shares itself if it gets none. launch: used for the runs instead of the table's entry.
     Three launches: two of one program, and one that fills a tensor. Changes nothing, and never waits for the device.
     """
     of_runs = share_runs(query, key_cache, runs, launch=launch)
@@ -251,17 +252,17 @@ def cascade_decode(
     v_scale: Tensor | None = None,
     shares: CascadeShares | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`decode` for a batch in which requests share runs of blocks.
+    """Do what `decode` does, for a batch in which requests share runs of blocks.
 
     query: [num_rows, num_heads, head_dim], one row a request; key_cache, value_cache: as in `decode`; own:
     `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; runs: see
-    `SharedRuns`. There is no `window` parameter: with windows, pass only cohorts of rows that still see their whole
-    shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
+    `SharedRuns`. There is no `window` parameter: with windows, only pass cohorts of rows that still see their whole
+    shared run. shares: the result of `share_cascade`, which all layers of a step can use; the call changes its `lse`.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]:
-    the natural logarithm of the softmax's denominator. Four launches with `shares`: the runs, what each request has
-    alone, a merge of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and
-    never waits for the device.
+    the natural logarithm of the softmax's denominator. Four launches with `shares`: the runs, each request's own
+    blocks, a merge of what either has split, and the merge of both. Raises KernelArgumentError. Changes nothing else,
+    and never waits for the device.
     """
     options = AttentionOptions(scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     check_shape("own.seq_lens", own.seq_lens, (block_tables.shape[0],))

@@ -11,10 +11,10 @@ _MICROSECOND = 1e-6
 
 @contextmanager
 def compile_seconds() -> Iterator[dict[str, float]]:
-    """The seconds that compiling takes inside this context, by the kernel's name.
+    """Measure compiling inside this context: seconds by kernel name.
 
-    A kernel that Triton's cache on disk has counts 0 seconds. A listener that was set before is called too, and is set
-    again afterwards.
+    A kernel from Triton's cache on disk counts 0 seconds. An earlier listener is still called, and is restored
+    afterwards.
     """
     seconds: dict[str, float] = {}
     before = triton.knobs.compilation.listener

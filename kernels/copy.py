@@ -1,12 +1,12 @@
-"""Copy whole blocks of all layers: within the caches, to and from a staging buffer; and states to and from slots.
+"""Copies whole blocks of all layers within the caches or to and from a staging buffer, and states to and from slots.
 
-Copies move bytes, and do not distinguish K, V or layers. A `CacheTable` lists the caches, on the device, so that one
+Copies move bytes, and do not distinguish K, V or layers. A `CacheTable` lists the caches on the device, so that one
 launch serves all of them. Make it once, when the caches are allocated. In a staging buffer, a block's bytes of all
-caches lie next to each other. So blocks go to host memory, or come from it, in one transfer: `buffer.copy_(staging,
+caches are contiguous, so blocks move to or from host memory in one transfer: `buffer.copy_(staging,
 non_blocking=True)`.
 
-A slot is the bytes of a recurrent state, which layers rewrite. A checkpoint has them cut into blocks, which lie
-anywhere; in a block they go on from one cache to the next, as in a staging buffer. So they need no such buffer.
+A slot has the bytes of a recurrent state, which layers rewrite. A checkpoint has them cut into blocks, which may be
+anywhere. Within a block they continue from one cache to the next, as in a staging buffer, so they need no such buffer.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ from kvblocks.kernels.layout import (
 
 _WORD_BYTES = 8
 _ALIGNMENT = 16
-"""Addresses must be multiples of so many bytes: one instruction then moves two words."""
+"""Addresses must be multiples of this many bytes, so that one instruction moves two words."""
 
 _CHUNK_WORDS = 1024
-"""Words that a program moves at once: 64 bytes per thread."""
+"""How many words a program moves at once: 64 bytes per thread."""
 
 
 @dataclass(frozen=True)
 class CacheTable:
     """The caches of all layers, for the kernels of this module. Make one with `CacheTable.of`.
 
-    `addresses`: int64 [num_caches], on the caches' device: where each cache begins. The caches must outlive the
-    addresses, so the table refers to them. A block takes `block_bytes` in each cache; blocks begin `stride_bytes`
-    apart.
+    `addresses`: int64 [num_caches], on the caches' device: where each cache begins. The table also refers to the
+    caches, since they must outlive the addresses. A block takes `block_bytes` in each cache, and blocks begin
+    `stride_bytes` apart.
     """
 
     caches: tuple[Tensor, ...]
@@ -50,10 +50,10 @@ class CacheTable:
 
     @classmethod
     def of(cls, caches: Tensor | Sequence[Tensor]) -> "CacheTable":
-        """The table of some caches: a list of tensors [num_blocks, ...] of one shape, or one [num_caches, ...] tensor.
+        """Make the table of caches: a list of tensors [num_blocks, ...] of one shape, or one [num_caches, ...] tensor.
 
-        The elements of a block must lie next to each other, in any order; blocks may lie apart. Raises
-        KernelArgumentError. Waits for the device once, so don't call it in a decode step or a CUDA graph.
+        The elements of a block must be adjacent, in any order; blocks may be apart. Raises KernelArgumentError. Waits
+        for the device once, so don't call it in a decode step or a CUDA graph.
         """
         tensors = tuple(caches.unbind(0) if isinstance(caches, Tensor) else caches)
         if not tensors:
@@ -88,7 +88,8 @@ def copy_kernel(address_ptr, pair_ptr, num_pairs, block_words, stride_words, CHU
     """Copy one chunk of the block of each pair, pair after pair, in one cache. Grid: (chunks of a block, num_caches).
 
     address_ptr: int64 [num_caches]; pair_ptr: int64 [num_pairs, 2]. No other program touches a chunk's bytes, so the
-    pairs take effect in order. num_stages=1: a load must not be moved before the preceding pair's store.
+    pairs take effect in order. Launch it with num_stages=1, since a load must not be moved before the preceding pair's
+    store.
     """
     word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_word = word < block_words
@@ -137,7 +138,7 @@ def state_kernel(
     """Move one chunk of one block between a slot and one cache. Grid: (num_pieces, chunks of a block, num_caches).
 
     address_ptr: int64 [num_caches]; piece_ptr: int64 [num_pieces, 3]: the slot, which block of the state, and the
-    block's id; slot_ptr: int64 [num_slots, state_words]. The last block of a state is only filled in part.
+    block's id; slot_ptr: int64 [num_slots, state_words]. The last block of a state is only partly filled.
     """
     piece = piece_ptr + tl.program_id(0).to(tl.int64) * 3
     slot, index, block_id = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
@@ -155,7 +156,7 @@ def state_kernel(
 
 
 def copy_blocks(table: CacheTable, pairs: Tensor) -> None:
-    """Copy blocks within every cache, as if pair after pair: a pair sees what the pairs before it have written.
+    """Copy blocks within every cache, as if pair by pair: a pair sees what earlier pairs have written.
 
     pairs: int64 [num_pairs, 2], source and destination block ids. A pair of equal ids changes nothing, so it can serve
     as padding. One launch: O(num_pairs) copies one after another, in parallel over caches and the bytes of a block.
@@ -176,15 +177,16 @@ def gather_blocks(table: CacheTable, block_ids: Tensor, staging: Tensor) -> None
     """Copy blocks of all caches into a staging buffer.
 
     block_ids: int64 [num_ids]; staging: uint8 [num_ids, table.staging_bytes], contiguous: row i is block block_ids[i]
-    of the first cache, of the second, and so on, as it lies in memory. Raises KernelArgumentError. Changes `staging`.
+    of the first cache, of the second, and so on, with its bytes as they are in memory. Raises KernelArgumentError.
+    Changes `staging`.
     """
     _stage(table, block_ids, staging, gathering=True)
 
 
 def scatter_blocks(table: CacheTable, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy a staging buffer, as `gather_blocks` fills it, into blocks of all caches.
+    """Copy a staging buffer that `gather_blocks` filled into blocks of all caches.
 
-    Shapes as there; each id at most once. Raises KernelArgumentError. Changes the caches.
+    Shapes are as there. The ids must be distinct. Raises KernelArgumentError. Changes the caches.
     """
     _stage(table, block_ids, staging, gathering=False)
 
@@ -192,9 +194,9 @@ def scatter_blocks(table: CacheTable, block_ids: Tensor, staging: Tensor) -> Non
 def save_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
     """Copy states from slots into blocks.
 
-    slots: uint8 [num_slots, bytes of a state], contiguous. pieces: int64 [num_pieces, 3]: a slot, the number of a block
-    within its state, and the id of the block in the caches; each id at most once. What a state's last block has behind
-    the state's end stays. One launch, O(bytes). Raises KernelArgumentError. Changes the caches.
+    slots: uint8 [num_slots, bytes of a state], contiguous. pieces: int64 [num_pieces, 3]: a slot, the index of a block
+    within its state, and the block's id in the caches; ids must be distinct. Bytes of a state's last block after the
+    state's end stay unchanged. One launch, O(bytes). Raises KernelArgumentError. Changes the caches.
     """
     _move(table, slots, pieces, saving=True)
 
@@ -202,8 +204,8 @@ def save_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
 def restore_states(table: CacheTable, slots: Tensor, pieces: Tensor) -> None:
     """Copy states from blocks into slots.
 
-    Arguments as in `save_states`; each block of a slot's state at most once. Raises KernelArgumentError. Changes the
-    slots.
+    Arguments are as in `save_states`; each block of a slot's state comes at most once. Raises KernelArgumentError.
+    Changes the slots.
     """
     _move(table, slots, pieces, saving=False)
 

@@ -1,10 +1,11 @@
 """Attention of one query per sequence over block tables: a decode step.
 
-The keys of a sequence are split over several programs, whose parts a second launch merges. There are two ways to split:
+The keys of a sequence are split among several programs, whose parts are merged by a second launch. There are two ways
+to split:
 
-* Even shares, the default: a fixed number of programs share the tiles of all sequences and heads (`device.shares`).
-* Splits of a fixed number of keys: a sequence's splits, and the order in which they are merged, depend on its own
-  length only. So its bits do not depend on the batch. The price is unequal work, and parts for every split.
+* Even shares, the default: a fixed number of programs divide the tiles of all sequences and heads (`device.shares`). *
+Splits of a fixed number of keys: a sequence's splits, and the order in which they are merged, depend on its own length
+only. So its bits do not depend on the batch. The price is unequal work, and a part for every split.
 
 The host reads only shapes, so a call can be captured in a CUDA graph and replayed with other block tables and lengths
 in the same tensors.
@@ -55,11 +56,10 @@ from kvblocks.kernels.table import DECODE, Launch, count_programs
 def share_decodes(
     query: Tensor, key_cache: Tensor, seq_lens: Tensor, *, window: int | None = None, launch: Launch | None = None
 ) -> Shares:
-    """How `decode` shares out its work, for all calls with these lengths and this window; the shapes are as there.
+    """Plan how `decode` divides its work, for all calls with these lengths and this window. Shapes are as there.
 
-    `decode` makes the shares itself where it gets none. All layers with the same window can use the same shares.
-    launch: used instead of the table's entry. One launch of one program. Changes nothing, and never waits for the
-    device.
+    `decode` makes the shares itself if it gets none. All layers with the same window can use the same shares. launch:
+    used instead of the table's entry. One launch of one program. Changes nothing, and never waits for the device.
     """
     launch = find_launch(DECODE, query, key_cache) if launch is None else launch
     ends = torch.empty_like(seq_lens)
@@ -92,19 +92,19 @@ def decode(
     launch: Launch | None = None,
     shares: Shares | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each sequence's last position over all its keys.
+    """Attend for the last position of each sequence, over all its keys.
 
     query: [num_seqs, num_heads, head_dim] in fp32, fp16 or bf16; key_cache, value_cache: [num_blocks, block_size,
     num_kv_heads, head_dim] in the same dtype or e4m3; block_tables: int32 [num_seqs, max_blocks]; seq_lens: int32
     [num_seqs], the tokens in context, the query's own included: their K and V are stored already. A length is at most
     the number of slots in the sequence's table. A length of 0 is a row of padding: its output is 0 and its lse -inf, or
-    its sink. Slots that a sequence does not own, or that its window has left, are not read. The rest:
+    its sink. Slots that a sequence does not own, or that its window has left, are not read. The other options are in
     `AttentionOptions`.
 
-    split_keys: None shares the work evenly. A number splits sequences into pieces of so many keys; their bits then do
-    not depend on the batch. output: where to write, or None; any supported dtype, such as fp32 for parts that will be
-    merged. launch: used instead of the table's entry. shares: what `share_decodes` made for these lengths and this
-    window; its launch is then used.
+    split_keys: None divides the work evenly. A number splits sequences into pieces of this many keys, after which bits
+    do not depend on the batch. output: where to write, or None; any supported dtype, such as fp32 for parts to be
+    merged. launch: used instead of the table's entry. shares: the result of `share_decodes` for these lengths and this
+    window, whose launch is then used.
 
     Returns the output, [num_seqs, num_heads, head_dim], and its lse, fp32 [num_seqs, num_heads]: the natural logarithm
     of the softmax's denominator. Raises KernelArgumentError. Changes `output` only, and never waits for the device.
@@ -150,7 +150,10 @@ def _decode_shared(
 
 @dataclass(frozen=True)
 class StreamCall:
-    """What is worked out before a call of `attend_stream`. constants: of the kernel; merging: of the merge."""
+    """What is prepared before a call of `attend_stream`.
+
+    constants, merging: the constants of the kernel and of the merge.
+    """
 
     shape: AttentionShape
     num_programs: int
@@ -160,7 +163,7 @@ class StreamCall:
 
 
 def prepare_stream(tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, shares: Shares) -> StreamCall:
-    """Check that the shares are for these tensors, which `check_attention` has checked. Changes nothing."""
+    """Check that the shares fit these tensors, which `check_attention` has checked. Changes nothing."""
     query, *caches, _seq_lens = tensors
     check_indices("shares.ends", shares.ends, shape.num_seqs)
     check_devices(query=query, shares=shares.ends)
@@ -184,7 +187,7 @@ def prepare_stream(tensors: _Inputs, options: AttentionOptions, shape: Attention
 def attend_stream(
     tensors: _Inputs, options: AttentionOptions, call: StreamCall, shares: Shares, results: tuple[Tensor, Tensor]
 ) -> Merge:
-    """`decode` by even shares, but for the launch that is returned. Changes `results`, the output and the lse."""
+    """Decode by even shares, except for the merge, which is returned. Changes `results`, the output and the lse."""
     output, lse = results
     shape, num_programs = call.shape, call.num_programs
     parts, part_lse = empty_parts(tensors[0], num_programs, shape.group_size)

@@ -1,15 +1,15 @@
-"""Draws tokens, one program and one launch for all rows, whatever each row asks for.
+"""Draws the tokens of all rows in one launch, with one program per draw, whatever its parameters.
 
-A weight is e ** (scale * (logit - largest)), scaled so that the largest is UNIT, and cut to an integer. So sums are
-exact in any order. Without limits, a token is where the running sum over the vocabulary exceeds `uniform` times the
-whole sum. With limits, tokens are ranked by logit, and by index among equal ones. min_p, top_k and top_p say how many
-of the first may come, and the running sum goes by rank.
+A weight is e ** (scale * (logit - largest)), scaled so that the largest is UNIT, and truncated to an integer. So sums
+are exact in any order. Without limits, the token is the first at which the running sum over the vocabulary exceeds
+`uniform` times the whole sum. With limits, tokens are ranked by logit, and equal ones by index. min_p, top_k and top_p
+determine how many of the first ranks are allowed, and the running sum goes by rank.
 
-Nothing is sorted. A logit's distance from the largest, as bits, orders the ranks, and all tokens of one distance have
-one weight. So a bisection over distances finds where a running sum exceeds a number, and a division finds which of the
-equal tokens it is. To make bisections cheap, a first pass copies the likely tokens to a short list: a row's TILE lanes
-each know their largest logit, and the LIKELY-th largest of these is a bound that at least LIKELY tokens reach. A search
-that the list can't answer reads the whole row. So the result never depends on the list.
+Nothing is sorted. The bits of a logit's distance from the largest order the ranks, and all tokens at one distance have
+the same weight. So a bisection over distances finds where a running sum exceeds a number, and a division finds which of
+the equal tokens it is. To make bisections cheap, a first pass copies the likely tokens to a short list: each of a row's
+TILE lanes knows its largest logit, and the LIKELY-th largest of these is a bound that at least LIKELY tokens reach. A
+search that the list can't answer reads the whole row, so the result never depends on the list.
 """
 
 import torch
@@ -22,26 +22,26 @@ from kvblocks.kernels.launching import INTERPRETED
 from kvblocks.kernels.layout import KernelArgumentError, check_contiguous, check_devices, check_dtype
 
 TILE = 2048
-"""Logits that a program reads at a time."""
+"""How many logits a program reads at a time."""
 LIKELY = 512
-"""The least tokens of the list, where a vocabulary has as many lanes."""
+"""The minimum number of tokens in the list, if a vocabulary has that many lanes."""
 MAX_LISTED = 8192
-"""The list's room. A row with more tokens that are equally likely has no list."""
+"""The capacity of the list. A row with more equally likely tokens has no list."""
 NUM_PARAMETERS = 6
 NUM_RESULTS = 3
 MAX_VOCABULARY = 2**30
 
 IS_NUMBER, IS_WEIGHT = tl.constexpr(value=True), tl.constexpr(value=False)
-"""What a search sums."""
+"""What a search sums up."""
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _INFINITE_BITS = tl.constexpr(0x7F800000)
 _NO_WEIGHT = tl.constexpr(45.0)
-"""e ** -45 * UNIT is below 1 for all that UNIT may be."""
+"""A distance without weight: e ** -45 * UNIT is below 1 for every possible UNIT."""
 
 
 @triton.jit
 def read_below(values_ptr, start, size, largest, TILE: tl.constexpr):
-    """How far TILE values from `start` on are below the largest, at most 0; -inf behind the end. fp32."""
+    """How far TILE values from `start` on are below the largest, as fp32: at most 0, and -inf after the end."""
     index = start + tl.arange(0, TILE)
     value = tl.load(values_ptr + index, mask=index < size, other=0.0)
     below = tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST) - largest
@@ -50,13 +50,13 @@ def read_below(values_ptr, start, size, largest, TILE: tl.constexpr):
 
 @triton.jit
 def distance(below):
-    """The bits of -below, which are ordered as the numbers are: int32, at least 0."""
+    """The bits of -below, which have the same order as the numbers: int32, at least 0."""
     return below.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def weigh(below, scale, UNIT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The weights: int64."""
+    """The weights, as int64."""
     if INTERPRETED:
         power = tl.exp(below * scale)
     else:
@@ -76,7 +76,7 @@ def sum_near(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The sum of the weights of values no farther than `most`. COUNTS: their number."""
+    """The sum of the weights of values whose distance is at most `most`. COUNTS: their number instead."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, size, TILE):
         below = read_below(values_ptr, start, size, largest, TILE)
@@ -100,9 +100,9 @@ def find_distance(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The least distance up to which the sum of weights, or the number (COUNTS), exceeds `goal`.
+    """The smallest distance up to which the sum of weights, or the number (COUNTS), exceeds `goal`.
 
-    If it never does: a distance at which there is no weight.
+    If it never does, a distance without any weight.
     """
     low = tl.full((), 0, tl.int32)
     high = distance(tl.full((), -_NO_WEIGHT, tl.float32) / scale)
@@ -116,9 +116,9 @@ def find_distance(
 
 @triton.jit
 def look_at(values_ptr, size, largest, scale, where, UNIT: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What is nearer than a distance: the sum of weights, and the number of tokens. And the weight of a token there.
+    """The sum of weights and the number of tokens nearer than a distance, and the weight of a token at that distance.
 
-    int64 each. The weight is 0 if there is none.
+    All are int64. The weight is 0 if there is no such token.
     """
     total = tl.zeros([TILE], tl.int64)
     number = tl.zeros([TILE], tl.int64)
@@ -135,7 +135,7 @@ def look_at(values_ptr, size, largest, scale, where, UNIT: tl.constexpr, TILE: t
 
 @triton.jit
 def choose_source(row_ptr, vocab_size, list_ptr, list_size, is_listed):
-    """Where a search reads: the list, or the row."""
+    """Where a search reads: the list or the row."""
     if is_listed:
         values_ptr = list_ptr
         size = list_size
@@ -165,7 +165,7 @@ def read_row(row_ptr, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def list_bound(lanes, largest, LIKELY: tl.constexpr):
-    """The distance that the nearest values of at least LIKELY lanes don't exceed."""
+    """A distance that the nearest values of at least LIKELY lanes don't exceed."""
     near = distance(tl.minimum(tl.maximum(lanes, -_LARGEST), _LARGEST) - largest)
     low = tl.full((), 0, tl.int32)
     high = tl.full((), _INFINITE_BITS, tl.int32)
@@ -191,7 +191,7 @@ def sum_row(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """List what is no farther than `bound`. A bound below 0 lists nothing.
+    """List the values whose distance is at most `bound`. A bound below 0 lists nothing.
 
     Returns the sum of all weights, how many are at least `least`, how many are listed, and the sum of these.
     """
@@ -222,7 +222,7 @@ def find_token(
 ):
     """The first index at which a running sum over the row exceeds `goal`.
 
-    where: below 0: the sum of weights; else the number of tokens at this distance.
+    where: if below 0, weights are summed up; otherwise the tokens at this distance are counted.
     """
     token = tl.full((), 0, tl.int32)
     before = tl.full((), 0, tl.int64)
@@ -314,14 +314,14 @@ def draw_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     """Draw a token for each row of `parameters`: float64 [num_draws, NUM_RESULTS].
 
     logits: float32 [num_rows, vocab], rows contiguous. parameters: contiguous float64 [num_draws, NUM_PARAMETERS] on
-    the same device: the row of logits; 1 / temperature as float32 has it, or 0 for the first of the largest logits;
-    top_k, at least 1 and at most the size of the vocabulary, which is no limit; top_p, 1 for none; min_p, 0 for none;
-    and the random number, from 0 to below 1. Values are not checked. Several draws may have one row.
+    the same device: the row of logits; 1 / temperature rounded to float32, or 0 to take the first of the largest
+    logits; top_k, from 1 to the size of the vocabulary, which is no limit; top_p, 1 for no limit; min_p, 0 for no
+    limit; and the random number in [0, 1). Values are not checked. Several draws may share a row.
 
-    Results: the token, whether the row has a NaN (the token means nothing then), and 1, since the token is certain.
-    Infinite logits count as the largest and smallest float32. One launch, O(vocab) for each draw, and
-    O(vocab x 31) where limits leave more than the likely tokens. Raises KernelArgumentError. Changes nothing, and never
-    waits for the device.
+    Results: the token, whether the row has a NaN (then the token is meaningless), and 1, since the token is certain.
+    Infinite logits count as the largest and smallest float32. One launch, O(vocab) for each draw, or O(vocab x 31) if
+    limits leave more than the listed tokens. Raises KernelArgumentError. Changes nothing, and never waits for the
+    device.
     """
     check_dtype("logits", logits, (torch.float32,))
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_VOCABULARY or logits.stride(1) != 1:

@@ -1,17 +1,17 @@
 """Causal attention of ragged rows over block tables: prefill, chunked prefill and speculative verification.
 
-A program computes attention of tiles of rows, one head of K and V at a time, over all of a tile's keys or some of them.
-`device.tiles` says how rows are packed and found. The work is shared out by tiles of keys (`device.shares`), so that a
-few new tokens on a long context fill a GPU as well as a whole prompt does. A second launch merges what was split.
+A program computes attention for tiles of rows, one head of K and V at a time, over all or some of a tile's keys.
+`device.tiles` says how rows are packed and found. The work is divided by tiles of keys (`device.shares`), so that a few
+new tokens on a long context fill a GPU as well as a whole prompt does. A second launch merges what was split.
 
-The host computes only the grid, from shapes alone. So a call can be captured in a CUDA graph and replayed with other
-lengths, as long as the shapes stay.
+The host only computes the grid, from shapes alone, so a call can be captured in a CUDA graph and replayed with other
+lengths, as long as the shapes stay the same.
 
 A row's bits depend a little on the rest of the batch: on the rows that share its tile, on where shares begin, and on
 the size of the tiles. `batch_invariant` cuts all sequences at the same positions, multiples of PIECE_KEYS, and adds up
-a row's pieces one by one (`device.pieces`). It uses one kind of loop and one size of tile for all. Then a row's own
+a row's pieces one by one (`device.pieces`). It uses one kind of loop and one tile size for all rows. Then a row's own
 position determines what the row adds up, and in which order. Tiles of keys begin at multiples of the tile's size. A
-tile of which a row sees nothing doesn't change the row: its weights are 0, and the sum is multiplied by 1.
+tile in which a row sees nothing doesn't change the row: its weights are 0, and the sum is multiplied by 1.
 """
 
 from dataclasses import dataclass
@@ -48,24 +48,25 @@ from kvblocks.kernels.layout import (
 from kvblocks.kernels.table import EXTEND, EXTEND_FIXED, EXTEND_NARROW, Launch, count_programs
 
 NARROW_ROWS = 32
-"""Small tiles are used up to this many rows a sequence on average, where each head of a group counts as a row."""
+"""Small tiles are used up to this many rows per sequence on average, where each head of a group counts as a row."""
 HEAD_COST = 4
-"""What a head of a tile of rows takes beside its keys, in tiles of keys: 5.0 us and 1.4 us a tile, on an H200.
+"""The cost of a head of a tile of rows beyond its keys, in tiles of keys: 5.0 us at 1.4 us per tile on an H200.
 
-These two, and 85 us for all else, explain four workloads within 2 %, with heads of 128 in bf16. Without this cost the
-programs with a prompt's first rows, which have many heads of few keys, took nearly twice as long as the others.
+These two numbers, and 85 us for everything else, explain four workloads within 2 %, with heads of 128 in bf16. Without
+this cost the programs with a prompt's first rows, which have many heads with few keys, took nearly twice as long as the
+others.
 """
 PIECE_KEYS = 2048
-"""Where batch-invariant calls cut sequences: at multiples of this, a multiple of every tile of keys. It is part of what
-a row's bits depend on.
+"""Batch-invariant calls cut sequences at multiples of this, which is a multiple of every tile of keys.
 
-Smaller pieces keep more SMs busy with a short context, and each costs as much as HEAD_COST tiles more. By these numbers
-one row on 32k or 128k tokens takes less time with pieces of 2,048 than of 1,024 or 4,096. That was not measured.
+A row's bits depend on it. Smaller pieces keep more SMs busy with a short context, but each costs as much as HEAD_COST
+tiles more. By these numbers one row on 32k or 128k tokens takes less time with pieces of 2,048 than of 1,024 or 4,096.
+That was not measured.
 """
 FULL_TILES = 2
-"""So many full tiles of rows and heads for each program of the fixed grid fill a device by themselves."""
+"""With this many full tiles of rows and heads per program of the fixed grid, tiles alone fill a device."""
 MOST_PART_BYTES = 256 << 20
-"""What the parts of a batch-invariant call may take. Where they would take more, programs add them up as they go."""
+"""The most bytes of the parts of a batch-invariant call. If they would take more, programs add them up as they go."""
 
 
 def extend(
@@ -93,18 +94,19 @@ def extend(
     value_cache: [num_blocks, block_size, num_kv_heads, head_dim] in the same dtype or e4m3; block_tables: int32
     [num_seqs, max_blocks]; query_start: int32 [num_seqs + 1], each sequence's first row, then the end of the last;
     seq_lens: int32 [num_seqs], the tokens in context, this step's included: their K and V are stored already. Row i of
-    a sequence with n rows is at position `seq_len - n + i`. A sequence may have no rows. The rest: `AttentionOptions`.
+    a sequence with n rows is at position `seq_len - n + i`. A sequence may have no rows. The other options are in
+    `AttentionOptions`.
 
-    A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
+    A row before position 0, or of no sequence, sees nothing: its output is 0, and its lse is -inf or its sink.
 
-    batch_invariant: a row's bits depend only on its query and position and on its sequence's K and V, not on the other
-    rows of the call. This is slower: a few rows are computed in tiles for prompts. output: where to write, contiguous.
-    launch: used instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window
-    and `batch_invariant`; its launch is then used.
+    batch_invariant: whether a row's bits depend only on its query and position and on its sequence's K and V, not on
+    the other rows of the call. This is slower, since even a few rows are computed in tiles for prompts. output: where
+    to write, contiguous. launch: used instead of the table's entry. shares: the result of `share_rows` for these rows
+    and lengths, this window and `batch_invariant`, whose launch is then used.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and its lse, fp32 [num_rows, num_heads]:
-    the natural logarithm of the softmax's denominator. Raises KernelArgumentError. Changes nothing, and never waits for
-    the device.
+    the natural logarithm of the softmax's denominator. Raises KernelArgumentError. Changes nothing but `output`, and
+    never waits for the device.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
     tensors = (query, key_cache, value_cache, block_tables, query_start, seq_lens)
@@ -284,9 +286,9 @@ def share_rows(
     batch_invariant: bool = False,
     launch: Launch | None = None,
 ) -> Shares:
-    """How `extend` shares out its work, for all calls with these rows, lengths and options; the shapes are as there.
+    """Plan how `extend` divides its work, for all calls with these rows, lengths and options. Shapes are as there.
 
-    `extend` makes the shares itself where it gets none. All layers with the same window can use the same shares. One
+    `extend` makes the shares itself if it gets none. All layers with the same window can use the same shares. One
     launch of one program. Changes nothing, and never waits for the device.
     """
     if launch is None:

@@ -1,4 +1,4 @@
-"""What the hosts of `decode`, `extend` and `prefix_decode` share: tiles, constants and strides of their launches."""
+"""Shared by the host sides of `decode`, `extend` and `prefix_decode`: tiles, constants and strides of launches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from kvblocks.kernels.table import Key, Launch, find
 
 INTERPRETED = is_interpreted()
 CHUNK = 1024
-"""Units (`device.shares`) whose ends a program computes at once."""
+"""How many units' ends (`device.shares`) a program computes at once."""
 MERGED_ROWS = 4
-"""Rows of a tile that a program merges."""
+"""How many rows of a tile a program merges."""
 
 
 Prepared = TypeVar("Prepared")
 Facts = tuple[object, ...]
-"""All that the checks of a call look at: two calls with equal facts pass the same checks."""
+"""Everything that the checks of a call look at. If two calls have equal facts, one check suffices."""
 
 
 def facts_of(options: AttentionOptions, query: Tensor, *tensors: Tensor | None) -> Facts:
@@ -40,12 +40,12 @@ def facts_of(options: AttentionOptions, query: Tensor, *tensors: Tensor | None) 
 
 @dataclass(frozen=True)
 class Shares:
-    """How a call's work is shared out: see `device.shares`. Valid for calls with the same lengths, shapes and window.
+    """How a call's work is divided: see `device.shares`. Valid for calls with the same lengths, shapes and window.
 
-    ends: int32 [num_units], on the device; launch: what says how large the tiles are.
+    ends: int32 [num_units], on the device; launch: the table entry with the sizes of tiles.
 
-    The layers of a step call with the same shares and with tensors of the same kinds. So what a call checks and works
-    out before it launches is kept here for the next one: see `prepared`.
+    The layers of a step make calls with the same shares and with tensors of the same kinds. So what a call checks and
+    prepares before it launches is kept here for the next one: see `prepared`.
     """
 
     ends: Tensor
@@ -53,7 +53,7 @@ class Shares:
     _last: list[tuple[Facts, Any]] = field(default_factory=list, repr=False, compare=False)
 
     def prepared(self, facts: Facts, prepare: Callable[[], Prepared]) -> Prepared:
-        """What `prepare` returned when the call before had the same facts, or what it returns now."""
+        """Return what `prepare` returned for the previous call if that had the same facts; otherwise call it now."""
         if not self._last or self._last[0][0] != facts:
             self._last[:] = [(facts, prepare())]
         found: Prepared = self._last[0][1]
@@ -62,9 +62,9 @@ class Shares:
 
 @dataclass(frozen=True)
 class Merge:
-    """What a kernel takes that merges the parts of heads which a call's programs split, as `stream_merge_kernel` does.
+    """The arguments of a kernel such as `stream_merge_kernel`, which merges the parts of heads that programs split.
 
-    grid: (programs of the call, less one; tiles of a head's rows). A single program splits no head.
+    grid: (programs of the call minus 1, tiles of a head's rows). A single program splits no head.
     """
 
     grid: tuple[int, int]
@@ -73,12 +73,12 @@ class Merge:
 
     @property
     def num_programs(self) -> int:
-        """Programs of the launch."""
+        """The number of programs of the launch."""
         return self.grid[0] * self.grid[1]
 
 
 def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
-    """The table's entry for a query and a cache. Queries in fp32 make tiles of fp32, whatever the dtype of K."""
+    """The table's entry for a query and a cache. Queries in fp32 lead to tiles in fp32, whatever the dtype of K."""
     element_bytes = _element_bytes(query, key_cache)
     launch = find(kernel, query.device, query.shape[-1], element_bytes)
     rows = tile_rows(query.shape[1] // key_cache.shape[2], launch)
@@ -86,7 +86,7 @@ def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> 
 
 
 def make_room(launch: Launch, query: Tensor, key_cache: Tensor, options: AttentionOptions) -> Launch:
-    """An entry of `decode`, with as many programs on an SM as fit with these options. Its tiles are the same."""
+    """An entry of `decode`, changed to as many programs per SM as fit with these options, with the same tiles."""
     key = table.family(query.device), query.shape[-1], _element_bytes(query, key_cache)
     flags = {"has_softcap": options.softcap is not None, "has_sinks": options.sinks is not None}
     return table.make_room(launch, key, **flags)
@@ -97,12 +97,12 @@ def _element_bytes(query: Tensor, key_cache: Tensor) -> int:
 
 
 def tile_rows(group_size: int, launch: Launch) -> int:
-    """TILE_M: the table's number of rows, or more where a group has more heads than that."""
+    """TILE_M: the table's number of rows, or more if a group has more heads than that."""
     return max(launch.tile_rows, 1 << (group_size - 1).bit_length())
 
 
 def tile_queries(query: Tensor, key_cache: Tensor, launch: Launch) -> int:
-    """How many queries a tile of rows holds: each query takes a row for each head of a group."""
+    """How many queries fit into a tile of rows: each takes one row for each head of a group."""
     group_size = query.shape[1] // key_cache.shape[2]
     return tile_rows(group_size, launch) // group_size
 
@@ -137,24 +137,24 @@ def scaling(options: AttentionOptions) -> Scaling:
 
 
 def strides(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor) -> tuple[int, ...]:
-    """The strides of the query's rows and heads; of blocks, slots and heads of K and of V; of the tables' rows."""
+    """The strides of the query's rows and heads, of blocks, slots and heads of K and V, and of the tables' rows."""
     return (*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables.stride(0))
 
 
 def empty_results(query: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where to write: the output that was given, or a new one, and an lse."""
+    """The tensors to write to: the given output or a new one, and an lse."""
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return output, torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
 
 
 def empty_parts(query: Tensor, num_programs: int, part_rows: int) -> tuple[Tensor, Tensor]:
-    """Empty tensors for the parts of programs that share a call's work: fp32 rows, and their lse."""
+    """Uninitialized tensors for the parts of programs that divide a call's work: fp32 rows, and their lse."""
     parts = torch.empty(num_programs, 2, part_rows, query.shape[-1], dtype=torch.float32, device=query.device)
     part_lse = torch.empty(num_programs, 2, part_rows, dtype=torch.float32, device=query.device)
     return parts, part_lse
 
 
 def parts_at_once(rows: int, head_dim: int) -> int:
-    """How many parts of some rows a merge reads at once: 32 registers a thread of 4 warps."""
+    """How many parts of `rows` rows a merge reads at once: as many as take 32 registers per thread of 4 warps."""
     return max(2, 4096 // (rows * head_dim))

@@ -1,11 +1,10 @@
-"""The tensors that the kernels take: which shapes, dtypes and strides are supported, and the checks of arguments.
+"""The shapes, dtypes and strides of tensors that the kernels support, and the checks of arguments.
 
-Every check looks only at a tensor's shape, dtype, strides and device, never at its values. To read a value of a tensor
-on a GPU, the host would have to wait for the GPU, and no call may do that. So block ids, lengths and slots aren't
-checked.
+Checks only look at a tensor's shape, dtype, strides and device, never at its values. To read a value from a GPU, the
+host would have to wait for the GPU, which no call may do. So block ids, lengths and slots aren't checked.
 
-A cache of K or of V is [num_blocks, block_size, num_kv_heads, head_dim] with any strides but a last one of 1, so that a
-cache of [num_blocks, num_kv_heads, block_size, head_dim] works as its transpose.
+A cache of K or of V is [num_blocks, block_size, num_kv_heads, head_dim] with a last stride of 1 and any other strides,
+so a cache of [num_blocks, num_kv_heads, block_size, head_dim] works if it is transposed.
 """
 
 import math
@@ -20,7 +19,7 @@ QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest e4m3 number. Larger numbers are stored as this one."""
+"""The largest e4m3 number, which is stored for larger numbers."""
 
 FP8_CAPABILITY = (8, 9)
 """The first CUDA compute capability that converts e4m3."""
@@ -30,7 +29,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class KernelArgumentError(ValueError):
-    """An argument that no kernel can take. Nothing was launched and nothing has changed."""
+    """An argument isn't supported. Nothing was launched, and nothing has changed."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class AttentionOptions:
 
     A score is `scale * (q . k)`; then `softcap * tanh(score / softcap)` if there is a softcap. A row at position p sees
     the keys from p - window + 1 to p, or all up to p without a window. `sinks`, one per query head, are scores without
-    a value: exp(sink) is added to the sum that the output is divided by. `k_scale` and `v_scale`, fp32 [num_kv_heads]
-    on the device, are the factors of K and V of each head; None stands for 1.
+    a value: exp(sink) is added to the denominator of the softmax. `k_scale` and `v_scale`, fp32 [num_kv_heads] on the
+    device, are the factors of K and V of each head; None stands for 1.
     """
 
     scale: float
@@ -78,9 +77,9 @@ class AttentionOptions:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels defined from now on run in Triton's interpreter, on CPU tensors. Needs triton.
+    """Whether kernels that are defined from now on run in Triton's interpreter, on CPU tensors. Needs triton.
 
-    Raises ImportError if they do, and the interpreter can't work with the numpy that is installed.
+    Raises ImportError if so and the interpreter doesn't work with the installed numpy.
     """
     import triton
 
@@ -93,7 +92,7 @@ def is_interpreted() -> bool:
 
 
 def check_interpreter(triton_version: str, numpy_version: str) -> None:
-    """Raise ImportError for versions that don't go together in Triton's interpreter.
+    """Raise ImportError for versions that don't work together in Triton's interpreter.
 
     Triton 3.6 takes numbers from arrays of one element, which numpy 2.4 no longer allows. Compiled kernels need no
     numpy.
@@ -109,7 +108,7 @@ def check_interpreter(triton_version: str, numpy_version: str) -> None:
 
 
 def check_cache(key_cache: Tensor, value_cache: Tensor) -> CacheShape:
-    """The shape of a pair of caches. Raises KernelArgumentError for one that is not supported."""
+    """Return the shape of a pair of caches. Raises KernelArgumentError if it isn't supported."""
     _check_dims("key_cache", key_cache, 4)
     check_dtype("key_cache", key_cache, (*QUERY_DTYPES, FP8))
     check_shape("value_cache", value_cache, tuple(key_cache.shape))
@@ -138,7 +137,7 @@ def check_attention(
     seq_lens: Tensor,
     options: AttentionOptions,
 ) -> AttentionShape:
-    """The sizes of a call of attention.
+    """Return the sizes of a call of attention.
 
     query: [num_rows, num_heads, head_dim]; caches: see `check_cache`; block_tables: int32 [num_seqs, max_blocks];
     seq_lens: int32 [num_seqs]. The caller checks which rows belong to which sequence. Raises KernelArgumentError.
@@ -164,7 +163,7 @@ def check_attention(
 
 
 def check_options(options: AttentionOptions, num_heads: int, device: torch.device) -> None:
-    """Raise KernelArgumentError for options that no kernel can take."""
+    """Raise KernelArgumentError for options that no kernel supports."""
     if not (math.isfinite(options.scale) and options.scale > 0):
         raise KernelArgumentError(f"scale: expected a number above 0, got {options.scale}")
     if options.softcap is not None and not (math.isfinite(options.softcap) and options.softcap > 0):
@@ -212,7 +211,7 @@ def check_dtype(name: str, tensor: Tensor, expected: Sequence[torch.dtype]) -> N
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:
-    """Raise KernelArgumentError unless the elements of the last dimension lie next to each other."""
+    """Raise KernelArgumentError unless the elements of the last dimension are adjacent."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelArgumentError(f"{name}: expected a last stride of 1, got strides {tuple(tensor.stride())}")
 
@@ -224,7 +223,7 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def check_devices(**tensors: Tensor) -> None:
-    """Raise KernelArgumentError unless all these tensors are on the first one's device, where kernels are launched."""
+    """Raise KernelArgumentError unless all these tensors are on the device of the first one, where kernels launch."""
     (first_name, first), *others = tensors.items()
     if first.device.type == "cuda" and first.device.index != torch.cuda.current_device():
         raise KernelArgumentError(
@@ -238,7 +237,7 @@ def check_devices(**tensors: Tensor) -> None:
 
 
 def check_pairs(name: str, cache: Tensor) -> None:
-    """Raise KernelArgumentError unless pairs of e4m3 numbers lie at even addresses, where kernels read them."""
+    """Raise KernelArgumentError unless pairs of e4m3 numbers are at even addresses, as kernels read them."""
     if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:3]):
         raise KernelArgumentError(
             f"{name}: expected an even address and even strides for {FP8}, got strides {tuple(cache.stride())}"

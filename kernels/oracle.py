@@ -1,7 +1,7 @@
-"""What the kernels must compute, written so that it is obviously right: one row at a time, in float64.
+"""Defines what the kernels must compute, written to be obviously right: one row at a time, in float64.
 
-Slow, and for tests and checks only: it copies lengths and block tables to the host. A kernel that disagrees with it is
-wrong. Only the slots that a sequence owns are read, so all others may hold anything.
+It is slow and only for tests and checks, since it copies lengths and block tables to the host. A kernel that disagrees
+with it is wrong. Only the slots that a sequence owns are read, so all others may contain anything.
 """
 
 import torch
@@ -31,10 +31,10 @@ def attention(
     [num_blocks, block_size, num_kv_heads, head_dim]; block_tables: [num_seqs, max_blocks]; query_start: [num_seqs + 1],
     each sequence's first row, then the end of the last; seq_lens: [num_seqs]; the rest as in `AttentionOptions`.
 
-    Row i of a sequence with n rows is at position `seq_len - n + i`. A row before position 0 sees nothing: its output
-    is 0 and its lse -inf, or its sink. Rows that no sequence has are the same. Returns the output, float64 [num_rows,
-    num_heads, head_dim], and its lse, float64 [num_rows, num_heads]: the natural logarithm of the softmax's
-    denominator. Changes nothing.
+    Row i of a sequence with n rows is at position `seq_len - n + i`. A row before position 0, or of no sequence, sees
+    nothing: its output is 0, and its lse is -inf or its sink. Returns the output, float64 [num_rows, num_heads,
+    head_dim], and its lse, float64 [num_rows, num_heads]: the natural logarithm of the softmax's denominator. Changes
+    nothing.
     """
     options = AttentionOptions(scale, window, softcap, sinks, k_scale, v_scale)
     output = torch.zeros(query.shape, dtype=torch.float64)
@@ -68,7 +68,7 @@ def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 
 
 def merge(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The attention over several sets of keys, from the attention over each.
+    """Compute attention over several sets of keys from the attention over each set.
 
     outputs: [num_rows, num_heads, head_dim] each; lses: [num_rows, num_heads] each. A part with an lse of -inf has no
     weight, whatever its output holds. Returns both in float64. Changes nothing.
@@ -110,7 +110,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-    """Heads [num_rows, num_heads, head_dim] with each pair (i, i + head_dim / 2) turned by its angle, float64.
+    """Rotate each pair (i, i + head_dim / 2) of heads [num_rows, num_heads, head_dim] by its angle, in float64.
 
     cos, sin: [num_positions, head_dim / 2]; positions: [num_rows].
     """

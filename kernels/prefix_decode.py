@@ -1,13 +1,14 @@
-"""Attention of decoding requests over the blocks that they share: each shared run is read once for all of its cohort.
+"""Attention of decoding requests over the blocks that they share. Each shared run is read once for its whole cohort.
 
 The idea is from Hydragen and from FlashInfer's cascade. Requests with a common prefix begin with the same physical
-blocks. So the queries of a cohort, with all their heads, make one matrix that multiplies one copy of K: a matrix
-product of 128 rows instead of many of 4. The output is a partial result with its lse. `cascade.cascade_decode`, whose
-first pass this is, merges it with the attention over each request's own blocks.
+blocks. So the queries of a cohort, with all their heads, form one matrix that multiplies one copy of K: one matrix
+product of 128 rows, for example, instead of many of 4. The output is a partial result with its lse.
+`cascade.cascade_decode`, whose first pass this is, merges it with the attention over each request's own blocks.
 
-Cohorts nest: 64 requests share a system prompt, and eight of them also share a document after it. A request is then in
-one cohort of each level, and gets one partial result from each. One launch computes all cohorts of all levels. Their
-runs are shared out by tiles of keys (`device.shares`), so that a few long runs fill a GPU as well as many short ones.
+Cohorts nest: for example, 64 requests share a system prompt, and eight of them also share a document after it. A
+request is in at most one cohort of each level, and gets one partial result from each of its cohorts. One launch
+computes all cohorts of all levels. Their runs are divided by tiles of keys (`device.shares`), so that a few long runs
+fill a GPU as well as many short ones.
 """
 
 import torch
@@ -41,9 +42,9 @@ _Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def new_lse(query: Tensor, runs: SharedRuns) -> Tensor:
-    """An lse of -inf for every level, row and head. It stays so for rows that are in no cohort of a level.
+    """A new lse of -inf for every level, row and head. It stays -inf for rows that are in no cohort of a level.
 
-    Each call with the same runs writes the same elements, those of the cohorts' rows. So all layers of a step can use
+    Each call with the same runs writes the same elements, those of the cohorts' rows, so all layers of a step can use
     one tensor.
     """
     return torch.full((runs.num_levels, *query.shape[:2]), -torch.inf, dtype=torch.float32, device=query.device)
@@ -57,11 +58,11 @@ def attend_runs(
     shares: Shares,
     lse: Tensor,
 ) -> tuple[Tensor, Merge]:
-    """Attention of single queries over the runs of blocks that they share, and over nothing else. At least one cohort.
+    """Attend for single queries over the runs of blocks that they share, and nothing else. At least one cohort.
 
-    tensors: as in `cascade_decode`; a cohort's blocks are read from its first member's table. lse: of `new_lse`;
-    changes it. Returns partial results, fp32 [num_levels, num_rows, num_heads, head_dim], undefined where a row is in
-    no cohort of a level, and the launch that merges what was split.
+    tensors: as in `cascade_decode`; a cohort's blocks are read from its first member's table. lse: the result of
+    `new_lse`, which is changed. Returns partial results, fp32 [num_levels, num_rows, num_heads, head_dim], undefined
+    for rows in no cohort of a level, and the launch that merges what was split.
     """
     query, key_cache, *_ = tensors
     num_units = _count_units(query, key_cache, runs, shares.launch)
@@ -94,7 +95,7 @@ def attend_runs(
 
 
 def share_runs(query: Tensor, key_cache: Tensor, runs: SharedRuns, *, launch: Launch | None = None) -> Shares:
-    """How `attend_runs` shares out its work, for all calls with these runs, of at least one cohort; shapes as there.
+    """Plan how `attend_runs` divides its work, for all calls with these runs. At least one cohort; shapes as there.
 
     launch: used instead of the table's entry. All layers of a step can use the same shares. One launch of one program.
     Changes nothing, and never waits for the device.

@@ -1,9 +1,10 @@
-"""The operations between a layer's matrix products and its attention, row by row: norms, the MLP's gate, RoPE.
+"""The row-wise operations between a layer's matrix products and its attention: norms, the MLP's gate, and RoPE.
 
-Plain torch needs 20 to 35 small kernels a layer for them. Here it is 4 launches, as many as there are matrix products.
+Plain torch takes 20 to 35 small kernels per layer for these. Here it is 4 launches, as many as there are matrix
+products.
 
-A program computes one row, or some heads or columns of one row, and as many of them whatever the batch is. So a row's
-bits depend on nothing but the row. Kernels compute in float32; each one's docstring says where it rounds.
+A program computes one row, or a fixed number of heads or columns of one row, whatever the batch is. So a row's bits
+depend only on the row. Kernels compute in float32, and their docstrings say where they round.
 """
 
 from dataclasses import dataclass
@@ -27,20 +28,20 @@ from kvblocks.kernels.layout import (
 from kvblocks.kernels.store import encode_e4m3
 
 MAX_COLUMNS = 8192
-"""The most columns of a row that can be normed: a program holds the whole row in registers."""
+"""The most columns of a row that can be normed, since a program holds the whole row in registers."""
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 _TILE = 1024
-"""Elements of a program that needs no whole row: 8 a thread. With 16-bit elements that is a load of 16 bytes."""
+"""Elements per program where it needs no whole row: 8 per thread, which is a load of 16 bytes for 16-bit elements."""
 
 
 @triton.jit
 def scale_rows(values, mean, eps, weight, dtype: tl.constexpr):
-    """RMS norm of fp32 values whose squares' mean is known, rounded to the rows' dtype.
+    """RMS norm of fp32 values, given the mean of their squares, rounded to the rows' dtype.
 
     With a weight in a narrower dtype than fp32, the normed values are rounded to that dtype before the product, as
-    torch and these models do it.
+    torch and these models do.
     """
     normed = (values * tl.rsqrt(mean + eps)).to(weight.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(dtype)
@@ -60,7 +61,7 @@ def norm_kernel(
     HAS_OUTPUT_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One row: hidden += added, or hidden += norm(added); then normed = norm(hidden). Grid: (num_rows,).
+    """Compute one row: hidden += added, or hidden += norm(added); then normed = norm(hidden). Grid: (num_rows,).
 
     hidden, added, normed: contiguous [num_rows, NUM_COLUMNS] in one dtype; each result is rounded to it. The norms'
     weights: [NUM_COLUMNS], in that dtype or fp32.
@@ -87,7 +88,7 @@ def norm_kernel(
 
 @triton.jit
 def gate_kernel(gate_up_ptr, output_ptr, WIDTH: tl.constexpr, TILE: tl.constexpr, IS_GELU: tl.constexpr):
-    """TILE columns of a row: act(gate) * up, rounded once. Grid: (num_rows, ceil(WIDTH / TILE)).
+    """Compute TILE columns of a row: act(gate) * up, rounded once. Grid: (num_rows, ceil(WIDTH / TILE)).
 
     gate_up: [num_rows, 2 * WIDTH], the gate first; output: [num_rows, WIDTH]; both contiguous. The activation is SiLU,
     or GELU by tanh: x * (1 + tanh(u)) / 2 = x * sigmoid(2 * u).
@@ -134,14 +135,14 @@ def place_kernel(
     QUANTISED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Norm, turn and write TILE_HEADS heads of a row. Grid: (num_rows, ceil(all heads / TILE_HEADS)).
+    """Norm, rotate and write TILE_HEADS heads of a row. Grid: (num_rows, ceil(all heads / TILE_HEADS)).
 
     heads: contiguous [num_rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]: of queries, then of K, then of V. Heads of
-    queries and K are normed, if there is a norm [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM]. Then they are turned by the
+    queries and K are normed, if there is a norm [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM]. Then they are rotated by the
     angles of the row's position: cos, sin: [num_positions, HEAD_DIM / 2]. They are rounded after the norm and after the
-    turn. Queries go to `query`, contiguous [num_rows, NUM_HEADS, HEAD_DIM]. K and V go to the row's slot; a slot below
-    0 stores nothing. QUANTISED: the caches are uint8, and hold e4m3 of K and V divided by their head's scale, fp32
-    [NUM_KV_HEADS].
+    rotation. Queries go to `query`, contiguous [num_rows, NUM_HEADS, HEAD_DIM]. K and V go to the row's slot; a slot
+    below 0 stores nothing. QUANTISED: the caches are uint8, with the e4m3 bits of K and V divided by their head's
+    scale, fp32 [NUM_KV_HEADS].
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
@@ -195,10 +196,11 @@ def place_kernel(
 
 @dataclass(frozen=True)
 class Turn:
-    """How the heads of queries and K are normed, and then turned by the angles of their rows' positions (RoPE).
+    """How the heads of queries and K are normed, and then rotated by the angles of their rows' positions (RoPE).
 
     cos, sin: [num_positions, head_dim / 2], the angles of the pairs (i, i + head_dim / 2); positions: int64 [num_rows],
-    below num_positions; norm: [num_heads + num_kv_heads, head_dim], or None; eps: of the norm.
+    below num_positions; norm: the norm's weights, [num_heads + num_kv_heads, head_dim], or None; eps: the norm's
+    epsilon.
     """
 
     cos: Tensor
@@ -225,9 +227,9 @@ def add_norm(
 ) -> Tensor | None:
     """Add to `hidden`, and return the norm of the sum. Changes `hidden`.
 
-    hidden, added: contiguous [num_rows, num_columns]. output_norm: the weight by which `added` is normed first, or
-    None. weight: that of the sum's norm; None returns None. Weights and norms are as in `norm`. The sum is rounded
-    before it is normed. One launch. Raises KernelArgumentError. Never waits for the device.
+    hidden, added: contiguous [num_rows, num_columns]. output_norm: the weight with which `added` is normed first, or
+    None. weight: the weight of the sum's norm; if None, None is returned. Weights and norms are as in `norm`. The sum
+    is rounded before it is normed. One launch. Raises KernelArgumentError. Never waits for the device.
     """
     _check_rows(hidden, output_norm, weight)
     check_shape("added", added, tuple(hidden.shape))
@@ -240,7 +242,7 @@ def add_norm(
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up of contiguous [num_rows, 2 * width], the gate first: [num_rows, width], rounded once.
+    """Return act(gate) * up, [num_rows, width], rounded once, for contiguous [num_rows, 2 * width], the gate first.
 
     activation: one of ACTIVATIONS. One launch. Raises KernelArgumentError. Changes nothing, and never waits for the
     device.
@@ -268,12 +270,12 @@ def place(
     slot_mapping: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Norm and turn the heads of queries and K, write K and V to their slots, and return the queries.
+    """Norm and rotate the heads of queries and K, write K and V to their slots, and return the queries.
 
     heads: contiguous [num_rows, num_heads + 2 * num_kv_heads, head_dim], of queries, then of K, then of V; caches, of K
-    and of V: see `layout`, in the heads' dtype or e4m3; slot_mapping: int64 [num_rows], each slot at most once, -1
-    stores nothing. scales: of K and of V by head, fp32 [num_kv_heads] each; e4m3 stores K and V divided by them.
-    Returns new [num_rows, num_heads, head_dim]. Values are rounded after the norm, and after the turn. One launch.
+    and of V: see `layout`, in the heads' dtype or e4m3; slot_mapping: int64 [num_rows], distinct slots, where -1 stores
+    nothing. scales: of K and of V by head, fp32 [num_kv_heads] each; e4m3 stores K and V divided by them. Returns a new
+    tensor [num_rows, num_heads, head_dim]. Values are rounded after the norm, and after the rotation. One launch.
     Raises KernelArgumentError. Changes the caches, and never waits for the device.
     """
     key_cache, value_cache = caches

@@ -1,7 +1,7 @@
-"""Which requests of a batch share which blocks, in the form that `prefix_decode` takes.
+"""Describes which requests of a batch share which blocks, for `prefix_decode`.
 
-Here a run is a range of columns of block tables that several requests share. `SharedRuns.build` checks two invariants
-that no kernel can check. The runs of a row follow one another without a gap, from column 0 of its block table. No two
+Here a run is a range of block-table columns that several requests share. `SharedRuns.build` checks two invariants that
+no kernel can check: the runs of a row follow one another without a gap, from column 0 of its block table, and no two
 cohorts of one level share a row.
 """
 
@@ -14,20 +14,20 @@ from torch import Tensor
 from kvblocks.kernels.layout import AttentionShape, KernelArgumentError, check_devices, check_indices
 
 SharedRun = tuple[Sequence[int], int, int]
-"""A cohort as `SharedRuns.build` takes it: its members, and the block columns where its run starts and stops."""
+"""A cohort for `SharedRuns.build`: its members, and the block columns where its run starts and stops."""
 
 
 @dataclass(frozen=True)
 class SharedRuns:
     """Which rows share which blocks, as int32 tensors on the device.
 
-    Cohort g has the members `members[cohort_start[g] : cohort_start[g + 1]]`: rows of the query, which are rows of the
+    Cohort g has the members `members[cohort_start[g] : cohort_start[g + 1]]`, which are rows of the query and of the
     block tables. Their tables agree in the columns from `run_start[g]` to before `run_stop[g]`, and all these blocks
     are full. `level[g]` is below `num_levels`, and differs between cohorts that share a member. `num_shared`,
-    [num_rows], is the column where a row's last run stops and its own part starts: 0 without runs.
+    [num_rows], is the column where a row's last run stops and its own part starts, or 0 without runs.
 
-    Tensors may be longer than what they hold, for CUDA graphs. The further cohorts are empty: they start where the last
-    cohort ends. Kernels don't check the values; `build` does.
+    For CUDA graphs, tensors may be longer than their contents. The additional cohorts are empty: they start where the
+    last cohort ends. Kernels don't check the values, but `build` does.
     """
 
     members: Tensor
@@ -40,7 +40,7 @@ class SharedRuns:
 
     @classmethod
     def build(cls, cohorts: Sequence[SharedRun], num_rows: int, device: torch.device | str = "cpu") -> "SharedRuns":
-        """Runs from lists. A row's runs, in the order of `cohorts`, must follow one another from column 0.
+        """Make runs from lists. A row's runs, in the order of `cohorts`, must follow one another from column 0.
 
         Raises KernelArgumentError. O(members).
         """
@@ -94,5 +94,5 @@ class SharedRuns:
 
     @property
     def num_cohorts(self) -> int:
-        """How many cohorts the tensors have room for."""
+        """How many cohorts fit into the tensors."""
         return self.run_start.shape[0]

@@ -1,8 +1,8 @@
-"""Write the K and V of new tokens to their slots of a paged cache, as they are or as e4m3.
+"""Writes the K and V of new tokens to their slots of a paged cache, unchanged or as e4m3.
 
-Integer arithmetic makes the bits of e4m3, which are stored as bytes. So the same code runs on every architecture and in
-Triton's interpreter, whose own conversion is wrong for small numbers. Rounding is to the nearest, ties to even, as in
-torch. Numbers beyond 448 become 448; torch makes them NaN.
+The bits of e4m3 are computed by integer arithmetic and stored as bytes. So the same code runs on every architecture and
+in Triton's interpreter, whose own conversion is wrong for small numbers. Rounding is to the nearest, ties to even, as
+in torch. Numbers beyond 448 become 448, where torch makes them NaN.
 """
 
 import torch
@@ -24,12 +24,12 @@ from kvblocks.kernels.layout import (
 )
 
 _MAX_TILE = 2048
-"""Elements of K that a program stores at once: 16 per thread of K and of V."""
+"""How many elements of K a program stores at once: 16 per thread, and as many of V."""
 
 
 @triton.jit
 def encode_e4m3(number):
-    """Return the bits of the e4m3 numbers nearest to fp32 numbers, uint8. Beyond 448 becomes 448; NaN stays NaN."""
+    """Return the bits of the nearest e4m3 numbers to fp32 numbers, as uint8. Beyond 448 becomes 448; NaN stays NaN."""
     bits = number.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # From 2**-6 on: keep 3 of 23 bits of mantissa, rounded by a carry, and change the exponent's bias from 127 to 7.
@@ -67,9 +67,9 @@ def store_kernel(
     TILE_HEADS: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
-    """One token's K and V of TILE_HEADS heads. Grid: (num_tokens, ceil(NUM_KV_HEADS / TILE_HEADS)).
+    """Store one token's K and V of TILE_HEADS heads. Grid: (num_tokens, ceil(NUM_KV_HEADS / TILE_HEADS)).
 
-    Shapes as in `store`; a last stride is 1. QUANTISED: the caches are uint8.
+    Shapes are as in `store`, and last strides are 1. QUANTISED: the caches are uint8.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -109,8 +109,8 @@ def store(
     """Write each token's K and V to its slot; a slot of -1 stores nothing.
 
     key, value: [num_tokens, num_kv_heads, head_dim], with a last stride of 1; key_cache, value_cache: [num_blocks,
-    block_size, num_kv_heads, head_dim], of the same dtype, or e4m3; slot_mapping: int64 [num_tokens], each slot at most
-    once. Caches in e4m3 get key / k_scale and value / v_scale; scales are of each head, fp32 [num_kv_heads], or None
+    block_size, num_kv_heads, head_dim], of the same dtype, or e4m3; slot_mapping: int64 [num_tokens], with distinct
+    slots. Caches in e4m3 get key / k_scale and value / v_scale, with one scale per head, fp32 [num_kv_heads], or None
     for 1. Raises KernelArgumentError. Changes both caches.
     """
     shape = check_cache(key_cache, value_cache)

@@ -1,13 +1,13 @@
 """How each kernel is launched: tiles, warps and stages, by architecture, head_dim and the width of K and V.
 
-The table is checked in and not searched for at run time: the first call of a process is as fast as the others, and the
-same machine always runs the same code. The entries below are chosen by reasoning and by compiling ahead of time (no
-spills; K and V are loaded while the tile before is computed). One was compared with all others on a GPU, an H200:
-`decode` of heads of 128 in 16 bits on sm90 is within 1 % of the best of 152. `bench.attention.sweep_kernels` measures
+The table is checked in, not tuned at run time, so the first call of a process is as fast as the others, and the same
+machine always runs the same code. The entries below were chosen by reasoning and by compiling ahead of time (no spills,
+and K and V are loaded while the previous tile is computed). One entry was compared with all others on a GPU, an H200:
+`decode` with heads of 128 in 16 bits on sm90 is within 1 % of the best of 152. `bench.attention.sweep_kernels` measures
 entries on a GPU and prints those to put here.
 
-Each kernel has a dictionary of its own, from (family, head_dim, bytes of an element of K) to a `Launch`. The families
-are below. "any" stands for an architecture without entries, and for Triton's interpreter.
+Each kernel has a dictionary of its own, from (family, head_dim, bytes of an element of K) to a `Launch`. `FAMILIES` has
+the families. "any" stands for an architecture without entries, and for Triton's interpreter.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 FAMILIES = ("sm80", "sm89", "sm90", "sm100", "gfx942", "any")
-"""A100; consumer Ampere and Ada (sm86 to sm89: less shared memory); H100, H200; B200; MI300; the rest."""
+"""A100; consumer Ampere and Ada (sm86 to sm89, with less shared memory); H100 and H200; B200; MI300; all others."""
 
 Key = tuple[str, int, int]
 """(family, head_dim, bytes of an element of K)."""
@@ -28,8 +28,8 @@ Key = tuple[str, int, int]
 class Launch:
     """One way to launch a kernel. A kernel ignores the fields that don't apply to it.
 
-    `tile_keys`: keys in one turn of the inner loop; `tile_rows`: query rows of a program, where each head of a group
-    counts as a row; `programs_per_sm`: programs of a fixed grid, for each SM.
+    `tile_keys`: keys per iteration of the inner loop; `tile_rows`: query rows of a program, where each head of a group
+    counts as a row; `programs_per_sm`: programs of a fixed grid per SM.
     """
 
     tile_keys: int
@@ -42,7 +42,7 @@ class Launch:
 def family(device: torch.device) -> str:
     """The family of a device's architecture. Asks the driver for its properties once, never waits for the device.
 
-    O(1). Several times a layer, so that a question to torch each time would be a part of what a step takes.
+    O(1), since it is called several times per layer, and asking torch each time would slow down a step noticeably.
     """
     if device.type != "cuda":
         return "any"
@@ -59,20 +59,20 @@ def _family_of_gpu(device: torch.device) -> str:
 
 
 _remembered_family = cache(_family_of_gpu)
-"""For devices with an index: "cuda" alone is another device from time to time."""
+"""Cached for devices with an index, since "cuda" alone may mean different devices."""
 
 
 def find(kernel: Mapping[Key, Launch], device: torch.device, head_dim: int, element_bytes: int) -> Launch:
-    """The entry of a kernel's dictionary for a device. Every dictionary has all head_dims and widths under "any"."""
+    """The entry for a device in a kernel's dictionary. Every dictionary has all head_dims and widths under "any"."""
     found = kernel.get((family(device), head_dim, element_bytes))
     return found if found is not None else kernel["any", head_dim, element_bytes]
 
 
 def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_name: str) -> Launch:
-    """The entry, changed for tiles of `rows` rows, a power of 2, where `rows` exceeds the entry's (many heads a group).
+    """The entry, changed for tiles of `rows` rows (a power of 2) if that exceeds the entry's, as with large groups.
 
     The changes were found by compiling ahead of time. More warps keep the sums in registers. fp32 gets smaller tiles of
-    keys, since it holds tiles of K and V in registers too. An SM gets no more programs than fit.
+    keys, since it also holds tiles of K and V in registers. An SM gets no more programs than fit.
     """
     if rows <= launch.tile_rows:
         return launch
@@ -91,42 +91,43 @@ def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_n
 
 
 CROWDED: tuple[Key, ...] = (("sm90", 128, 2), ("sm100", 128, 2))
-"""Entries of `decode` of which two programs fit on an SM, and not three, in calls with a softcap and sinks.
+"""Entries of `decode` with which only two programs fit on an SM, not three, in calls with a softcap and sinks.
 
-Compiled by triton 3.6.0 these kernels have some 200 registers a thread, and 168 at most without one of the two. The
-third program would run behind the first two: two rounds of a third of the work, not one of a half.
+Compiled by triton 3.6.0, these kernels take about 200 registers per thread, but at most 168 without softcap or without
+sinks. A third program would run after the first two, which means two rounds of a third of the work instead of one of a
+half.
 """
 
 
 def make_room(launch: Launch, key: Key, *, has_softcap: bool, has_sinks: bool) -> Launch:
-    """An entry of `decode` for a call with these options, with as many programs on an SM as fit."""
+    """An entry of `decode` for a call with these options, with as many programs per SM as fit."""
     if key not in CROWDED or not (has_softcap and has_sinks):
         return launch
     return replace(launch, programs_per_sm=min(launch.programs_per_sm, 2))
 
 
 def narrows_queries(query: Tensor, key_cache: Tensor, rows: int) -> bool:
-    """Whether queries in bf16 are multiplied with e4m3 as fp16: see `device.tiles.narrow_rows`. rows: of a tile.
+    """Whether bf16 queries are multiplied with e4m3 as fp16: see `device.tiles.narrow_rows`. rows: the rows of a tile.
 
-    Compiled so, a tile of keys takes a fifth fewer instructions and 10 to 30 fewer registers. Large tiles on sm90 are
-    the exception: their registers are full, and they would spill.
+    A tile of keys then takes a fifth fewer instructions and 10 to 30 fewer registers. Large tiles on sm90 are the
+    exception: their registers are full, and they would spill.
     """
     is_full = family(query.device) == "sm90" and rows >= 64 and query.shape[2] == 256
     return key_cache.dtype == torch.float8_e4m3fn and query.dtype == torch.bfloat16 and not is_full
 
 
 def reads_pairs(query: Tensor, key_cache: Tensor, rows: int) -> bool:
-    """Whether V is read as pairs of e4m3 numbers: see `device.tiles.begin_rows`. rows: of a tile.
+    """Whether V is read as pairs of e4m3 numbers: see `device.tiles.begin_rows`. rows: the rows of a tile.
 
-    Compiled for tensor cores that one warp uses, a tile of keys then takes a third fewer instructions and a fifth fewer
-    registers. For tensor cores that a warpgroup uses, it takes more of both.
+    With tensor cores that one warp uses, a tile of keys then takes a third fewer instructions and a fifth fewer
+    registers. With tensor cores that a warpgroup uses, it takes more of both.
     """
     has_warpgroups = family(query.device) in ("sm90", "sm100") and rows >= 64
     return key_cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32 and not has_warpgroups
 
 
 INTERPRETED_SMS = 2
-"""The number of SMs to assume in the interpreter, which has none. It is above 1, so that work is shared there too."""
+"""The number of SMs to assume in the interpreter, which has none. It is above 1, so that work is divided there, too."""
 
 
 def count_sms(device: torch.device) -> int:
@@ -241,10 +242,10 @@ EXTEND: dict[Key, Launch] = {
     ("any", 256, 2): Launch(32, 8, 2, tile_rows=64),
     ("any", 256, 4): Launch(16, 8, 2, tile_rows=16),
 }
-"""`extend`, where sequences have many rows each."""
+"""`extend` for sequences with many rows."""
 
 EXTEND_FIXED: dict[Key, Launch] = EXTEND | {("sm90", 256, 2): Launch(32, 8, 2, tile_rows=64)}
-"""Batch-invariant `extend`, for prompts and for decoding alike. It has other tiles where those of `extend` spill."""
+"""Batch-invariant `extend`, for both prompts and decoding. It has other tiles where those of `extend` spill."""
 
 EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items() if key[2] == 4} | {
     ("sm89", 128, 1): Launch(32, 4, 3, tile_rows=32),
@@ -257,7 +258,7 @@ EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items(
     ("any", 256, 1): Launch(32, 4, 2, tile_rows=32),
     ("any", 256, 2): Launch(32, 4, 2, tile_rows=32),
 }
-"""`extend`, where sequences have few rows each. As in decoding, its speed is that of reading K and V."""
+"""`extend` for sequences with few rows. As in decoding, its speed is limited by reading K and V."""
 
 PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
     ("sm90", 64, 4): Launch(16, 4, 2, tile_rows=32),
@@ -270,12 +271,12 @@ PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
 
 @dataclass(frozen=True)
 class CascadeThreshold:
-    """From where on `cascade_decode` is used instead of `decode`.
+    """When to use `cascade_decode` instead of `decode`.
 
     min_run_tokens: shorter shared runs don't count. min_saved_share: a cascade must save at least this share of the
-    tokens that `decode` would read, counted once for each request. captured_microseconds, eager_microseconds: what a
-    cascade costs a layer beside its reads, if it is captured in a CUDA graph, and if the host launches it instead of
-    replaying a graph. The time that the saved reads would take must exceed this cost.
+    tokens that `decode` would read, counted once for each request. captured_microseconds, eager_microseconds: the cost
+    of a cascade per layer in addition to its reads, captured in a CUDA graph or launched by the host instead of
+    replaying a graph. The saved reads must take longer than this.
     """
 
     min_run_tokens: int
@@ -301,5 +302,5 @@ _READ_BYTES = {"sm80": 2.0e6, "sm89": 0.86e6, "sm90": 3.35e6, "sm100": 8.0e6, "g
 
 
 def read_bytes_per_microsecond(device: torch.device) -> float:
-    """Bytes that a device reads in a microsecond, at best."""
+    """The most bytes that a device reads in a microsecond."""
     return _READ_BYTES[family(device)]

@@ -1,14 +1,14 @@
-"""The pages of the API reference: one for each room, with all its modules that have public names."""
+"""Makes the pages of the API reference: one for each room, with all its modules that have public names."""
 
 import ast
 from pathlib import Path
 
 WHOLE = "kvblocks"
 SPLIT = ("engine", "integrations")
-"""Rooms that are shown by folder, since one page would be too long."""
+"""Rooms with one page per folder, since a single page would be too long."""
 
 HIDDEN = ("cli", "replay/report", "engine/demo", "server/page")
-"""Nothing here is called from outside: it is the command line, and what it shows."""
+"""Rooms that nobody calls from outside: the command line, and what it shows."""
 
 
 def api_pages(package: Path) -> dict[str, tuple[str, str]]:
@@ -47,7 +47,7 @@ def has_public_names(path: Path) -> bool:
 
 
 def first_page(package: Path, modules: list[str]) -> str:
-    """Return the page of the package itself: its public names with links, and the modules that stand in no room."""
+    """Return the page of the package itself: its public names with links, and the modules outside of all rooms."""
     tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     # "optional": a name without a docstring has no place of its own.
     link = '<autoref optional identifier="{home}.{name}"><code>{home}</code></autoref>'

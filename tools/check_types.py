@@ -1,8 +1,8 @@
-"""Runs mypy on kvblocks as it ships: with the folder kernels/ in its place as kvblocks.kernels.
+"""Runs mypy on kvblocks as it ships, with the folder kernels/ as kvblocks.kernels.
 
-mypy follows the file system and ignores setuptools' package-dir. So it gets a tree of links in the shape that ships.
-Paths in its messages are turned back into the repository's. Arguments are passed on to mypy. It has a
-cache of its own, since a plain `mypy FILE` in the checkout leaves one in which kvblocks has no kernels.
+mypy follows the file system and ignores setuptools' package-dir, so it gets a tree of links in the shape that ships.
+Paths in its messages are converted back to the repository's. Arguments are passed on to mypy. It has a separate cache,
+since a plain `mypy FILE` in the checkout leaves one in which kvblocks has no kernels.
 """
 
 import re

@@ -1,8 +1,9 @@
 # ruff: noqa: E501  # a line of a picture is a line here
 """Draw the pictures of docs/pictures: `python tools/draw_pictures.py` writes them all.
 
-Each function of PICTURES draws one picture, and is named like its file. A picture is light or dark as the page around it is.
-README.md also has a dark file, since GitHub's theme chooses between files. A test compares the files with what is drawn.
+Each function of PICTURES draws one picture, and is named like its file. A picture is light or dark like the page around
+it. README.md also has a dark file, since GitHub's theme chooses between files. A test compares the files with what is
+drawn.
 """
 
 import sys
@@ -200,7 +201,7 @@ def gate() -> Picture:
 
 
 def hash_chain() -> Picture:
-    """Why equal blocks behind unequal beginnings are different."""
+    """Why equal blocks after different beginnings are different."""
     picture = Picture("A block's key is its parent, its tokens and its extra keys", 250)
     picture.text(20, 28, "A block is found by what it has, and by what stands before it", "bold")
     words = [("You are a", "shared"), ("kind robot .", "shared"), ("Tell me of", "own"), ("the sea .", "own")]

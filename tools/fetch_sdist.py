@@ -2,7 +2,7 @@
 
     python tools/fetch_sdist.py vllm==0.32.0 FOLDER
 
-It writes FOLDER/vllm-0.32.0. `pip download` would build the package to read its metadata. So this uses only the parts
+It writes FOLDER/vllm-0.32.0. `pip download` would build the package to read its metadata, so this only uses the parts
 of pip that find and transfer a file. Index, proxy, certificates and credentials are pip's.
 """
 
@@ -53,7 +53,7 @@ def download(session: Any, link: Any, archive: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path, name: str) -> None:
-    """Unpack `archive` to folder/name, wholly or not at all."""
+    """Unpack `archive` to folder/name, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")

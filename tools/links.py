@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 LINK = re.compile(r"(!?\[(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()]*\))?)*\]\()([^()\s]+)(\))")
-"""A link or an image. Its text may contain an image, but no image in that one's text."""
+"""A link or an image. Its text may contain an image, but the text of that image may not contain another one."""
 
 INLINE_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 
@@ -12,7 +12,7 @@ INLINE_CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 def relink(text: str, change: Callable[[str], str]) -> str:
     """Return `text` with `change(target)` for the target of each link and image outside of code.
 
-    A link's text may go on in the next line of its paragraph.
+    A link's text may continue on the next line of its paragraph.
     """
     done, paragraph, fence = [], [], ""
 

@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write a screenshot of each view")
-    parser.add_argument("--top", type=int, metavar="PIXELS", help="only so much of the page in the screenshots")
+    parser.add_argument("--top", type=int, metavar="PIXELS", help="height of the screenshots, from the top of the page")
     parser.add_argument("--json", action="store_true", help="print a JSON list of the views")
     options = parser.parse_args()
     program = find_browser()

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # a line of a picture is a line here
-"""`Picture`: an SVG that is light on a light page and dark on a dark one."""
+"""`Picture`: an SVG that is light on a light page and dark on a dark page."""
 
 from xml.sax.saxutils import escape
 
@@ -49,7 +49,7 @@ class Picture:
         self.parts: list[str] = []
 
     def box(self, x: int, y: int, width: int, text: str, fill: str, height: int = 30) -> None:
-        """A rectangle with a text in its middle. In a low rectangle the text is small."""
+        """Add a rectangle with a text in its middle. In a low rectangle the text is small."""
         if fill not in FILLS:
             raise ValueError(f"expected a fill of {FILLS}, got {fill!r}")
         self.parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" class="{fill}"/>\n')
@@ -58,11 +58,11 @@ class Picture:
             self.text(x + width // 2, y + height // 2 + drop, text, kind, "middle")
 
     def text(self, x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> None:
-        """One line of text; y is its base line. kind: "", "small", "small dark" or "bold"."""
+        """Add one line of text with its base line at y. kind: "", "small", "small dark" or "bold"."""
         self.parts.append(f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>\n')
 
     def arrow(self, *points: tuple[int, int], both: bool = False, dash: bool = False, tip: bool = True) -> None:
-        """A line through the points, with a tip at its end, or at both, or none."""
+        """Add a line through the points, with a tip at its end, at both ends, or at none."""
         path = "M" + " L".join(f"{x} {y}" for x, y in points)
         start = ' marker-start="url(#tip)"' if both else ""
         end = ' marker-end="url(#tip)"' if tip else ""
@@ -70,7 +70,7 @@ class Picture:
         self.parts.append(f'<path d="{path}" class="{kind}"{end}{start}/>\n')
 
     def svg(self, *, always_dark: bool = False) -> str:
-        """The whole picture. Its colors are those that the page around it prefers, or always the dark ones."""
+        """Return the complete picture, in the colors that the page around it prefers, or always in the dark ones."""
         light, dark = (" ".join(f"--{name}: {color};" for name, color in colors.items()) for colors in (LIGHT, DARK))
         head = HEAD.format(
             width=self._width,

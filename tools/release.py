@@ -1,7 +1,8 @@
 """Write a new version into the tree: `python tools/release.py 0.3.0`, which `make release` runs (docs/releasing.md).
 
-The version goes into kvblocks/version.py. In CHANGELOG.md the section *Unreleased* gets the version and the day, and a
-new, empty one stands above it. Nothing is written if the section lacks a summary, or the version isn't a higher one.
+The version goes into kvblocks/version.py. In CHANGELOG.md the section *Unreleased* gets the version and the date, and a
+new, empty one is put above it. Nothing is written if the section lacks a summary or the version isn't higher than the
+last one.
 """
 
 import argparse
@@ -22,7 +23,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def released(changelog: str, version: str, day: str) -> str:
-    """Return the changelog with the section *Unreleased* as that of `version`. Raises ValueError."""
+    """Return the changelog with the section *Unreleased* turned into that of `version`. Raises ValueError."""
     if changelog.count(HEADING) != 1:
         raise ValueError(f"CHANGELOG.md: expected one heading {HEADING.strip()!r}, got {changelog.count(HEADING)}")
     section = changelog.partition(HEADING)[2].partition("\n## ")[0]

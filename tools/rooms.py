@@ -60,7 +60,7 @@ def rooms() -> Picture:
 
 
 def is_folder(module: str) -> bool:
-    """Whether a module is a package. The kernels stand beside kvblocks/, and are one."""
+    """Whether a module is a package. The kernels, beside kvblocks/, are one."""
     return module.startswith("kvblocks.kernels") or (ROOT / module.replace(".", "/")).is_dir()
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs.yml leaves to this hook: pages from outside of docs/, the API reference, and links between all pages.
+"""The hook of mkdocs.yml: adds pages from outside of docs/, the API reference, and links between all pages.
 
 `make docs` runs it. A new guide is one line in the `nav` of mkdocs.yml. There `DIR/*` stands for all pages of a folder,
 and `api/*` for the pages that are made here from the sources.
@@ -43,7 +43,7 @@ SOURCES = ROOT / "build" / "docs-sources"
 """The package as it ships, with kernels/ inside: the API reference is read from here."""
 
 PICTURE = re.compile(r"<picture>.*?<img alt=\"([^\"]*)\" src=\"([^\"]*)\">.*?</picture>", re.DOTALL)
-"""GitHub's theme chooses between two files. On the site the picture itself is light or dark as the page is."""
+"""A picture with two files, between which GitHub's theme chooses. On the site the picture itself follows the theme."""
 
 UNRENDERED = re.compile(r"<p>[^<]*\n *(?:[-*] |\d+\. |\|)|```")
 """Markdown that GitHub renders and Python-Markdown doesn't: a list or table without a blank line before it, a fence."""
@@ -57,7 +57,7 @@ def on_startup(**_: Any) -> None:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the nav in, take the address from pyproject.toml, and put the version after the name, as all pages show."""
+    """Complete the nav, take the address from pyproject.toml, and append the version to the name on all pages."""
     config.site_name += f" {version()}"
     config.extra["repository"] = repository()
     config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": repository(), "name": "sources"}]
@@ -71,7 +71,7 @@ def repository() -> str:
 
 
 def version() -> str:
-    """Return what the site describes: a release, or what came after the last one."""
+    """Return the version that the site describes: a release, or the state after the last one."""
     number = runpy.run_path(str(ROOT / "kvblocks" / "version.py"))["__version__"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     unreleased = changelog.partition("## [Unreleased]")[2].partition("\n## ")[0].strip()
@@ -79,7 +79,7 @@ def version() -> str:
 
 
 def expanded(item: Any, docs: Path) -> Any:
-    """Return an item of the nav with the pages of each folder in place of `folder/*`."""
+    """Return an item of the nav with each `folder/*` replaced by the folder's pages."""
     if isinstance(item, dict):
         return {title: expanded(inside, docs) for title, inside in item.items()}
     if isinstance(item, list):
@@ -105,7 +105,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Let the links of a page lead to pages of the site, or to the file in the repository."""
+    """Make the links of a page lead to pages of the site, or to files in the repository."""
     path = page.file.src_uri
     if path.startswith("api/"):
         return markdown
@@ -115,7 +115,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def site_link(target: str, source: str, page: str, address: str) -> str:
-    """Return what replaces the link `target` of the file `source` in `page`, the page that is made from that file."""
+    """Return the replacement of the link `target` of the file `source` in `page`, which is made from that file."""
     parts = urlsplit(target)
     if parts.scheme or not parts.path:
         return target
@@ -132,7 +132,7 @@ def site_link(target: str, source: str, page: str, address: str) -> str:
 
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
-    """Leave out what would be wrong: a sitemap and a page of errors, if nobody said where the site will be."""
+    """Remove the sitemap and the error page if the site's address isn't known, since they would be wrong."""
     if not config.site_url:
         for name in ("404.html", "sitemap.xml", "sitemap.xml.gz"):
             (Path(config.site_dir) / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The picture of the worked example: what its ten blocks hold, time after time."""
+"""The picture of the worked example: what its ten blocks hold at each time."""
 
 from picture import Picture
 
@@ -38,7 +38,7 @@ class TenBlocks:
 
 
 def spelled(tokens: list[int]) -> str:
-    """Return tokens in few letters: 8 to 10, 100."""
+    """Return tokens in a short form: 8 to 10, 100."""
     last = next((i for i, token in enumerate(tokens) if token != tokens[0] + i), len(tokens))
     rest = spelled(tokens[last:]) if last < len(tokens) else ""
     first = f"{tokens[0]}" if last == 1 else f"{tokens[0]}-{tokens[last - 1]}"

@@ -1,8 +1,8 @@
-"""Prints the arguments that make pip take the CPU build of torch, for the Makefile; nothing where pip does well alone.
+"""Prints the arguments that make pip take the CPU build of torch, for the Makefile, or nothing if none are needed.
 
-On Linux, PyPI's torch brings CUDA, which is several GB. This asks pip what it would install (`--dry-run`). If that has
-CUDA, and this machine no NVIDIA GPU, the index of PyTorch's CPU builds is named, and a line on stderr says so. The
-script's arguments are passed on to pip; one that names an index is left to decide.
+On Linux, PyPI's torch brings CUDA, which is several GB. This asks pip what it would install (`--dry-run`). If that
+includes CUDA and this machine has no NVIDIA GPU, the index of PyTorch's CPU builds is named, and a line on stderr says
+so. The script's arguments are passed on to pip; if one names an index, that decides.
 """
 
 import json
@@ -16,12 +16,12 @@ CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether NVIDIA's driver is there."""
+    """Whether NVIDIA's driver is installed."""
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
 
 
 def brings_cuda(arguments: list[str]) -> bool:
-    """Whether pip would install packages of CUDA beside torch. False if pip can't say: the installation will."""
+    """Whether pip would install CUDA packages with torch. False if pip fails, as the installation will report it."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
     command += ["--disable-pip-version-check", "-c", str(CONSTRAINTS), *arguments, "torch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,9 +1,9 @@
-"""Counts the calls and modules that an ordinary call goes through: `python tools/trace_calls.py [TREE] [--json]`.
+"""Counts the calls and modules involved in an ordinary call: `python tools/trace_calls.py [TREE] [--json]`.
 
 For one call of a KVCacheManager it counts what Python's profiler sees begin in the modules of kvblocks:
 
 - calls: the call itself and all Python functions that it leads to, at any depth. A property, a comprehension (before
-  Python 3.12) and each resumption of a generator are calls too. C functions and inlined code don't count.
+  Python 3.12) and each resumption of a generator are also calls. C functions and inlined code don't count.
 - modules: the modules of kvblocks that these functions are defined in.
 - changes: how often a call begins in another module than the previous call. Returns don't count: a, b, a is two
   changes, whether the second a is called by b, or by the first a after b has returned.
@@ -52,7 +52,7 @@ print(sum(name.startswith("kvblocks.") for name in sys.modules))
 
 
 class Way(NamedTuple):
-    """The counts of one call; see the top of this file."""
+    """The counts of one call; see the module's docstring."""
 
     situation: str
     calls: int
@@ -61,7 +61,7 @@ class Way(NamedTuple):
 
 
 def trace(situation: str, call: Callable[..., object], *args: object, **options: object) -> Way:
-    """Make one call and count what it goes through."""
+    """Make one call and count what it involves."""
     begun: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -1,8 +1,8 @@
 """Check the site that `make docs` built: `python tools/try_site.py [--browser]`.
 
-Each link, script, style and image of each page must lead to a file of the site, and to a heading that is there. Nothing
-may be loaded from elsewhere. With --browser, a Chromium searches the site as files and from a server below a path, and
-must get answers without asking anybody else. That needs the environment of the tests, chromium and chromedriver.
+Each link, script, style and image of each page must lead to a file of the site, and to an existing heading. Nothing may
+be loaded from elsewhere. With --browser, a Chromium searches the site as files and from a server below a path, and must
+get answers without requests to anybody else. That needs the environment of the tests, chromium and chromedriver.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """Return what is wrong with the pages of `site`, a line each."""
+    """Return the faults of the pages of `site`, one line each."""
     pages = {path.resolve(): Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
     found = []
     for path, page in pages.items():
@@ -72,7 +72,7 @@ def faults(site: Path) -> list[str]:
 
 
 def search(address: str, own: str) -> list[str]:
-    """Search the site at `address` in a browser, and return what is wrong. All requests must begin with `own`."""
+    """Search the site at `address` in a browser, and return the faults. All requests must begin with `own`."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from browser import browser
 
@@ -93,7 +93,7 @@ def search(address: str, own: str) -> list[str]:
 
 
 def in_browser(site: Path) -> list[str]:
-    """Search the site as files, and from a server below a path. Returns what is wrong."""
+    """Search the site as files, and from a server below a path. Returns the faults."""
     found = search(site.as_uri(), site.as_uri())
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(site, Path(folder) / "below" / "kvblocks")
@@ -107,10 +107,10 @@ def in_browser(site: Path) -> list[str]:
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files, and says nothing about it."""
+    """Serves files without logging."""
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ print(kvblocks.__version__, "compiled" if kvblocks.__compiled__ else "plain", kv
 
 
 class TrialError(Exception):
-    """A command failed. Its text says which, and what it printed."""
+    """A command failed. The text says which one, and what it printed."""
 
 
 def run(command: list[str], folder: Path, *, expected: int = 0) -> str:
@@ -52,7 +52,7 @@ def run(command: list[str], folder: Path, *, expected: int = 0) -> str:
 
 
 def check_readme(own: str, folder: Path) -> None:
-    """Run README.md's first Python code. A comment behind a print begins with what is printed. Raises TrialError."""
+    """Run README.md's first Python code. A comment after a print must begin with what is printed. Raises TrialError."""
     code = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     expected = re.findall(r"^print\(.*\)  # (.+)$", code, flags=re.MULTILINE)
     printed = run([own, "-c", code], folder).splitlines()

@@ -1,14 +1,14 @@
 """Attention kernels on a GPU, beside peers on identical pages: `python -m bench.attention [--json FILE]`.
 
 Each workload is checked against an exact result before it is timed, and a contestant that fails the check is not timed.
-What is timed is the replay of a CUDA graph of many calls. The calls rotate over pools that together have at least 4
-times the size of the L2 cache. Times are the median, the least and the most of 9 replays. Bandwidth is the bytes that
-the workload must move, divided by the time. It is also given as a share of the bandwidth that a copy reaches in the
-same run. `cascade_decode` must move shared pages once, the others once per request.
+The bench times replays of a CUDA graph of many calls. The calls rotate over pools that together have at least 4 times
+the size of the L2 cache. Times are the median, minimum and maximum of 9 replays. Bandwidth is the bytes that the
+workload must move, divided by the time. It is also given as a share of the bandwidth that a copy reaches in the same
+run. `cascade_decode` must move shared pages once, the others once per request.
 
 `--rehearse` needs no GPU: every workload, shrunk, runs once in Triton's interpreter and is checked; nothing is timed.
 
-What this does not show: a model around the kernels, more than one GPU, and clocks that sag in long runs.
+Not shown: a model around the kernels, more than one GPU, and clocks that drop in long runs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Attempt = tuple[str, Any, bool]
 
 
 def conditions(device: torch.device) -> dict[str, object]:
-    """Return what the numbers depend on."""
+    """Return the conditions of the measurement."""
     import triton
 
     import kvblocks
@@ -125,8 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run and return the exit status: 2 without a GPU, 1 if a result of ours is wrong."""
     parser = argparse.ArgumentParser(prog="bench.attention", description="Times the attention kernels on a GPU.")
     parser.add_argument("--json", type=Path, help="also write conditions and results to this file")
-    parser.add_argument("--rehearse", action="store_true", help="run everything once, small, without a GPU")
-    parser.add_argument("--only", default="", help="workloads whose name has this in it")
+    parser.add_argument("--rehearse", action="store_true", help="run everything once, with small shapes, without a GPU")
+    parser.add_argument("--only", default="", help="only workloads whose name contains this")
     parser.add_argument("--no-peers", action="store_true", help="our kernels alone, which takes less than a minute")
     given = parser.parse_args(arguments)
     if not given.rehearse and not torch.cuda.is_available():

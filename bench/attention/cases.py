@@ -24,13 +24,15 @@ from kvblocks.kernels.runs import SharedRuns
 SPLIT_KEYS = 512
 NUM_CHECKED_ROWS = 8
 LARGEST_ERROR = 0.01
-"""The largest error of a result that counts as right: a root mean square, relative to the exact result's.
-Rounding to bf16 causes about 0.003, and 0.005 in the interpreter. Leaving out one key of 4,096 causes 0.016."""
+"""The largest error that counts as right: the root mean square, relative to the exact result's.
+
+Rounding to bf16 causes about 0.003, and 0.005 in the interpreter. Leaving out one key of 4,096 causes 0.016.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of step. lengths: (rows, tokens in context) of each sequence. num_shared: tokens that all share.
+    """One kind of step. lengths: (rows, tokens in context) for each sequence. num_shared: how many tokens all share.
 
     dtype: of queries, and of K and V unless these are e4m3. options: further keywords of the kernels.
     """
@@ -52,7 +54,7 @@ class Workload:
 
     @property
     def scales(self) -> dict[str, float]:
-        """The scales of K and V, each the same for all heads; none if K and V are not fp8."""
+        """The scales of K and V, the same for all heads; empty if K and V are not fp8."""
         return {"k_scale": 0.03, "v_scale": 0.02} if self.is_fp8 else {}
 
     def cache_bytes(self, *, shared_once: bool) -> int:
@@ -108,7 +110,7 @@ Contestant = Callable[[Batch], Tensor]
 
 
 def workloads() -> list[Workload]:
-    """All of them."""
+    """Return all workloads."""
     mixed = [128 + (8192 - 128) * (index * 37 % 64) // 63 for index in range(64)]
     decode_4k = [(1, 4096)] * 64
     return [
@@ -187,7 +189,7 @@ def _extend(batch: Batch) -> Tensor:
 
 
 def extend_invariant(batch: Batch) -> Tensor:
-    """As the engine's deterministic mode attends."""
+    """Attend as the engine's deterministic mode does."""
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.query_start, batch.seq_lens)
     return extend(*tensors, batch_invariant=True, **batch.options)[0]
 
@@ -215,7 +217,7 @@ def _cascade(batch: Batch) -> Tensor:
 
 
 class Checker:
-    """The exact result of some rows of a batch. Each row is computed as the last one of a sequence of its own."""
+    """The exact results of some rows of a batch, each computed as the last row of a separate sequence."""
 
     def __init__(self, batch: Batch) -> None:
         num_rows = len(batch.query)

@@ -3,14 +3,14 @@
 A random model of a common shape decodes batches of several sizes, through the Triton kernels with and without CUDA
 graphs, and through torch's attention. Batches whose requests share a prefix are decoded without cascade attention, and
 with it, both with and without CUDA graphs. The difference that cascade attention makes without graphs, divided by the
-number of layers, is `eager_microseconds` of `CASCADE` in kernels/table.py. What is timed is whole steps, with
-scheduling and sampling, after some that are not timed: the median, the least and the most of NUM_STEPS. What a step
-uploads is counted. All contestants run the same model on the same prompts.
+number of layers, is `eager_microseconds` of `CASCADE` in kernels/table.py. The bench times whole steps, with scheduling
+and sampling, after some untimed ones: the median, minimum and maximum of NUM_STEPS. It also counts what a step uploads.
+All contestants run the same model on the same prompts.
 
 `--rehearse` needs no GPU: a tiny model runs every case once, in Triton's interpreter; nothing is timed, and the tokens
 of all contestants must be the same.
 
-What this does not show: prefill, sampling with a temperature, requests that come and go, and other models.
+Not shown: prefill, sampling with a temperature, requests that come and go, and other models.
 """
 
 import argparse
@@ -37,7 +37,7 @@ NO_GPU = """bench.attention.engine_gpu: expected a GPU that torch can use, got n
 NUM_WARM_STEPS, NUM_STEPS = 16, 100
 BLOCK_SIZE = 16
 FLASH_ATTN_BLOCK_SIZE = 256
-"""The fewest tokens of a page that flash-attn takes."""
+"""The smallest page that flash-attn takes, in tokens."""
 Row = dict[str, Any]
 
 
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is called in the results."""
+        """The case's name in the results."""
         shared = f", {self.num_shared} shared" if self.num_shared else ""
         return f"batch {self.batch} x {self.context} tokens{shared}"
 
@@ -83,7 +83,7 @@ TINY_SHAPE = SHAPE | {
 
 
 def random_model(shape: dict[str, int], device: torch.device, dtype: torch.dtype) -> "LoadedModel":
-    """Return a model of random weights, made as a Hugging Face folder and loaded as any other."""
+    """Return a model with random weights, made as a Hugging Face folder and loaded like any other."""
     from bench.random_model import write_weights
     from kvblocks.engine import LoadedModel
 
@@ -94,7 +94,7 @@ def random_model(shape: dict[str, int], device: torch.device, dtype: torch.dtype
 
 
 def contestants(case: Case, model: "LoadedModel", num_tokens: int) -> Iterator[tuple[str, "Engine"]]:
-    """Yield engines with room for the case and `num_tokens` more of each request."""
+    """Yield engines with room for the case and `num_tokens` more tokens of each request."""
     from kvblocks.engine import Engine
     from kvblocks.engine.attention.cascade import CascadePlanner
     from kvblocks.engine.run.decode_step import GraphCapture, run_in_place
@@ -186,7 +186,7 @@ def show(row: Row) -> str:
 
 
 def conditions(device: torch.device, shape: dict[str, int], dtype: torch.dtype) -> dict[str, object]:
-    """Return what the numbers depend on."""
+    """Return the conditions of the measurement."""
     import triton
 
     import kvblocks

@@ -1,11 +1,11 @@
 """The host's time for a decode step, without a GPU: `python -m bench.attention.host_steps [--json FILE]`.
 
-An engine decodes on a stand-in: packing, uploads and block tables are those of a GPU, but a step's graph and the kernel
-that draws do nothing. So what is timed is the host's work for a step: scheduling, packing, launching, reading tokens
-and making pieces. It is the CPU's time of this thread, so that other processes count for little.
+An engine decodes on a stand-in for a GPU: packing, uploads and block tables are real, but a step's graph and the kernel
+that draws do nothing. So the bench times the host's work for a step: scheduling, packing, launching, reading tokens and
+making pieces. Times are this thread's CPU time, so that other processes matter little.
 
-With overlap this time is hidden while the device computes; without, it is added. What this does not show: CUDA's time
-for a launch and a copy, decoding text, and a GPU.
+With overlap this time is hidden while the device computes; without overlap it is added. Not shown: CUDA's time for a
+launch and a copy, decoding text, and a GPU.
 """
 
 import argparse
@@ -30,7 +30,7 @@ NUM_STEPS, NUM_WARM, PROMPT, BLOCK_SIZE, VOCABULARY = 60, 20, 64, 16, 64
 
 
 def stand_in(batch: int, *, overlaps: bool) -> "Engine":
-    """An engine whose device does nothing, with room for so many requests."""
+    """An engine whose device does nothing, with room for `batch` requests."""
     from bench.gpu_session.engine import random_model
     from kvblocks.engine import Engine, StepLimits
     from kvblocks.engine.attention.cascade import CascadePlanner
@@ -64,7 +64,7 @@ def stand_in(batch: int, *, overlaps: bool) -> "Engine":
 
 
 def time_steps(batch: int, options: dict[str, float], *, overlaps: bool, num_steps: int) -> dict[str, float]:
-    """Milliseconds of the thread's CPU time for a decode step of so many requests: the least and the median."""
+    """Milliseconds of the thread's CPU time for a decode step of `batch` requests: minimum and median."""
     engine = stand_in(batch, overlaps=overlaps)
     generator = torch.Generator().manual_seed(0)
     for prompt in torch.randint(VOCABULARY, (batch, PROMPT), generator=generator).tolist():
@@ -89,8 +89,8 @@ def time_steps(batch: int, options: dict[str, float], *, overlaps: bool, num_ste
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="bench.attention.host_steps", description=__doc__)
-    parser.add_argument("--json", type=Path, help="a file for the result")
-    parser.add_argument("--quick", action="store_true", help="few steps: a check that all of it works")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--quick", action="store_true", help="few steps: only checks that it runs")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = {}

@@ -1,10 +1,10 @@
 """The host's time for a layer's launches, without a GPU: `python -m bench.attention.host_time [--json FILE]`.
 
-What a step with a prompt takes on a GPU is mostly what the host takes to launch it, since such a step is no CUDA graph.
-Here launches do nothing, and what is timed is our own Python around them: checks, shapes, tensors for results. It is
-the CPU's time of this thread, so that other processes count for little: the least and the median of samples.
+A step with a prompt mostly takes as long as the host needs to launch it, since such a step is no CUDA graph. Here
+launches do nothing, and the bench times our own Python around them: checks, shapes, and tensors for results. Times are
+this thread's CPU time, so that other processes matter little: minimum and median of samples.
 
-What this does not show: Triton's own time for a launch, the products, the driver, and a GPU.
+Not shown: Triton's own time for a launch, the matrix products, the driver, and a GPU.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from bench.conditions import conditions
 NUM_CALLS, NUM_SAMPLES = 200, 15
 BLOCK_SIZE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, WIDTH = 16, 64, 4, 2, 256
 STEPS = {"decodes": (2, 0), "prompts": (0, 2), "decodes and prompts": (2, 2)}
-"""How many sequences have one row, and how many have twenty."""
+"""Pairs: how many sequences have one row, and how many have twenty."""
 
 
 def time_call(call: Callable[[], object], num_samples: int = NUM_SAMPLES) -> dict[str, float]:
-    """Microseconds of the thread's CPU time for a call, once one was made."""
+    """Microseconds of the thread's CPU time for a call, after one untimed call."""
     call()
     samples = []
     for _ in range(num_samples):
@@ -78,8 +78,8 @@ def measure(num_samples: int = NUM_SAMPLES) -> dict[str, dict[str, float]]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print. Return the exit status: 2 in the interpreter."""
     parser = argparse.ArgumentParser(prog="bench.attention.host_time", description=__doc__)
-    parser.add_argument("--json", type=Path, help="a file for the result")
-    parser.add_argument("--quick", action="store_true", help="one sample: a check that all of it works")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--quick", action="store_true", help="one sample: only checks that it runs")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("bench.attention.host_time: expected TRITON_INTERPRET to be unset", file=sys.stderr)

@@ -1,16 +1,16 @@
 """Counts the kernels' machine code, without a GPU: `python -m bench.attention.kernels_static [--json FILE]`.
 
-Each case is a call of a function that launches kernels. Its launches are recorded for a target, and compiled as they
-would be there. From the machine code (SASS) the bench counts registers, spills, shared memory, programs that fit on an
-SM, bytes of K and V in flight, how wide the loads are, which matrix products there are, and how many instructions a
-tile of keys takes.
+Each case is a call of a function that launches kernels. Its launches are recorded and compiled as they would be on a
+target. From the machine code (SASS) the bench counts registers, spills, shared memory, programs that fit on an SM,
+bytes of K and V in flight, how wide the loads are, which matrix products there are, and how many instructions a tile of
+keys takes.
 
-Bytes in flight, for each SM: its programs * (stages - 1) * the bytes of K and V in a tile. That is what a pipelined
-loop has asked for while it computes. By Little's law a memory is kept busy by its bytes a second times its latency,
-divided by the number of SMs. For A100, H100 and B200 that is 20 to 30 KiB. The instructions of a tile are those of the
-shortest loop that multiplies matrices.
+The bytes in flight of an SM are its programs * (stages - 1) * the bytes of K and V in a tile, which a pipelined loop
+has requested while it computes. By Little's law, keeping the memory busy takes its bandwidth times its latency, divided
+by the number of SMs. For A100, H100 and B200 that is 20 to 30 KiB. The instructions of a tile are those of the shortest
+loop that multiplies matrices.
 
-What this does not show: a time. A count of instructions is no duration, and a share of any peak would be invented.
+Not shown: times. A count of instructions is no duration, and a share of a peak would be invented.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class RowsCase(Case):
     intermediate_size: int = 14_336
 
     def run(self) -> None:
-        """Launch all of them; `place` without norms of heads, and with them, as Qwen3 has."""
+        """Launch all of them; `place` without norms of heads, and with them as in Qwen3."""
         from kvblocks.kernels.rows import Turn, add_norm, gate, place
 
         num_rows, (num_heads, num_kv_heads) = self.num_seqs * self.rows, self.heads
@@ -93,7 +93,7 @@ class RowsCase(Case):
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     e4m3, fp32 = torch.float8_e4m3fn, torch.float32
     return [
         Case("decode 64 x 4,096", 64, 1, 4096),
@@ -121,7 +121,7 @@ Row = dict[str, Any]
 
 
 def count_case(case: Case, target: str, seen: set[str]) -> Iterator[Row]:
-    """A row for each kernel that a case launches and that no case before has launched."""
+    """A row for each kernel that a case launches and that no earlier case has launched."""
     from bench.attention import sass
     from bench.attention.recording import record
 
@@ -175,8 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Count all cases and return the exit status: 1 if something did not compile."""
     parser = argparse.ArgumentParser(prog="bench.attention.kernels_static", description="Counts kernels' machine code.")
     parser.add_argument("--json", type=Path, help="also write conditions and results to this file")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="separated by commas")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="names, separated by commas")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("kernels_static: expected TRITON_INTERPRET to be unset: it takes the compiler's place", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Peers of `bench.attention`, where they can be imported: each plans for one batch and gives a call that attends.
+"""Peers of `bench.attention`, if they can be imported. Each plans for one batch and returns a call that attends.
 
 FlashInfer and vLLM's unified kernel read the same pages as ours. fa3-fwd and torch's FlexAttention get K and V laid out
 contiguously, which is an advantage. Plans are made once and never timed.
@@ -64,7 +64,7 @@ def plan_flashinfer(batch: Batch) -> Attend:
 
 
 def plan_flashinfer_cascade(batch: Batch) -> Attend:
-    """Two levels: what all share, and the rest."""
+    """Two levels: the part that all share, and the rest."""
     import flashinfer
 
     workload = batch.workload
@@ -120,7 +120,7 @@ def plan_vllm(batch: Batch) -> Attend:
 
 
 def pages_of_256(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """K, V and block tables of the same tokens in pages of 256 tokens, the fewest that flash-attn takes."""
+    """K, V and block tables of the same tokens in pages of 256 tokens, the smallest that flash-attn takes."""
     per_page = FA2_PAGE_TOKENS // batch.workload.block_size
     num_seqs, width = batch.block_tables.shape
     padded = torch.nn.functional.pad(batch.block_tables, (0, -width % per_page)).long()

@@ -1,8 +1,8 @@
 """Records what Triton would compile and launch on a GPU, without one: a stand-in for the driver.
 
-Calls run on CPU tensors, in a process without TRITON_INTERPRET, and launch nothing: outputs are whatever memory held.
-A specialisation is what Triton compiles once: types, constants, and which integers are 1 or multiples of 16, and which
-addresses are multiples of 16. A call that makes a new one waits for the compiler, in the middle of serving.
+Calls run on CPU tensors, in a process without TRITON_INTERPRET, and launch nothing, so outputs are undefined. A
+specialisation is what Triton compiles once: types, constants, which integers are 1 or multiples of 16, and which
+addresses are multiples of 16. In serving, a call with a new one has to wait for the compiler.
 """
 
 import os
@@ -28,7 +28,7 @@ def gpu_target(target: str) -> Any:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What is compiled once. key: the same for equal ones. options: the compiler's, such as `num_warps`."""
+    """What is compiled once. key: equal for equal ones. options: the compiler's options, such as `num_warps`."""
 
     function: Any
     signature: dict[str, str]

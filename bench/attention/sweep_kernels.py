@@ -1,14 +1,14 @@
 """Measure ways to launch the attention kernels on this GPU, and print the fastest as entries for kernels/table.py.
 
 `python -m bench.attention.sweep_kernels` sweeps all, `--kernel DECODE --head-dim 128 --bytes 2` one entry. Every
-candidate runs on the same few batches, each replayed from a CUDA graph, and the one with the least product of times
-wins, so all batches count alike. A candidate that does not compile, does not fit, or computes a wrong result is out.
+candidate runs on the same few batches, each replayed from a CUDA graph. The one with the smallest product of times
+wins, so all batches count equally. A candidate that does not compile, does not fit, or computes a wrong result is out.
 
-Candidates of an entry are compiled by several processes (`--processes`), and then measured one after another.
-`--json FILE` writes each candidate's times there at once. A run with the same file goes on behind what it has.
+Candidates of an entry are compiled by several processes (`--processes`), and then measured one after another. `--json
+FILE` writes each candidate's times to a file at once. Another run with the same file continues after what it has.
 
-The table's present entries do not come from here: they were chosen by reasoning and by compiling ahead of time, for
-want of a GPU.
+The table's current entries were chosen by reasoning and by compiling ahead of time, without a GPU. So far a sweep has
+checked one of them, on an H200 (see kernels/table.py).
 """
 
 import argparse
@@ -74,7 +74,7 @@ class Timing:
 
 
 def candidates(kernel: str, head_dim: int, element_bytes: int) -> Iterator[Launch]:
-    """What is worth trying: tiles whose K takes 2 to 64 KiB."""
+    """Yield what is worth trying: tiles whose K takes 2 to 64 KiB."""
     for tile_keys, num_warps, num_stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3, 4, 5)):
         if 2**11 <= tile_keys * head_dim * element_bytes <= 2**16:
             for tile_rows, programs in product(ROW_TILES[kernel], PROGRAMS_PER_SM[kernel]):
@@ -125,7 +125,10 @@ def measure(call: Call) -> float:
 def try_launch(
     launch: Launch, launches: dict[table.Key, Launch], key: table.Key, calls: list[Call], expected: list[Tensor]
 ) -> Timing | None:
-    """Time a candidate as the entry `key` of a kernel's dictionary; None if it is out. Restores the dictionary."""
+    """Time a candidate as the entry `key` of a kernel's dictionary. Returns None if it is out.
+
+    Restores the dictionary.
+    """
     before = launches.get(key)
     launches[key] = launch
     try:
@@ -160,9 +163,10 @@ def _compile_share(kernel: str, key: table.Key, launches: list[Launch]) -> None:
 
 
 def compile_candidates(kernel: str, key: table.Key, launches: list[Launch], num_processes: int) -> None:
-    """Compile candidates into Triton's cache, in processes that use no GPU. A compiler that ends one is no error.
+    """Compile candidates into Triton's cache, in processes that use no GPU.
 
-    Measuring them afterwards finds them there. Compiled one by one they would take most of a sweep.
+    If the compiler kills one, that is no error. The measurements then find them there. Compiling them one by one would
+    take most of a sweep's time.
     """
     if num_processes < 2 or not launches or key[0] not in SMS:
         return
@@ -174,7 +178,7 @@ def compile_candidates(kernel: str, key: table.Key, launches: list[Launch], num_
 
 
 def sweep(kernel: str, head_dim: int, element_bytes: int, results: SweepResults, num_processes: int) -> None:
-    """Sweep one entry. Print the fastest one, with its times and the mean of the table's present one."""
+    """Sweep one entry. Print the fastest candidate, with its times and the mean of the table's current entry."""
     launches: dict[table.Key, Launch] = getattr(table, kernel)
     device = torch.device("cuda")
     key = (table.family(device), head_dim, element_bytes)
@@ -203,7 +207,7 @@ def sweep(kernel: str, head_dim: int, element_bytes: int, results: SweepResults,
 
 
 def make_cascade(num_seqs: int, context: int, head_dim: int) -> tuple[Call, Call]:
-    """A call of `decode`, and one of `cascade_decode` that gives the same."""
+    """A call of `decode`, and one of `cascade_decode` with the same result."""
     from kvblocks.kernels.cascade import cascade_decode, own_parts, share_cascade
     from kvblocks.kernels.decode import decode, share_decodes
     from kvblocks.kernels.runs import SharedRuns
@@ -247,9 +251,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.attention.sweep_kernels", description=__doc__)
     parser.add_argument("--kernel", choices=sorted([*SHAPES, "CASCADE"]), action="append")
     parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), action="append")
-    parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="of an element of K")
-    parser.add_argument("--json", type=Path, help="a file of JSON lines for the results, and from an earlier run")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile; default: %(default)s")
+    parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="bytes of an element of K")
+    parser.add_argument(
+        "--json", type=Path, help="JSON lines: results are appended, and those of an earlier run reused"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="processes that compile (default: %(default)s)"
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")

@@ -1,7 +1,7 @@
-"""What a sweep has measured, in a file of JSON lines: each on the disk at once, and found again by the next run.
+"""The results of a sweep in a file of JSON lines. Each is on the disk at once, and the next run finds it.
 
-Before a candidate runs, a line says so. A candidate that ended its process has this line alone: it is out, and the next
-run goes on behind it.
+Before a candidate runs, a line says so. A candidate that killed its process has only this line: it is out, and the next
+run continues after it.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 from kvblocks.kernels.table import Key, Launch
 
 Times = tuple[float, ...] | None
-"""Microseconds for each shape; None: the candidate is out."""
+"""Microseconds for each shape, or None if the candidate is out."""
 
 
 class SweepResults:
-    """The results in a file, or, without one, nowhere."""
+    """The results in a file, or only in memory without one."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -14,14 +14,14 @@ NUM_SAMPLES = 9
 GRAPH_SECONDS = 0.01
 COPY_BYTES = 2 << 30
 L2_TIMES = 4
-"""All pools together are this many times as large as the L2 cache, so no call finds its K and V there."""
+"""All pools together have this many times the size of the L2 cache, so no call finds its K and V there."""
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median, the least and the most of some samples."""
+    """Microseconds per call: median, minimum and maximum of some samples."""
 
     median: float
     low: float
@@ -36,7 +36,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def count_copies(cache_bytes: int, device: torch.device) -> int:
-    """How many pools make L2_TIMES the L2 cache."""
+    """How many pools together have L2_TIMES the size of the L2 cache."""
     return max(1, -(-L2_TIMES * l2_bytes(device) // cache_bytes))
 
 
@@ -70,9 +70,9 @@ def time_calls(calls: Sequence[Call]) -> Timing:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy by a kernel, both those read and those written.
+    """Bytes per second of a large copy by a kernel, counting bytes read and written.
 
-    It negates, since a plain copy that is captured in a graph isn't a kernel: it reaches two thirds of this on an H200.
+    The kernel negates, since a plain copy in a graph isn't a kernel, and only reaches two thirds of this on an H200.
     """
     source = torch.randint(1 << 20, (COPY_BYTES // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)

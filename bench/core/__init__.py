@@ -1,1 +1,1 @@
-"""Block management: every call beside the peers', and against itself."""
+"""Block management: every call compared with the peers', and with earlier versions."""

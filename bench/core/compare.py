@@ -1,4 +1,4 @@
-"""kvblocks beside its peers: the same work in one process, interleaved.
+"""Compares kvblocks with its peers: the same work in one process, interleaved.
 
     python -m bench.core.compare [--peers vllm,sglang] [--rounds N] [--quick] [--json FILE] [--growth]
 
@@ -57,7 +57,7 @@ def load_peers(names: Sequence[str]) -> dict[str, Driver]:
 
 
 def cases_of(driver: Driver, item: Item) -> Cases:
-    """Return the driver's cases of `item`. If a peer fails, print so and return none."""
+    """Return the driver's cases of `item`, or none, after printing that a peer has failed."""
     try:
         cases: Cases = getattr(driver, item.kind)(item.size)
         for case in cases.values():
@@ -95,7 +95,7 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
 
 
 def compare_memory(names: Sequence[str]) -> list[dict[str, object]]:
-    """Measure and print the bytes a block of kvblocks and of the peers that have a pool."""
+    """Measure and print the bytes per block of kvblocks and of the peers that have a pool."""
     print(f"\n{'bytes a block':<46}{'empty':>12}{'all cached':>12}{'of vLLM':>10}", flush=True)
     found = {name: measure_memory(name) for name in (OURS, *names)}
     base = found.get(BASELINE)
@@ -111,7 +111,7 @@ def compare_memory(names: Sequence[str]) -> list[dict[str, object]]:
 
 
 def compare_targets(rows: Sequence[Row], memory: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Print the targets against vLLM with what was reached, and return them."""
+    """Print the targets against vLLM with the results, and return them."""
     reached: list[dict[str, object]] = []
     for target in TARGETS:
         ratio = next((row.ratio for row in rows if row.item == target.name and row.contestant == BASELINE), None)

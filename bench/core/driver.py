@@ -1,15 +1,16 @@
-"""What a contestant is: the same items of work, each over the contestant's own public calls."""
+"""The interface of a contestant: the same items of work, each by the contestant's own public calls."""
 
 from bench.timing import Case
 
 Cases = dict[str, Case]
-"""The ways in which a contestant does one item, by name. The first is the one compared. Empty if it can't do it."""
+"""The ways in which a contestant does an item, by name. The first one is compared. Empty if it can't do the item."""
 
 
 class Driver:
-    """One contestant. Making it imports it, and raises if that fails. An item it can't do keeps the method below.
+    """One contestant. The constructor imports it, and raises if that fails.
 
-    label, version: who it is. note: what its numbers contain or leave out, one sentence each.
+    Methods for items that it can't do are kept. label, version: who it is. note: sentences about what its numbers
+    contain or leave out.
     """
 
     label = "?"
@@ -17,15 +18,15 @@ class Driver:
     note = ""
 
     def allocate(self, num_blocks: int) -> Cases:  # noqa: ARG002  # the contract; so are all below
-        """Take blocks that hold nothing from the pool, `num_blocks` a call. Per block."""
+        """Take empty blocks from the pool, `num_blocks` per call. Per block."""
         return {}
 
     def free(self, num_blocks: int) -> Cases:  # noqa: ARG002
-        """Give blocks back, `num_blocks` a call. Per block."""
+        """Give blocks back, `num_blocks` per call. Per block."""
         return {}
 
     def evict(self, num_blocks: int) -> Cases:  # noqa: ARG002
-        """Take blocks from a pool all of whose blocks are cached, `num_blocks` a call. Per block."""
+        """Take blocks from a pool whose blocks are all cached, `num_blocks` per call. Per block."""
         return {}
 
     def touch(self, num_blocks: int) -> Cases:  # noqa: ARG002
@@ -37,11 +38,11 @@ class Driver:
         return {}
 
     def hit_buffer(self, num_tokens: int) -> Cases:  # noqa: ARG002
-        """Look up a prompt that is wholly cached, its tokens given in the contestant's own packed form. Per call."""
+        """Look up a completely cached prompt, whose tokens are in the contestant's own packed form. Per call."""
         return {}
 
     def hit_list(self, num_tokens: int) -> Cases:  # noqa: ARG002
-        """Look up a prompt that is wholly cached, its tokens given as a list. Per call."""
+        """Look up a completely cached prompt, whose tokens are in a list. Per call."""
         return {}
 
     def half_hit(self, num_tokens: int) -> Cases:  # noqa: ARG002
@@ -49,7 +50,7 @@ class Driver:
         return {}
 
     def append(self, num_sequences: int) -> Cases:  # noqa: ARG002
-        """Make room for decoded tokens, one call a token. Per token."""
+        """Make room for decoded tokens, one call per token. Per token."""
         return {}
 
     def step(self, num_sequences: int) -> Cases:  # noqa: ARG002
@@ -57,11 +58,11 @@ class Driver:
         return {}
 
     def lifecycle(self, num_sequences: int) -> Cases:  # noqa: ARG002
-        """Look requests up, allocate, decode and free them, so many at a time in lock step. Per request."""
+        """Look up, allocate, decode and free requests, `num_sequences` at a time in lock step. Per request."""
         return {}
 
     def hold_empty_pool(self) -> object | None:
-        """Return a new pool, for its memory to be measured; None: the contestant has no pool of blocks."""
+        """Return a new pool, to measure its memory; None if the contestant has no pool of blocks."""
         return None
 
     def fill(self, pool: object) -> None:

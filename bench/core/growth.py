@@ -29,7 +29,7 @@ def measure_pools(num_rounds: int, num_samples: int) -> Rows:
 
 
 def measure_prompts(num_rounds: int, num_samples: int) -> Rows:
-    """Return what a full hit costs for longer and longer prompts, given in a buffer."""
+    """Return the cost of a full hit for prompts of increasing length, given in a buffer."""
     manager = KVCacheManager(POOLS[1], BLOCK_SIZE)
     spreads = measure({str(size): match_case(manager, size) for size in PROMPTS}, num_rounds, num_samples)
     return [

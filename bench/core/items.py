@@ -1,4 +1,4 @@
-"""The items of the comparison, in order, and the targets that kvblocks has set itself against vLLM."""
+"""The items of the comparison, in order, and the targets that kvblocks sets itself against vLLM."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class Target:
 
 BASELINE = "vllm"
 MEMORY_TARGET = 0.75
-"""Bytes a block with everything cached, as a share of vLLM's."""
+"""The target for the bytes per block with everything cached, as a share of vLLM's."""
 
 _PER_BLOCK = [
     Item(kind, size, f"{title}, N={size}", "ns/block")

@@ -1,9 +1,8 @@
-"""Bytes a block of an empty pool, and of a pool whose blocks are all cached. Each contestant has its own process.
+"""Bytes per block of an empty pool and of a pool whose blocks are all cached. Each contestant has its own process.
 
     python -m bench.core.memory vllm        prints {"empty": ..., "cached": ...}
 
-What is measured is resident memory. It includes what allocators round up, and modules that are first loaded when the
-pool is made.
+This is resident memory. It includes what allocators round up, and modules that are loaded only when the pool is made.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ def resident_bytes() -> int:
 
 
 def measure_here(name: str) -> dict[str, float]:
-    """Return contestant `name`'s bytes a block, measured in this process."""
+    """Return contestant `name`'s bytes per block, measured in this process."""
     from bench.core.ours import Ours
     from bench.peers import load
 
@@ -41,7 +40,7 @@ def measure_here(name: str) -> dict[str, float]:
 
 
 def measure_memory(name: str) -> dict[str, float] | str:
-    """Return contestant `name`'s bytes a block, measured in a process of its own; or why there are none."""
+    """Return contestant `name`'s bytes per block, measured in a separate process, or why there are none."""
     command = [sys.executable, "-W", "ignore", "-m", "bench.core.memory", name]
     checkout = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)

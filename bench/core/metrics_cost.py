@@ -1,11 +1,11 @@
-"""What metrics cost a manager's hot path: without metrics, with a sample of one block in 64, and with all blocks.
+"""The cost of metrics on a manager's hot path: without metrics, with a sample of one block in 64, and with all blocks.
 
     python -m bench.core.metrics_cost [--json] [--quick]
 
 All three are timed in turn in one process (see `bench.timing`). "allocate" and "free" are of sequences of 16 blocks
 that miss a full cache, so that every block evicts another; "append" is decoding by a call for each token.
 
-What it does not show: what the engine around it costs, beside which all of this is small.
+Not shown: the cost of the engine around it, compared with which all of this is small.
 """
 
 import argparse

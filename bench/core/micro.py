@@ -1,10 +1,10 @@
-"""How fast kvblocks is on your machine; needs no peer.
+"""How fast kvblocks is on your machine. Needs no peer.
 
     python -m bench.core.micro [--quick] [--json] [--blocks N]
 
 Bias: calls run in a tight loop over few sequences, so caches and branch predictors are warmer than in an engine, and
-lookups ask for the same prompt again and again. What it does not show: the engine around it, threads, the collector's
-pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
+lookups ask for the same prompt again and again. Not shown: the engine around it, threads, pauses of the garbage
+collector (which is off while timing), and a machine whose other work takes the memory bandwidth.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def pool_cases(num_blocks: int, prefix_blocks: int) -> dict[str, Case]:
 
 
 def match_case(manager: KVCacheManager, num_tokens: int, *, as_list: bool = False) -> Case:
-    """Return the lookup of a prompt that is wholly cached, a new Sequence each time; per call."""
+    """Return the lookup of a completely cached prompt, with a new Sequence each time; per call."""
     manager.free(start(manager, prompt(num_tokens)))
     token_ids: TokenIds = prompt(num_tokens) if as_list else array("I", prompt(num_tokens))
     assert manager.get_computed_blocks(Sequence("probe", token_ids)).num_tokens == num_tokens
@@ -96,7 +96,7 @@ def decode_cases(manager: KVCacheManager) -> dict[str, Case]:
 
 
 def make_cases(num_blocks: int, prefix_blocks: int = FILLER_BLOCKS) -> dict[str, tuple[Case, str, int]]:
-    """Return all cases with their units: how they read, and their nanoseconds."""
+    """Return all cases with their units: the unit's name, and its nanoseconds."""
     manager = KVCacheManager(num_blocks, BLOCK_SIZE)
     fill_manager(manager, prefix_blocks)
     blocks = {name: (case, "ns/block", 1) for name, case in pool_cases(num_blocks, prefix_blocks).items()}

@@ -90,7 +90,7 @@ def decode_together(manager: KVCacheManager, sequences: list[Sequence], token_id
 
 
 def free_all(manager: KVCacheManager) -> Callable[[list[Sequence]], None]:
-    """Return what frees the sequences that a case ran on."""
+    """Return a function that frees the sequences that a case ran on."""
 
     def tidy(sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -137,11 +137,11 @@ class Ours(Driver):
         self._num_fillers += TAKEN_BLOCKS // FILLER_BLOCKS
 
     def allocate(self, num_blocks: int) -> Cases:
-        """`BlockPool.take` of blocks that hold nothing."""
+        """`BlockPool.take` of empty blocks."""
         return {"pool": Case(lambda _: take(self._pool, num_blocks), TAKEN_BLOCKS, tidy=self._release)}
 
     def free(self, num_blocks: int) -> Cases:
-        """`BlockPool.release_table` of blocks that it treats as cached, as most are when a request ends."""
+        """`BlockPool.release_table` of blocks that count as cached, as most do when a request ends."""
         return {"pool": Case(self._release, TAKEN_BLOCKS, prepare=lambda: take(self._pool, num_blocks))}
 
     def evict(self, num_blocks: int) -> Cases:
@@ -196,7 +196,7 @@ class Ours(Driver):
         return {"list": self._hit(num_tokens, prompt(num_tokens), num_tokens)}
 
     def half_hit(self, num_tokens: int) -> Cases:
-        """As `hit_buffer`, of a prompt that differs from the cached one from the middle of its run on."""
+        """As `hit_buffer`, for a prompt that differs from the cached one from the middle of its run on."""
         return {"array": self._hit(num_tokens, array("I", half_prompt(num_tokens)), num_tokens // 2)}
 
     def append(self, num_sequences: int) -> Cases:

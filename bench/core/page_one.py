@@ -1,9 +1,9 @@
-"""Blocks of one token, as engines with a radix tree have them: `PrefixCache`, and mini-sglang's tree if available.
+"""Blocks of one token, as in engines with a radix tree: `PrefixCache`, and mini-sglang's tree if available.
 
 Prompts have 800 tokens, and 64 prompts are cached. Ids are in random order, as an allocator's are after a while. Tokens
 and ids are buffers for both: arrays for kvblocks, tensors for the tree. For the tree, set MINISGL_SRC (see
-`bench.peers.mini_sglang`). The two differ: the tree keeps a node for each stretch of tokens. kvblocks keeps a block for
-each token, reports an id that is inserted again while it is in use, and can be shared by threads.
+`bench.peers.mini_sglang`). The two differ: the tree keeps a node for each stretch of tokens, while kvblocks keeps a
+block for each token, reports an id that is inserted again while it is in use, and is thread-safe.
 """
 
 import os
@@ -30,7 +30,7 @@ Prompt = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A cache of pages of one token. `pack` makes its buffer of a list. Lookups read the ids; holds end at once."""
+    """A cache of pages of one token. `pack` turns a list into its buffer. Lookups read the ids; holds end at once."""
 
     pack: Callable[[list[int]], Any]
     insert: Callable[..., object]
@@ -72,7 +72,7 @@ def contestants() -> dict[str, Callable[[], Contestant]]:
 
 
 class Pages:
-    """One contestant, full of prompts, and the ids that are free. Everybody gets the same work."""
+    """One contestant, full of prompts, and the free ids. All contestants get the same work."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
@@ -163,7 +163,7 @@ def page_cases() -> dict[str, Case]:
 
 
 def ratios(minima: dict[str, float]) -> dict[str, float]:
-    """Return by item how many times as long kvblocks takes as the tree; empty without the tree.
+    """Return, for each item, kvblocks' time divided by the tree's; empty without the tree.
 
     Ratios are of minima, since other work on the machine can only make a sample longer.
     """

@@ -1,13 +1,13 @@
-"""What an eviction policy costs when blocks are allocated, freed and hit: no policy, built-in ones, and a user's.
+"""The cost of an eviction policy when blocks are allocated, freed and hit: no policy, built-in ones, and a user's.
 
     python -m bench.core.policy_cost [--json] [--quick]
 
 All are timed in turn in one process (see `bench.timing`). "allocate" and "free" are of sequences of 16 blocks that miss
 a full cache, so that every block evicts another. "hit" allocates and frees sequences of 16 blocks that are all cached.
-"long hit" is the same of 64 blocks. "users" is plain Python in both builds, as a user's policy is. In "sessions", each
+"long hit" is the same with 64 blocks. "users" is plain Python in both builds, like a user's policy. In "sessions", each
 sequence has one of 64 sessions, and the clock moves with each sample. "sessions, none told" has no sessions.
 
-What it does not show: what a policy is worth, which is a matter of hit rates, and what the engine around it costs.
+Not shown: the benefit of a policy, which is a matter of hit rates, and the cost of the engine around it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CALL_BLOCKS = 16
 
 
 class UsersPolicy:
-    """Evicts blocks that were hit last of all. It stands for a user's policy, in plain Python."""
+    """Evicts blocks that have been hit last. It stands for a user's policy in plain Python."""
 
     def __init__(self, cache: CacheView) -> None:  # noqa: ARG002
         self.others: OrderedDict[int, None] = OrderedDict()
@@ -61,7 +61,7 @@ NUM_SESSIONS = 64
 
 
 def policy_cases(manager: KVCacheManager, *, has_sessions: bool) -> dict[str, Case]:
-    """Return allocating, freeing and hitting, per block. has_sessions: whether sequences are of sessions."""
+    """Return allocating, freeing and hitting, per block. has_sessions: whether sequences belong to sessions."""
     fresh = FreshPrompts()
 
     def make() -> list[Sequence]:

@@ -1,12 +1,12 @@
-"""How fast `PrefixCache` is on your machine, beside its targets. It needs no peer; only "page 1" can have one.
+"""How fast `PrefixCache` is on your machine, compared with its targets. Only "page 1" can have a peer.
 
     python -m bench.core.prefix_cache [--quick] [--json FILE]
 
 Prompts have 1,060 tokens: 66 blocks of 16, and 4 tokens more. Those of "page 1" have 800 blocks of one token:
 `bench.core.page_one` describes them and their peer. Bias: calls run in a tight loop on one thread, so caches and branch
-predictors are warmer than in an engine. This is strongest for one prompt that is matched again and again, so 64 prompts
-in turn are timed too. What it does not show: threads that wait for the lock, prompts that share only parts, the
-collector's pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
+predictors are warmer than in an engine. This matters most for one prompt that is matched again and again, so 64 prompts
+in turn are timed, too. Not shown: threads that wait for the lock, prompts that share only parts, pauses of the garbage
+collector (which is off while timing), and a machine whose other work takes the memory bandwidth.
 Memory is what Python allocates for 1,000 blocks without payloads.
 """
 
@@ -38,7 +38,7 @@ Kept = list[tuple[TokenIds, list[int]]]
 
 
 def match_cases(*, in_list: bool) -> dict[str, Case]:
-    """Return lookups of prompts that are wholly cached; per call."""
+    """Return lookups of completely cached prompts; per call."""
     kind = "list" if in_list else "buffer"
     cache = PrefixCache(NUM_PROMPTS * PROMPT_BLOCKS, BLOCK_SIZE)
     prompts: list[TokenIds] = [random_tokens(PROMPT_TOKENS, seed) for seed in range(NUM_PROMPTS)]
@@ -106,7 +106,7 @@ def insert_cases(num_blocks: int) -> dict[str, Case]:
 
 
 def fill(cache: PrefixCache, num_blocks: int, first: int) -> list[int]:
-    """Insert fillers from `first` on, as many as fit into `num_blocks` ids. Returns the ids that are left over."""
+    """Insert fillers from `first` on, as many as fit into `num_blocks` ids. Returns the remaining ids."""
     num_fillers = num_blocks // FILLER_BLOCKS
     for number in range(num_fillers):
         ids = range(number * FILLER_BLOCKS, (number + 1) * FILLER_BLOCKS)
@@ -174,7 +174,7 @@ def run(num_blocks: int, num_rounds: int, num_samples: int) -> list[Row]:
 
 
 def unjudged(rows: list[Row]) -> list[Row]:
-    """Return the rows of a quick run, whose sizes and rounds say nothing about the targets."""
+    """Return the rows of a quick run, without targets, since its sizes and rounds say nothing about them."""
     return [row | {"target": None, "is_met": None} for row in rows]
 
 

@@ -1,14 +1,14 @@
-"""What recurrent states cost a manager: decoded tokens, lookups, saves, restores, and the copies of a step.
+"""The cost of recurrent states in a manager: decoded tokens, lookups, saves, restores, and the copies of a step.
 
     python -m bench.core.states [--quick] [--json FILE]
 
 All cases take turns in one process (see `bench.timing`). A "save" is what `take_copies` does for a prompt whose
-checkpoint takes so many blocks. These are empty, or hold another checkpoint, or the K and V of other prompts, which
-take their checkpoints along. Beside a decoded token and a lookup with a state stand those with full attention alone,
-and with a window.
+checkpoint takes a number of blocks. These are empty, or hold another checkpoint, or the K and V of other prompts, whose
+checkpoints go with them. For comparison, decoded tokens and lookups are also timed with full attention alone, and with
+a window.
 
-What it does not show: the copies themselves, which the engine makes; a manager where many checkpoints of different
-lengths of prefix are mixed with K and V, as traffic does it (`kvblocks replay` runs traces).
+Not shown: the copies themselves, which the engine makes, and real traffic, in which many checkpoints of prefixes of
+different lengths mix with K and V (`kvblocks replay` runs traces).
 """
 
 import argparse

@@ -1,19 +1,19 @@
-"""Times two trees of kvblocks on the same work, in turns, to see whether a change made anything slower.
+"""Times two trees of kvblocks on the same work, in turns, to show whether a change made anything slower.
 
     python -m bench.core.versus OLD [--new NEW] [--processes N] [--rounds N] [--samples N] [--items a,b] [--json FILE]
 
 OLD, NEW: folders that hold the package kvblocks: a checkout, or what `pip install --target` has filled with a compiled
 build; NEW is this checkout unless said. Each tree gets a process of its own. Both run the items of `bench.core.compare`
 and `bench.core.prefix_cache` as this checkout has them, so that only kvblocks differs. They take turns round by round,
-and which tree begins alternates. In a round both run on the same processor. Every two rounds they move to the next
-processor, if the system allows it: shared processors differ by more than the change that the bench looks for. A round's
-number is its least sample.
+and alternate in who begins. In a round both run on the same processor. Every two rounds they move to the next
+processor, if the system allows it, since shared processors differ by more than the change that the bench looks for. A
+round's number is its minimum sample.
 
 A process's layout in memory has an effect of a few percent, and stays the same as long as the process lives. So each
 tree gets several processes, one after the other.
 
-What counts is the last column, the median of all rounds' ratios new / old: noise that lasts longer than a round meets
-both. What it does not show: the difference between two equal trees, which may be 2 % with the default numbers.
+What counts is the last column, the median of all rounds' ratios new / old, since noise that lasts longer than a round
+affects both. Even two equal trees may differ by 2 % with the default numbers.
 """
 
 import argparse
@@ -45,11 +45,11 @@ _BOOTSTRAP = (
 
 
 Rounds = list[tuple[float, float]]
-"""Nanoseconds a unit of work, of the old tree and of the new one."""
+"""Nanoseconds per unit of work, for the old and the new tree."""
 
 
 class Row(NamedTuple):
-    """One way of one item, in nanoseconds a unit of work. ratio: the median of the rounds' new / old."""
+    """One way of one item, in nanoseconds per unit of work. ratio: the median of the rounds' new / old."""
 
     item: str
     way: str
@@ -155,7 +155,7 @@ def time_item(item: str, old: Worker, new: Worker, num_rounds: int, num_samples:
 
 
 def make_row(item: str, way: str, rounds: Rounds) -> Row:
-    """Return what all rounds of a way say."""
+    """Summarize all rounds of a way."""
     numbers = [round(f(column), 2) for column in zip(*rounds, strict=True) for f in (min, statistics.median, max)]
     return Row(item, way, *numbers, round(statistics.median([new / old for old, new in rounds]), 4))
 
@@ -168,12 +168,12 @@ def print_row(row: Row) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.core.versus", description="Times two trees of kvblocks in turns.")
-    parser.add_argument("old", type=Path, help="a folder that holds the package kvblocks, as it was")
-    parser.add_argument("--new", type=Path, default=CHECKOUT, help="the same, as it is now (default: this checkout)")
+    parser.add_argument("old", type=Path, help="a folder with the package kvblocks, as it was before")
+    parser.add_argument("--new", type=Path, default=CHECKOUT, help="the same, with the change (default: this checkout)")
     parser.add_argument("--processes", type=int, default=5, help="processes that each tree gets (default 5)")
     parser.add_argument("--rounds", type=int, default=4, help="turns that each process gets (default 4)")
-    parser.add_argument("--samples", type=int, default=3, help="samples a turn, of which the least counts (default 3)")
-    parser.add_argument("--items", help="only items whose name contains one of these, split by commas")
+    parser.add_argument("--samples", type=int, default=3, help="samples in each turn; the smallest counts (default 3)")
+    parser.add_argument("--items", help="only items whose name contains one of these, separated by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     wanted = given.items.split(",") if given.items else [""]

@@ -1,4 +1,4 @@
-"""The work that every contestant is given: the same tokens, sizes and numbers of blocks."""
+"""The work for all contestants: the same tokens, sizes and numbers of blocks."""
 
 from array import array
 from random import Random
@@ -9,7 +9,7 @@ FILLER_BLOCKS = 64
 """A full cache holds prefixes of this many blocks, one after the other."""
 VOCABULARY = 151_936
 TAKEN_BLOCKS = 16_384
-"""Blocks that one sample of `allocate`, `free` or `evict` goes through, in calls of N."""
+"""How many blocks one sample of `allocate`, `free` or `evict` handles, in calls of N blocks."""
 SHARED_TOKENS, OWN_TOKENS, DECODED_TOKENS = 1024, 64, 128
 """A request's life: a prefix that is cached, a part of its own, and what is decoded."""
 NUM_REQUESTS = 32
@@ -31,7 +31,7 @@ def filler(number: int, num_blocks: int = FILLER_BLOCKS) -> "array[int]":
 def prompt(num_tokens: int) -> list[int]:
     """Return the prompt whose first `num_tokens` tokens are cached, and one token after them.
 
-    The last token is there because an engine needs its logits, so no contestant caches a prompt's last token.
+    The last token is added because an engine needs its logits, so no contestant uses a cached last token.
     """
     return random_tokens(num_tokens + 1, seed=num_tokens)
 
@@ -58,7 +58,7 @@ def decoded_tokens() -> list[int]:
 
 
 class FreshPrompts:
-    """Prompts that nobody has seen before, in the same order for everybody."""
+    """Prompts that were never used before, in the same order for all contestants."""
 
     def __init__(self) -> None:
         self.num_made = 0
@@ -79,5 +79,5 @@ class FreshPrompts:
 
 
 def step_tokens() -> list[list[int]]:
-    """Return, for each step, a token for each of its sequences."""
+    """Return one token for each sequence of each step."""
     return [random_tokens(STEP_SEQUENCES, seed=5 + step) for step in range(STEPS)]

@@ -1,4 +1,4 @@
-"""What calls cost in histories that are bad for them: do their times grow as their docstrings say?
+"""The cost of calls in adverse histories: checks whether times grow as the docstrings say.
 
     python -m bench.core.worst_cases [--cases evict,explain] [--rounds N] [--scale X] [--json FILE]
 
@@ -6,8 +6,8 @@ Each case is run at a quarter of its size and at its full size. A growth of 1 is
 From outside the checkout, with PYTHONPATH=DIR:CHECKOUT, it measures the kvblocks in DIR, an older one for example,
 where a case may take minutes. Inside the checkout, Python puts the checkout first.
 
-What it does not show: ordinary work, which `bench.core.compare` and `bench.core.versus` time; several bad histories at
-once; the collector, which is off.
+Not shown: ordinary work, which `bench.core.compare` and `bench.core.versus` time, several adverse histories at once,
+and the garbage collector, which is off.
 """
 
 import argparse
@@ -234,7 +234,7 @@ CASES = {
 
 
 def measure(case: Worst, size: int, num_rounds: int) -> float:
-    """Return the least milliseconds that the case's work took, of a new history each round."""
+    """Return the minimum milliseconds of the case's work over all rounds, each with a new history."""
     times = []
     for _ in range(num_rounds):
         work = case.make(size)
@@ -252,8 +252,8 @@ def main(arguments: list[str] | None = None) -> None:
         prog="bench.core.worst_cases", description="Times histories that are bad for a call."
     )
     parser.add_argument("--cases", help=f"only these of {','.join(CASES)}")
-    parser.add_argument("--rounds", type=int, default=3, help="histories of each size, of which the least counts")
-    parser.add_argument("--scale", type=float, default=1.0, help="times each case's size")
+    parser.add_argument("--rounds", type=int, default=3, help="histories of each size; the shortest time counts")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of each case's size")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     names = given.cases.split(",") if given.cases else list(CASES)

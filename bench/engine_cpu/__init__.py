@@ -1,1 +1,1 @@
-"""The reference engine on a CPU, beside llama.cpp and vLLM's CPU engine, with the same weights."""
+"""The reference engine on a CPU, compared with llama.cpp and vLLM's CPU engine, with the same weights."""

@@ -1,4 +1,4 @@
-"""Prefill and decode of the reference engine on a CPU, beside llama.cpp and vLLM's CPU engine: tokens a CPU second.
+"""Prefill and decode on a CPU, in tokens per CPU second: the reference engine, llama.cpp, and vLLM's CPU engine.
 
     python -m bench.engine_cpu --gguf FILE [--llama-python FILE] [--vllm-python FILE] [--rounds N]
         [--engines PART ...] [--json FILE]
@@ -8,14 +8,14 @@ is, and dequantised to float32. Our engine and vLLM read the same weights, dequa
 --vllm-python name interpreters that have PyPI's xllamacpp and vllm. Without them these contestants are left out, and
 the bench prints so.
 
-Every engine is a process of its own, opened for one and for eight clients, and they take turns. Torch takes its memory
-in huge pages, as it does in our commands. Prefill is one token after a new prompt of 256. Decode is 33 tokens after a
-new prompt of 32, less what one token after such a prompt took. Times are processor time of all threads of the process;
-one thread computes. Tokens a CPU second are given for the least, the median and the greatest time of the rounds. The
-ratio is to our engine in float32, by medians.
+Every engine runs in a separate process, opened for one and for eight clients, and they take turns. Torch allocates its
+memory in huge pages, as in our commands. Prefill is one token after a new prompt of 256. Decode is 33 tokens after a
+new prompt of 32, minus the time of one token after such a prompt. Times are processor time of all threads of the
+process; one thread computes. Tokens per CPU second are given for the minimum, median and maximum time of the rounds.
+Ratios are to our engine in float32, by medians.
 
-What it does not show: other processors, models and lengths; several threads; vLLM compiled, which is run eagerly here;
-what the engines' servers cost. llama.cpp keeps K and V in float16, the others in the weights' dtype.
+Not shown: other processors, models and lengths; several threads; compiled vLLM, which runs eagerly here; the cost of
+the engines' servers. llama.cpp keeps K and V in float16, the others in the weights' dtype.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Contestant:
         self.version: str = self._read()["version"]
 
     def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Return the processor time of so many tokens after each prompt."""
+        """Return the processor time of generating `num_tokens` tokens after each prompt."""
         given: IO[str] | None = self._process.stdin
         assert given is not None
         print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=given, flush=True)
@@ -84,12 +84,12 @@ class Contestant:
 
 
 def make_prompts(generator: random.Random, num_prompts: int, length: int) -> list[list[int]]:
-    """Return prompts that nobody has seen."""
+    """Return new random prompts."""
     return [[generator.randrange(1000, 40000) for _ in range(length)] for _ in range(num_prompts)]
 
 
 def take_turns(engines: dict[str, Contestant], num_clients: int, num_rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return tokens a CPU second of every round, by engine and phase, after a round of short prompts."""
+    """Return tokens per CPU second of every round, by engine and phase, after a round of short prompts."""
     generator = random.Random(num_clients)
     for engine in engines.values():
         engine.seconds(make_prompts(generator, num_clients, SHORT), 4)
@@ -122,7 +122,7 @@ def make_rows(found: dict[str, dict[str, list[float]]], num_clients: int) -> lis
 
 
 def entries(asked: argparse.Namespace, dequantised: Path) -> dict[str, tuple[str, str, Path, str]]:
-    """Return what to run: interpreter, engine, model and dtype by name. Says what is left out, and why."""
+    """Return what to run: interpreter, engine, model and dtype by name. Prints what is left out, and why."""
     model = fetch_model("smollm2")
     chosen = {
         OURS: (sys.executable, "kvblocks", model, "float32"),
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")
-    parser.add_argument("--engines", nargs="+", help="parts of the names of those to run, beside our float32")
+    parser.add_argument("--engines", nargs="+", help="parts of the names of the engines to run besides our float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)

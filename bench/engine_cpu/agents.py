@@ -1,4 +1,4 @@
-"""What a session gate is worth on the real engine: agents that take turns, with and without it.
+"""The benefit of a session gate on the real engine: agents that take turns, with and without it.
 
     python -m bench.engine_cpu.agents [--model smollm2] [--agents 24] [--fitting 6] [--turns 5] [--rounds 1]
         [--json FILE]
@@ -8,10 +8,10 @@ and sends everything again with `--result` random tokens more, as after a tool c
 the same for all runs, by seed. The pool holds the last prompts and answers of `--fitting` agents. Agents begin within
 `--within` seconds, and the pauses are exponential with a mean of `--pause` seconds, and at most four times as long.
 
-A row is a run. "completion_s" is the time until all agents are done; "cpu_s" the processor's time of it, which other
-work on the machine changes less. The delay of a session is the time from its
-beginning to its end without its pauses. "computed_share" is the share of all prompts' tokens that were computed.
-Both runs of a round follow each other, and the rounds take turns in which one is first. One torch thread.
+A row is a run. "completion_s" is the time until all agents are done, and "cpu_s" is the processor time of that, which
+other work on the machine affects less. The delay of a session is the time from its beginning to its end without its
+pauses. "computed_share" is the share of all prompts' tokens that were computed.
+Both runs of a round follow each other, and rounds alternate in which one is first. One torch thread.
 
 What it doesn't show: other models and pools, a GPU, or sessions longer than these.
 """
@@ -69,7 +69,7 @@ def make_agents(given: argparse.Namespace, seed: int) -> list[ScriptedAgent]:
 
 
 def run(engine: Engine, agents: list[ScriptedAgent], num_answer: int) -> dict[str, float]:
-    """Return what came of a run."""
+    """Return the results of a run."""
     started, began_cpu = time.monotonic(), time.process_time()
     coming = [(agent.begins_s, number, agent.prompt, 0) for number, agent in enumerate(agents)]
     heapq.heapify(coming)

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: answers each line on stdin with a line on stdout. Needs nothing but its engine.
+"""One engine in a separate process, which answers each line on stdin with a line on stdout. Needs only its engine.
 
     python contestant.py kvblocks|llama.cpp|vllm MODEL NUM_CLIENTS MAX_TOKENS DTYPE
 
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 Complete = Callable[[list[list[int]], int], int]
-"""Computes so many greedy tokens after each prompt, all prompts at once; returns how many tokens there are."""
+"""Generates a number of greedy tokens after each prompt, all prompts at once. Returns how many tokens there are."""
 
 
 def open_kvblocks(model: str, num_clients: int, max_tokens: int, dtype: str) -> tuple[Complete, str]:
@@ -69,7 +69,7 @@ def open_llama_cpp(model: str, num_clients: int, max_tokens: int, _dtype: str) -
 
 
 def open_vllm(model: str, num_clients: int, max_tokens: int, dtype: str) -> tuple[Complete, str]:
-    """Open vLLM's CPU engine in this process, without compiling: its start would take minutes."""
+    """Open vLLM's CPU engine in this process, without compiling, which would take minutes."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     import vllm

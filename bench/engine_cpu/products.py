@@ -1,17 +1,17 @@
-"""Products of a model's weights with few rows, in the layouts that torch and numpy offer, beside a whole decode step.
+"""Products of a model's weights with few rows, in the layouts of torch and numpy, compared with a whole decode step.
 
     export THP_MEM_ALLOC_ENABLE=1 OPENBLAS_NUM_THREADS=1
     python -m bench.engine_cpu.products [--rows 1 8] [--rounds N] [--quick] [--json FILE]
 
 A decoded token reads all weights once. So each contestant multiplies all matrices of SmolLM2-135M (538 MB in float32,
 random numbers), in the order of its layers, which leaves the caches as a step does. "reading" sums the same matrices.
-"a step" is the engine's own, all of it, with as many clients as rows. All take turns in one process, on one thread: a
-turn is a run that isn't counted, and three that are. Times are milliseconds of the processor; GB/s count the weights
-once. "of the best" says what share of the fastest product's speed the step reaches, by medians. --quick: 2 layers and
-no engine, to see that it runs.
+"a step" is a complete step of the engine, with as many clients as rows. All take turns in one process, on one thread; a
+turn is one run that doesn't count and three that do. Times are milliseconds of processor time; GB/s count the weights
+once. "of the best" is the share of the fastest product's speed that the step reaches, by medians. --quick: 2 layers and
+no engine, to check that it runs.
 
-`kvblocks` commands ask torch for huge pages as the first variable does. numpy is left out where its OpenBLAS isn't held
-to one thread by the second.
+`kvblocks` commands ask torch for huge pages, like the first variable. numpy is left out unless the second variable
+limits its OpenBLAS to one thread.
 
 What it does not show: other models, processors and dtypes, several threads.
 """
@@ -88,7 +88,7 @@ def _each(multiply: Callable[..., object], *columns: Sequence[object]) -> None:
 
 
 def make_step(engine: Engine, num_clients: int, num_steps: int) -> Run:
-    """Return a decode step of so many clients, of which there are `num_steps`."""
+    """Return a decode step of `num_clients` clients, which can run `num_steps` times."""
     generator = torch.Generator().manual_seed(num_clients)
     for _ in range(num_clients):
         prompt = torch.randint(1000, 40000, (PROMPT,), generator=generator).tolist()
@@ -99,7 +99,7 @@ def make_step(engine: Engine, num_clients: int, num_steps: int) -> Run:
 
 
 def take_turns(makes: dict[str, Make], num_rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds of the processor of every round, by contestant. A turn's first run isn't counted."""
+    """Return milliseconds of processor time of every round, by contestant. A turn's first run doesn't count."""
     found: dict[str, list[float]] = {name: [] for name in makes}
     for _ in range(num_rounds):
         for name, make in makes.items():

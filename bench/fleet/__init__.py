@@ -1,1 +1,1 @@
-"""Several servers behind a router: `python -m bench.fleet`; and traces over many workers: `bench.fleet.traces`."""
+"""Several servers behind a router (`python -m bench.fleet`), and traces over many workers (`bench.fleet.traces`)."""

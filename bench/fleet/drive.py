@@ -1,4 +1,4 @@
-"""Drives a fleet: holds conversations over HTTP, kills a worker half-way, and sends requests that failed again."""
+"""Drives a fleet: holds conversations over HTTP, kills a worker half-way, and resends failed requests."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 class FailedError(Exception):
-    """A request got no complete answer: it is sent again."""
+    """A request got no complete answer, and is sent again."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass
 class Death:
-    """What became of the worker that was killed, in seconds since the run's beginning."""
+    """What happened to the worker that was killed, in seconds since the run's beginning."""
 
     worker: str
     killed_s: float | None = None
@@ -53,7 +53,7 @@ class Death:
 
 @dataclass
 class Outcome:
-    """What came of a run: each conversation's answers."""
+    """The results of a run: each conversation's answers."""
 
     answers: list[list[Answer]] = field(default_factory=list)
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Drive:
-    """One run. victim: the worker that is killed when half of the requests are answered, or None."""
+    """One run. victim: the worker to kill when half of the requests are answered, or None."""
 
     def __init__(self, route: Route, servers: Mapping[str, Server], sizes: Sizes, victim: str | None) -> None:
         self._route, self._servers, self._sizes = route, servers, sizes

@@ -1,13 +1,13 @@
-"""Compares routers that know what is cached with round robin: three servers of a real model, one is killed half-way.
+"""Compares cache-aware routers with round robin: three servers of a real model, one of which is killed half-way.
 
     python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 120] [--json FILE]
 
-60 requests of 12 conversations over 4 system prompts, seeded, go over HTTP to three `kvblocks serve`. There are these
-ways to choose a server: in turn (round robin), by SGLang's router (its cache_aware policy), and where the least is left
-to compute, which `examples/route_by_prefix.py` knows from the servers' events (over our mirror, or over Dynamo's
-indexer). Each way has servers of its own, and their caches begin empty. When half of the requests are answered, one
-server is killed with SIGKILL in the middle of its work, and started again on the same ports. A request that fails is
-sent again. Its time counts from the first try.
+60 requests of 12 conversations over 4 system prompts, seeded, go over HTTP to three `kvblocks serve`. A server is
+chosen in turn (round robin), by SGLang's router (its cache_aware policy), or as the one with the least left to compute,
+which `examples/route_by_prefix.py` knows from the servers' events (by our mirror, or by Dynamo's indexer). Each way has
+servers of its own, and their caches begin empty. When half of the requests are answered, one server is killed with
+SIGKILL in the middle of its work, and started again on the same ports. A request that fails is sent again. Its time
+counts from the first try.
 
 PYTHON: the interpreter of an environment that has `sglang-router`, or `ai-dynamo-runtime`: those of `make test-clients`
 and `make test-wire`, say. Without it, that router is left out.
@@ -65,7 +65,7 @@ def dynamo(servers: Mapping[str, Server], python: str) -> Iterator[Precise]:
 
 
 def ways(given: argparse.Namespace) -> dict[str, Way]:
-    """Return the ways to route that are available here."""
+    """Return the available ways to route."""
     found: dict[str, Way] = {"round robin": lambda servers: nullcontext(RoundRobin(servers))}
     found["precise, our mirror"] = lambda servers: precise(servers, BLOCK_SIZE)
     if given.sglang:
@@ -122,7 +122,7 @@ def summarize(name: str, outcome: Outcome, *, mirror_agrees: bool | None) -> dic
 
 
 def targets(rows: Sequence[dict[str, Any]], num_requests: int) -> dict[str, bool]:
-    """Return the targets by name, and whether the rows meet them."""
+    """Return, by the targets' names, whether the rows meet them."""
     base = next(row for row in rows if row["route"] == "round robin")
     met = {"no request is lost": all(row["num_requests"] == num_requests for row in rows)}
     met["answers are the same, whatever the way"] = all(row["is_identical"] for row in rows)
@@ -156,11 +156,11 @@ counted."""
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
-    parser.add_argument("--num-blocks", type=int, default=120, help="of each server's pool (default 120)")
-    parser.add_argument("--sglang", help="a Python that has sglang-router")
-    parser.add_argument("--dynamo", help="a Python that has ai-dynamo-runtime")
+    parser.add_argument("--num-blocks", type=int, default=120, help="blocks of each server's pool (default 120)")
+    parser.add_argument("--sglang", help="a Python interpreter with sglang-router")
+    parser.add_argument("--dynamo", help="a Python interpreter with ai-dynamo-runtime")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each server (default 1)")
-    parser.add_argument("--quick", action="store_true", help="a few short requests: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="a few short requests: only checks that it runs")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     return parser.parse_args(arguments)
 

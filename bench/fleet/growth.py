@@ -1,4 +1,4 @@
-"""How a mirror grows with workers and blocks: its memory, and what a lookup takes."""
+"""How a mirror grows with workers and blocks: its memory, and the time of a lookup."""
 
 import gc
 import statistics

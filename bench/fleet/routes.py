@@ -1,4 +1,4 @@
-"""The ways to a worker that bench.fleet compares: round robin, SGLang's router, and an index of what is cached."""
+"""The routing that bench.fleet compares: round robin, SGLang's router, and an index of cached blocks."""
 
 import os
 import subprocess
@@ -22,12 +22,12 @@ SGLANG_FLAGS = (
     "--cb-timeout-duration-secs",
     "2",
 )
-"""Options of SGLang's router that are not its defaults. It checks its workers every second: a run takes two minutes."""
+"""Options of SGLang's router that differ from its defaults. It checks its workers every second, as runs are short."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Where a request goes. worker: None if an external router decides. errand: what `Precise` has to finish."""
+    """Where a request goes. worker: None if an external router decides. errand: for `Precise` to finish."""
 
     url: str
     worker: str | None = None
@@ -43,14 +43,14 @@ class Route(Protocol):
         """Choose a worker. Raises LookupError if none answers."""
 
     def finish(self, sent: Sent) -> None:
-        """Take note that a request was answered, or failed."""
+        """Note that a request was answered or failed."""
 
     def note(self, worker: str, *, is_up: bool) -> None:
-        """Take note that a worker doesn't answer, or answers again."""
+        """Note that a worker doesn't answer, or answers again."""
 
 
 class RoundRobin:
-    """One worker after the other."""
+    """The workers in turn."""
 
     needs_tokens = False
 

@@ -70,7 +70,7 @@ class Server:
 
 @contextmanager
 def fleet(num_servers: int, flags: tuple[str, ...]) -> Iterator[dict[str, Server]]:
-    """So many servers, by name. They are stopped at the end."""
+    """Start `num_servers` servers, and stop them at the end. By name."""
     with ExitStack() as stack:
         servers = {name: Server(name, flags) for name in "abcdefgh"[:num_servers]}
         for server in servers.values():

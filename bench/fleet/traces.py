@@ -2,8 +2,8 @@
 
     python -m bench.fleet.traces TRACE [TRACE ...] [--workers 8 16 32 64] [--json FILE] [--picture FILE.svg]
 
-Each trace is replayed on a modelled clock, as `kvblocks replay` does it (docs/replay.md). Each worker has a manager of
-its own, all of one size. There are three routers:
+Each trace is replayed on a modelled clock, as `kvblocks replay` does it (docs/replay.md). Each worker has its own
+manager, all of the same size. There are three routers:
 
     round robin   the next worker in turn
     session       the worker that the hash of the request's session names
@@ -16,7 +16,7 @@ Each router runs without and with a store that all workers share. It is a tier o
 
 If a trace has no times between sessions, they begin every 480 seconds / workers on average, so that more workers have
 more to do. Otherwise the trace's times are kept. Without a TRACE the bench replays the sample that ships with kvblocks,
-which shows that it runs and proves nothing.
+which shows that it runs but proves nothing.
 
 Not shown: time. A request holds its blocks for as long as the trace says, whatever was cached. A load takes no time.
 Events arrive before the next request. A request's answer is cached only when the next request has it in its prompt.
@@ -56,7 +56,10 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is replayed. worker_blocks: of each worker's pool. store_blocks: of the shared store, or None."""
+    """What to replay. worker_blocks: the blocks of each worker's pool.
+
+    store_blocks: those of the shared store, or None.
+    """
 
     router: str
     num_workers: int
@@ -67,11 +70,12 @@ class Case:
 
 @dataclass
 class Row:
-    """What came of a case.
+    """The results of a case.
 
-    hit_rate, device_hit_rate: shares of the blocks of all prompts, with and without what the store had. balance: what
-    the busiest worker computed, divided by the workers' mean. messages_per_s, bytes_per_s: events of all workers, by
-    modelled time. mirror_blocks: what the mirror knew at the end. lookup_us: the router's processor time for a request.
+    hit_rate, device_hit_rate: shares of the blocks of all prompts, with and without what the store had. balance: the
+    computation of the busiest worker, divided by the workers' mean. messages_per_s, bytes_per_s: events of all workers,
+    by modelled time. mirror_blocks: what the mirror knew at the end. lookup_us: the router's processor time for a
+    request.
     """
 
     trace: str
@@ -147,17 +151,17 @@ class Fleet:
         return self.row(time.perf_counter() - began)
 
     def in_turn(self, request: int) -> int:
-        """The next worker."""
+        """Choose the next worker."""
         del request
         self.next = (self.next + 1) % len(self.runs)
         return self.next
 
     def by_session(self, request: int) -> int:
-        """Always the same worker for a session; a request without one is a session of its own."""
+        """Always choose the same worker for a session; a request without one counts as a session."""
         return zlib.crc32(f"session {self.trace.sessions[request]}".encode()) % len(self.runs)
 
     def by_prefix(self, request: int) -> int:
-        """The worker with the least left to compute. Ties go to the next in turn."""
+        """Choose the worker with the least left to compute. Ties go to the next in turn."""
         assert self.events is not None
         began = time.thread_time()
         path = self.trace.blocks_of(request)
@@ -175,7 +179,7 @@ class Fleet:
         return self.next
 
     def row(self, wall_s: float) -> Row:
-        """Return what came of it."""
+        """Return the results."""
         outcomes = [run.outcome() for run in self.runs]
         total = max(1, len(self.trace.blocks))
         device = sum(int(one.hits.sum()) for one in outcomes)
@@ -230,7 +234,7 @@ class Events:
             self._send(worker, [])
 
     def publish(self, worker: int, manager: KVCacheManager) -> None:
-        """Send what a worker's events say to the mirror."""
+        """Send a worker's events to the mirror."""
         events = manager.take_events()
         if events:
             records = self._converter.convert(events)
@@ -276,9 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="seconds for each token of an answer, where the trace doesn't say how long a request ran (default 0.02)",
     )
     parser.add_argument("--block-size", type=int, default=512, help="tokens; joins the trace's blocks (default 512)")
-    parser.add_argument("--worker-blocks", type=int, default=2000, help="of each worker's pool (default 2000)")
-    parser.add_argument("--store-blocks", type=int, default=50_000, help="of the shared store (default 50,000)")
-    parser.add_argument("--no-growth", action="store_true", help="leave out how the mirror grows")
+    parser.add_argument("--worker-blocks", type=int, default=2000, help="blocks of each worker's pool (default 2000)")
+    parser.add_argument("--store-blocks", type=int, default=50_000, help="blocks of the shared store (default 50,000)")
+    parser.add_argument("--no-growth", action="store_true", help="don't measure how the mirror grows")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--picture", type=Path, help="draw hit rates over workers (SVG; needs kvblocks[bench])")
     given = parser.parse_args(arguments)

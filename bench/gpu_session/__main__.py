@@ -1,8 +1,8 @@
 """Use a GPU that is lent for minutes: `python -m bench.gpu_session --out DIR --minutes 9.3`.
 
-It runs from a checkout with PYTHONPATH=$PWD, with the torch and triton that are there: no venv, no pip, no network, no
-weights. Each result is in DIR/results.jsonl as soon as there is one; what the processes print is in DIR/log.txt. It
-ends in time. `--resume` goes on with what a session before it has left.
+It runs from a checkout with PYTHONPATH=$PWD, with the installed torch and triton: no venv, no pip, no network, no
+weights. Each result is in DIR/results.jsonl at once, and what the processes print is in DIR/log.txt. It ends in time.
+`--resume` continues what an earlier session has left.
 """
 
 import argparse
@@ -19,14 +19,18 @@ STARTED = time.monotonic()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and return the exit status: 0 if all is done and right, 2 if nothing can run, else 1."""
+    """Run and return the exit status: 0 if everything is done and right, 2 if nothing can run, else 1."""
     parser = argparse.ArgumentParser(prog="bench.gpu_session", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="a folder for results.jsonl, log.txt and JSON")
-    parser.add_argument("--minutes", type=float, default=9.3, help="when to end (default: %(default)s)")
-    parser.add_argument("--items", default="", help="some, separated by commas: " + ", ".join(_names(items())))
-    parser.add_argument("--resume", action="store_true", help="go on with what is in the folder")
-    parser.add_argument("--cache", type=Path, help="kernels that bench.gpu_session.ahead has compiled")
-    parser.add_argument("--rehearse", action="store_true", help=f"run {', '.join(OWN)} tiny, without a GPU")
+    parser.add_argument("--minutes", type=float, default=9.3, help="end after so many minutes (default: %(default)s)")
+    parser.add_argument(
+        "--items", default="", help="only these, separated by commas, of: " + ", ".join(_names(items()))
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the session in that folder")
+    parser.add_argument("--cache", type=Path, help="a file of kernels that bench.gpu_session.ahead has compiled")
+    parser.add_argument(
+        "--rehearse", action="store_true", help=f"run {', '.join(OWN)}, with tiny shapes, without a GPU"
+    )
     parser.add_argument("--item", choices=OWN, help=argparse.SUPPRESS)
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
 """Compile a session's kernels on a machine without a GPU: `python -m bench.gpu_session.ahead --target sm90 --to FILE`.
 
-What `smoke` and the engine's warm-up launch is recorded with tensors that have shapes alone, compiled for the target,
+What `smoke` and the engine's warm-up launch is recorded with tensors that only have shapes, compiled for the target,
 and packed as Triton's cache. `bench.gpu_session --cache FILE` unpacks it there. Triton finds a kernel in its cache by
 the kernel's source, its options, the compiler's version, and the bytes of triton's own package. So both machines need
-the same version of triton for the same version of Python: FILE says which, and another one is refused. The stubs that
-launch kernels are compiled on the machine with the GPU in any case.
+the same version of triton for the same version of Python. FILE says which, and others are refused. The stubs that
+launch kernels are always compiled on the machine with the GPU.
 
 It must run without TRITON_INTERPRET.
 """
@@ -51,7 +51,7 @@ def record_smokes(target: str, *, only: str = "") -> Recording:
 
 
 def record_engine(target: str, *, max_num_seqs: int = 512) -> Recording:
-    """The launches of a warm-up of an engine of Llama 3 8B's shapes, but for copies of blocks. Nothing is computed.
+    """The launches of warming up an engine with Llama 3 8B's shapes, except copies of blocks. Nothing is computed.
 
     Layers are alike, so one is enough.
     """
@@ -108,7 +108,7 @@ def pack(cache: Path, file: Path) -> None:
 
 
 def unpack(file: Path, folder: Path) -> Path:
-    """Unpack into a folder of `folder`, and return it. A cache made by other versions is of no use: says so."""
+    """Unpack into a folder of `folder`, and return it. Refuses a cache that other versions made."""
     cache = Path(tempfile.mkdtemp(prefix="triton-", dir=folder))
     with tarfile.open(file) as archive:
         archive.extractall(cache, filter="data")
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu_session.ahead", description=__doc__)
     parser.add_argument("--to", type=Path, required=True, help="the file to write, such as kernels.tar.xz")
     parser.add_argument("--target", choices=sorted(SMS), default="sm90", help="default: %(default)s")
-    parser.add_argument("--only", default="", help="smoke cases with this in their names, and no engine")
+    parser.add_argument("--only", default="", help="only smoke cases whose names contain this, and no engine")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):

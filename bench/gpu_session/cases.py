@@ -11,11 +11,11 @@ from bench.gpu_session.session import POISONED
 
 Facts = dict[str, Any]
 Case = tuple[str, Callable[[], Facts]]
-"""A name, and what is run for it. Facts with `is_right: False` are a wrong result."""
+"""A name, and the function to run. Facts with `is_right: False` are a wrong result."""
 
 
 def run_cases(item: str, cases: Iterable[Case], results: Results, part: int = 0) -> int:
-    """Run the cases that aren't finished. Return the exit status: 1 if one was wrong or failed."""
+    """Run the unfinished cases. Return the exit status: 1 if one was wrong or failed."""
     finished = results.finished(item)
     status = 0
     for name, run in cases:

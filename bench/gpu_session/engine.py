@@ -1,9 +1,9 @@
 """The item `engine`: whole steps at the shapes of Llama 3 8B, whose weights are random and made on the device.
 
-Times are those of `Engine.step`, with scheduling and sampling: the wall's, the host's (the wall's without the wait for
-the device's tokens), and the host's CPU time in this thread, in which waiting may count. They come from tens of steps
-of one run, and say nothing about requests that come and go. Decode steps are timed with overlap and without: what the
-host does is hidden as far as a step with overlap takes less than the wait and the host's time of one without.
+Times are those of `Engine.step`, with scheduling and sampling: wall time, host time (wall time minus the wait for the
+device's tokens), and this thread's CPU time, which may include waiting. They come from tens of steps of one run, and
+say nothing about requests that come and go. Decode steps are timed with and without overlap. The host's work is hidden
+as far as a step with overlap takes less than the wait plus the host time of a step without.
 """
 
 import gc
@@ -34,7 +34,7 @@ DECODES: tuple[tuple[int, int, dict[str, float]], ...] = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is. num_steps: that are timed. chunk: the most tokens of a step."""
+    """The sizes of everything. num_steps: how many steps are timed. chunk: the most tokens of a step."""
 
     device: torch.device
     dtype: torch.dtype
@@ -61,7 +61,7 @@ def config(scale: Scale) -> "ModelConfig":
 
 
 def random_model(shape: "ModelConfig", device: torch.device, dtype: torch.dtype) -> "LoadedModel":
-    """Weights made on the device: no folder, and nothing is copied to it."""
+    """A model whose weights are made on the device, without a folder and without copies."""
     from kvblocks.engine import LoadedModel
     from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 
@@ -86,7 +86,7 @@ def random_model(shape: "ModelConfig", device: torch.device, dtype: torch.dtype)
 
 
 def cases(*, is_rehearsal: bool) -> Iterator[Case]:
-    """Decode steps first."""
+    """Yield the cases, decode steps first."""
     runs = _Runs(REHEARSAL if is_rehearsal else GPU)
     yield "model", runs.load
     for batch, context, options in DECODES[:2] if is_rehearsal else DECODES:

@@ -1,4 +1,4 @@
-"""The item `facts`: what there is, and how fast it copies and multiplies."""
+"""The item `facts`: the machine's hardware and software, and how fast it copies and multiplies."""
 
 import platform
 import shutil
@@ -14,7 +14,7 @@ _TOOLS = ("gcc", "nvcc", "ptxas", "nvidia-smi", "compute-sanitizer", "ncu", "cuo
 
 
 def cases(*, is_rehearsal: bool) -> Iterator[Case]:
-    """What is cheap comes first."""
+    """Yield the cases, cheap ones first."""
     yield "versions", versions
     yield "tools", tools
     if not is_rehearsal:
@@ -24,7 +24,7 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
 
 
 def versions() -> Facts:
-    """Of Python and packages; None for those that aren't installed."""
+    """The versions of Python and of packages; None for those that aren't installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     from bench.conditions import cpu_model
@@ -39,14 +39,14 @@ def versions() -> Facts:
 
 
 def tools() -> Facts:
-    """Triton needs a C compiler and Python.h for the stubs that launch its kernels."""
+    """Return the paths of tools, whether Python.h exists, and the device files."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     devices = sorted(map(str, Path("/dev").glob("nvidia*")))
     return {**{name: shutil.which(name) for name in _TOOLS}, "Python.h": header.is_file(), "devices": devices}
 
 
 def device() -> Facts:
-    """What the driver says."""
+    """What the driver says about the device."""
     import torch
 
     from bench.conditions import gpu_state
@@ -66,7 +66,7 @@ def device() -> Facts:
 
 
 def copy() -> Facts:
-    """Bytes a second of a copy on the device, read and written."""
+    """Bytes per second of a copy on the device, counting bytes read and written."""
     import torch
 
     from bench.attention.timing import copy_bandwidth
@@ -75,7 +75,7 @@ def copy() -> Facts:
 
 
 def matrix_product() -> Facts:
-    """Operations a second of a product of square matrices in bf16."""
+    """Operations per second of a product of square matrices in bf16."""
     import torch
 
     from bench.attention.timing import time_calls

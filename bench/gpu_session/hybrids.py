@@ -1,9 +1,8 @@
 """The item `hybrids`: layers with recurrent states, and models that have them, on a GPU.
 
-A layer's two forms are compared with the same on the CPU, in plain torch: by plain torch on the GPU, and by the kernels
-of flash-linear-attention and of mamba-ssm where they are installed. Sizes are those of Qwen3-Next, Kimi Linear and
-Granite 4. Models are random and small; in float32 their tokens must be the CPU's. Cases run beside each other, so
-times are rough.
+A layer's two forms are computed by plain torch on the GPU, and by the kernels of flash-linear-attention and mamba-ssm
+if these are installed, and compared with plain torch on the CPU. Sizes are those of Qwen3-Next, Kimi Linear and Granite
+4. Models are random and small; in float32 their tokens must equal the CPU's. Cases run in parallel, so times are rough.
 """
 
 import tempfile
@@ -45,7 +44,7 @@ def mixers(*, is_rehearsal: bool) -> "dict[str, StateMixer]":
 
 
 def cases(*, is_rehearsal: bool) -> Iterator[Case]:
-    """Models first."""
+    """Yield the cases, models first."""
     device = torch.device("cpu" if is_rehearsal else "cuda")
     for name in () if is_rehearsal else MODELS:
         yield f"{name} in float32 gives the CPU's tokens", partial(compare_model, name)
@@ -56,7 +55,7 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
 
 
 def compare_model(name: str) -> Facts:
-    """The tokens of three prompts with a shared beginning, twice, the second time cached."""
+    """Compare the tokens of three prompts with a shared beginning, computed twice, the second time from the cache."""
     from bench.random_model import SHAPES, write_model
     from kvblocks.engine import Engine, LoadedModel
 
@@ -97,7 +96,7 @@ class Layer:
         }
 
     def compare(self, form: str) -> Facts:
-        """Errors of outputs and states, and microseconds, by plain torch and by the packages' kernels."""
+        """Return errors of outputs and states, and microseconds, for plain torch and for the packages' kernels."""
         expected = self._run(form, torch.device("cpu"))
         facts: Facts = {"is_right": True}
         for way, uses in (("torch", without_kernels), ("kernels", ExitStack)):

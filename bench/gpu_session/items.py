@@ -1,4 +1,4 @@
-"""The items of a session, in the order of their worth: what the first ten minutes are for comes first."""
+"""The items of a session, the most valuable first: the first ten minutes should go to these."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -10,23 +10,23 @@ from bench.gpu_session.results import Results
 from bench.gpu_session.session import CANNOT, Item
 
 PARTS = {"smoke": 12, "hybrids": 4}
-"""Processes at a time, for items that compile much."""
+"""How many processes run at a time for items that compile a lot."""
 TEST_PROCESSES = ("4", "12")
-"""Of the engine's tests, and of the kernels'."""
+"""The numbers of processes of the engine's tests and of the kernels' tests."""
 _TEST_TIMEOUT_S = 120
 OWN = ("facts", "smoke", "engine", "hybrids")
 """Items that are modules of this folder: each has `cases`."""
 SANITIZED = tuple(
     f"tests/kernels/test_{name}.py" for name in ("store", "decode", "extend", "prefix_decode", "copy", "states")
 )
-"""Run under compute-sanitizer, without torch's caching allocator: only then it knows the bounds of every tensor."""
+"""Test files to run under compute-sanitizer, without torch's caching allocator, so it knows all tensors' bounds."""
 
 NO_GPU = f"""bench.gpu_session: expected a GPU that torch can use, got none.
 `--rehearse` runs {", ".join(OWN)} once on the CPU, tiny, in Triton's interpreter."""
 
 
 def items(*, is_rehearsal: bool = False) -> list[Item]:
-    """All of them, or those that need no GPU."""
+    """Return all items, or those that need no GPU."""
     if is_rehearsal:
         return [_own(name, 600, is_rehearsal=True, is_needed=name == "facts") for name in OWN]
     tests = tuple(f"tests/engine/run/test_{name}.py" for name in ("engine_gpu", "decode_step", "ragged_step"))

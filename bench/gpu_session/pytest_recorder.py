@@ -1,7 +1,7 @@
 """A pytest plugin that writes each test's result to a session's file: `-p bench.gpu_session.pytest_recorder`.
 
-Tests that a session before this one has finished are left out. With pytest-xdist a worker whose CUDA context an error
-has made unusable ends itself behind the test, and xdist starts another one.
+Tests that an earlier session has finished are left out. With pytest-xdist, a worker whose CUDA context has become
+unusable by an error ends itself after the test, and xdist starts another one.
 """
 
 import os

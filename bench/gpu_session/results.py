@@ -1,8 +1,8 @@
 """`results.jsonl`: a line for each case, on the disk before the next case begins.
 
 A line of a case has `item`, `case`, `at` (seconds since 1970) and `state`: "began", then "done", "wrong", "failed" or
-"died". A line without a case is about the item itself. Whatever else is in the file is ignored: half a line of a
-process that was killed, or what a broken process wrote.
+"died". A line without a case is about the item itself. Anything else in the file is ignored, such as half a line of a
+killed process, or what a broken process wrote.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 Line = dict[str, Any]
 ATTEMPTS = 2
-"""A case that began so often and never ended isn't begun again: it may be what ends the machine."""
+"""A case that began this often and never ended isn't begun again, since it may be what kills the machine."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Results:
         return list(parse(self.path.read_bytes())) if self.path.exists() else []
 
     def finished(self, item: str) -> set[str]:
-        """The cases of an item that are not to be begun again."""
+        """The cases of an item that must not be begun again."""
         began: Counter[str] = Counter()
         ended: set[str] = set()
         for line in self.lines():
@@ -56,16 +56,16 @@ class Results:
         return ended | {case for case, number in began.items() if number >= ATTEMPTS}
 
     def bad_cases(self) -> list[Line]:
-        """The lines of cases that gave no result, or a wrong one."""
+        """The lines of cases with no result or a wrong one."""
         return [line for line in self.lines() if "case" in line and line.get("state") in ("wrong", "failed", "died")]
 
     def done_items(self) -> set[str]:
-        """The items of which nothing is left to do."""
+        """The items with nothing left to do."""
         return {line["item"] for line in self.lines() if "case" not in line and line.get("state") == "done"}
 
 
 def parse(data: bytes) -> Iterator[Line]:
-    """The lines that are whole, and written by `Results.append`."""
+    """Yield the complete lines that `Results.append` wrote."""
     for text in data.splitlines():
         try:
             line = json.loads(text)

@@ -1,10 +1,10 @@
 """Runs items one after another, each in processes of its own, and ends in time whatever they do.
 
 An illegal access leaves a CUDA process useless, and a kernel may hang. So no item shares a process with another one,
-and each has a limit. An item whose process dies, or hangs in a case, is started again behind this case, as long as
+and each has a time limit. An item whose process dies, or hangs in a case, is started again after that case, as long as
 there is time. What the processes print goes to `log.txt`.
 
-If the session itself is killed, Linux ends its processes too, and `--resume` goes on with what is left.
+If the session itself is killed, Linux also ends its processes, and `--resume` continues with what is left.
 """
 
 import ctypes
@@ -23,23 +23,24 @@ from bench.gpu_session.results import Line, Results, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 POISONED = 77
-"""The exit status of a process that ended itself, since its CUDA context can no longer be used."""
+"""The exit status of a process that ended itself because its CUDA context can't be used any more."""
 CANNOT = 2
-"""The exit status of a process that can't run here at all: no GPU, say."""
+"""The exit status of a process that can't run here at all, for example without a GPU."""
 PATH_VARIABLE, ITEM_VARIABLE = "KVBLOCKS_SESSION_RESULTS", "KVBLOCKS_SESSION_ITEM"
-"""They tell an item's processes where results are written, and the item's name."""
+"""Environment variables that tell an item's processes where to write results, and the item's name."""
 LOG_BYTES = 8 << 20
-"""What is kept of the log: its end."""
+"""How many bytes of the log's end are kept."""
 _POLL_S = 0.05
 _SET_DEATH_SIGNAL = 1
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something to run. command: in it "{out}" stands for the folder of results, "{part}" for the process's number.
+    """Something to run. command: may contain "{out}" for the folder of results, and "{part}" for the process's number.
 
-    limit_s: for the whole item; least_s: it isn't begun with less time left. case_limit_s: for one of its cases. parts:
-    processes at a time; each takes its share of the cases. is_needed: without it, nothing else is worth running.
+    limit_s: the time limit of the whole item; least_s: it isn't begun with less time left. case_limit_s: the time limit
+    of one case. parts: how many processes run at a time, each with its share of the cases. is_needed: whether nothing
+    else is worth running without it.
     """
 
     name: str
@@ -72,7 +73,10 @@ class Session:
         self.results = Results(out / "results.jsonl")
 
     def run(self, items: Sequence[Item]) -> int:
-        """Run what isn't done. Return the exit status: 0 if all is right, CANNOT if a needed item can't run, else 1."""
+        """Run what isn't done.
+
+        Return the exit status: 0 if everything is right, CANNOT if a needed item can't run, else 1.
+        """
         done = self.results.done_items()
         for item in items:
             if item.name in done:

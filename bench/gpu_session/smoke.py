@@ -1,4 +1,4 @@
-"""The item `smoke`: every entry of the launch table, and every option of the kernels, once against float64.
+"""The item `smoke`: checks every entry of the launch table and every option of the kernels once against float64.
 
 Each case is a small call of one kernel. The first call of a process compiles it, so several processes share the cases.
 """
@@ -58,7 +58,7 @@ def kernels() -> "list[tuple[str, Workload, Contestant]]":
 
 
 def smokes() -> Iterator[Smoke]:
-    """What matters most comes first: heads of 128 in bf16, then other sizes and dtypes, then options and pages."""
+    """Yield the most important first: heads of 128 in bf16, then other sizes and dtypes, then options and pages."""
     known = kernels()
     dtypes = {"bf16": (torch.bfloat16, False), "e4m3": (torch.bfloat16, True), "fp16": (torch.float16, False)}
     dtypes["fp32"] = (torch.float32, False)
@@ -77,7 +77,7 @@ def smokes() -> Iterator[Smoke]:
 
 
 def cases(*, is_rehearsal: bool) -> Iterator[Case]:
-    """On the GPU all; in Triton's interpreter one call of each kernel, shrunk."""
+    """Yield all cases on the GPU, or one shrunk call of each kernel in Triton's interpreter."""
     from bench.attention.cases import shrink
 
     device = torch.device("cpu" if is_rehearsal else "cuda")

@@ -1,13 +1,13 @@
-"""Search, insertion and hit of mlx-lm's prompt cache and ours, side by side.
+"""Compares search, insertion and hit of mlx-lm's prompt cache and ours.
 
     .venv-mlx/bin/python -m bench.mlx [--tokens 1000 10000 100000] [--rounds N] [--json FILE]
 
 A cache holds one prompt of N tokens of random KV: 4 layers, 2 KV heads of 64, float16, 2 KB a token.
 
 - search: an unknown prompt of N tokens, and one that was edited at 90 %. mlx-lm's search for the edited one looks at
-  every token behind the edit. A hit's copy is not counted here: its arrays are not computed.
+  every token after the edit. A hit's copy doesn't count here, since its arrays are not computed.
 - hit: the prompt and one more token, whose KV is written, which is when mlx-lm's copy is made.
-- insert: 512 tokens behind the prompt, as a turn of a chat adds them.
+- insert: 512 tokens after the prompt, as added by a turn of a chat.
 
 The contestants take turns; the minimum, median and maximum of the rounds are printed. What it doesn't show: a GPU, a
 model, and a large model's KV.
@@ -41,7 +41,7 @@ def make_kv(number: int) -> list[Any]:
 
 
 def go_on(found: tuple[Any, list[int]]) -> None:
-    """Write the KV of one token behind what was found."""
+    """Write the KV of one token after what was found."""
     row = mx.zeros((1, HEADS, 1, SIZE), mx.float16)
     mx.eval([cache.update_and_fetch(row, row) for cache in found[0]])
 

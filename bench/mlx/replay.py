@@ -3,10 +3,10 @@
     .venv-mlx/bin/python -m bench.mlx.replay TRACE [--users 1 2 4] [--gb 16 32 64] [--requests N] [--json FILE]
 
 TRACE: sessions with block ids, as `kvblocks replay` reads them (docs/replay.md); blocks stand for tokens. Each user has
-sessions one after another; users take turns by the times of the trace. What a request keeps is what mlx-lm's server
-keeps: the end of its prompt if a user wrote the last message (it follows an end of turn), and the end of its answer.
-The answer's blocks are those that the session's next prompt has there, if that goes on from it. A model with recurrent
-states can go on only from such ends.
+sessions one after another; users take turns by the times of the trace. A request keeps what mlx-lm's server keeps: the
+end of its prompt if a user wrote the last message (it follows an end of turn), and the end of its answer. The answer's
+blocks are those that the session's next prompt has there, if it continues the answer. A model with recurrent states can
+only continue from such ends.
 
 mlx-lm's is the real `LRUPromptCache`, with objects that have the bytes of a prompt cache of this length and can't be
 trimmed; once with its default of 10 prompts, and once with memory as the only bound. Ours is the `PrefixCache` that
@@ -46,7 +46,10 @@ BLOCK = 64
 
 @dataclass
 class Request:
-    """ids: of the prompt's blocks. end: with the answer's. is_turn: whether a user wrote the last message."""
+    """ids: the ids of the prompt's blocks. end: those with the answer's.
+
+    is_turn: whether a user wrote the last message.
+    """
 
     time: float
     num_tokens: int
@@ -116,13 +119,13 @@ def interleave(path: Path, users: int, first: int, most: int) -> list[Request]:
 
 
 class Theirs:
-    """mlx-lm's own. max_size: of prompts."""
+    """mlx-lm's own cache. max_size: the most prompts."""
 
     def __init__(self, sizes: Sizes, max_bytes: int, max_size: int) -> None:
         self.sizes, self.cache = sizes, LRUPromptCache(max_size=max_size, max_bytes=max_bytes)
 
     def num_found(self, ids: list[int]) -> int:
-        """Return how many of the blocks need no computing."""
+        """Return how many of the blocks needn't be computed."""
         found, rest = self.cache.fetch_nearest_cache("m", ids)
         return 0 if found is None else len(ids) - len(rest)
 
@@ -141,7 +144,7 @@ class Ours:
         self.next_id = 0
 
     def num_found(self, ids: list[int]) -> int:
-        """Return how many of the blocks need no computing."""
+        """Return how many of the blocks needn't be computed."""
         return self.index.match_prefix(ids).last_payload[0]
 
     def insert(self, ids: list[int], kind: str) -> None:
@@ -175,7 +178,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3.6-27b")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--gb", type=float, nargs="+", default=[16.0, 32.0, 64.0])
-    parser.add_argument("--first", type=int, default=200, help="the first session")
+    parser.add_argument("--first", type=int, default=200, help="number of the first session to replay")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The peers: a driver each, over the peer's own public calls. A peer that isn't installed is left out, and named."""
+"""The drivers of the peers, by the peers' own public calls. A peer that isn't installed is named and left out."""
 
 import importlib
 

@@ -1,1 +1,1 @@
-"""What policies are worth on workloads: hit rates, not times."""
+"""The benefit of policies on workloads, as hit rates, not times."""

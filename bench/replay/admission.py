@@ -41,7 +41,7 @@ RULES: tuple[tuple[StoreWhen, int | None], ...] = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rule's result: shares of the blocks asked for. wear: blocks written for each one loaded."""
+    """A rule's result: shares of the requested blocks. wear: blocks written for each block loaded."""
 
     store: str
     min_store_tokens: int | None

@@ -1,4 +1,4 @@
-"""What a quota does for fairness: three modest tenants and a greedy one on a pool that they compete for.
+"""How a quota helps fairness: three modest tenants and a greedy one compete for a pool.
 
     python -m bench.replay.fairness [--json] [--quota N]
 
@@ -35,7 +35,7 @@ GREEDY_TOKENS, GREEDY_ANSWER_TOKENS, GREEDY_REQUESTS = 1024, 16, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a scenario, after its warm-up.
+    """The results of a scenario after its warm-up.
 
     hit_rate, hit_rates: of the modest tenants, together and each, by tokens. num_lost_blocks: how many of their cached
     blocks were evicted. num_greedy_requests: how many the greedy tenant finished. max_greedy_blocks: the most blocks

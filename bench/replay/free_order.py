@@ -1,4 +1,4 @@
-"""Compares orders of reuse: empty blocks first, or all by last use; one copy of a prefix, or all that were computed.
+"""Compares orders of reuse: empty blocks first or all blocks by last use, and one copy of a prefix or all copies.
 
     python -m bench.replay.free_order [--blocks 320] [--families 24] [--requests N] [--at-once 8] [--seeds N …]
                                       [--json FILE]
@@ -34,7 +34,7 @@ COPIES = ("one copy", "all copies")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the requests. computed_tokens: tokens of prompts that were not hit."""
+    """The results of all requests. computed_tokens: tokens of prompts that were not hit."""
 
     seed: int
     order: str

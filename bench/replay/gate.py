@@ -1,4 +1,4 @@
-"""What a session gate is worth: sessions' delays on servers that take time, beside no gate, caps and an infinite cache.
+"""The benefit of a session gate: sessions' delays on modelled servers, beside no gate, caps, and an infinite cache.
 
     python -m bench.replay.gate TRACE [--kind sessions|mooncake] [--pool 1000000] [--host 0] [--servers 8B 70B]
         [--gaps agents recorded] [--loads 1 0.5] [--seeds 1 2 3] [--caps 6 8 ...] [--made-up SEED] [--json FILE]
@@ -48,7 +48,7 @@ SERVERS = {
     "70B": ServerModel(prefill_rate=3_000, decode_step_s=0.025, read_s=2.5e-8, load_rate=61_000),
 }
 GAPS = {"agents": (60.0, 2.0), "recorded": (np.inf, np.inf)}
-"""By name, the longest pause, and the longest after any reason but a tool call."""
+"""By name: the longest pause, and the longest pause after any reason but a tool call."""
 USERS = {"agents": (4, 6, 8, 12, 16, 24), "recorded": (12, 16, 24, 32, 48, 64, 96)}
 CAPS = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 _UNKNOWN_S = 10.0  # a call whose time the trace doesn't have
@@ -57,7 +57,7 @@ _STAGGER_S, _BETWEEN_S = 20.0, 5.0
 
 
 class ClosedRun(ServedRun):
-    """So many users: each begins another session a little after the last one has ended."""
+    """A run with a fixed number of users. Each begins another session a little after the last one has ended."""
 
     def __init__(self, num_users: int, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -110,7 +110,7 @@ def beginnings(trace: Trace, per_hour: float, seed: int) -> Numbers:
 
 
 def chain(trace: Trace) -> Trace:
-    """Return a trace without sessions with sessions: a request continues the last one whose blocks begin its own."""
+    """Add sessions to a trace without any: a request continues the last one whose blocks begin its own."""
     ends: dict[tuple[int, int], int] = {}
     sessions = np.zeros(trace.num_requests, np.int64)
     num_sessions = 0
@@ -136,7 +136,7 @@ def chain(trace: Trace) -> Trace:
 
 
 def made_up(trace: Trace, seed: int) -> Trace:
-    """Return as many made-up sessions, of the same distributions, as a check on traces that weren't looked at.
+    """Return equally many synthetic sessions of the same distributions, to check on a trace that nothing was tuned for.
 
     Drawn independently from the trace: how many requests a session has; its first request; and for each further one, a
     request of the trace that isn't a first one: which share of the prompt before it begins its own, how many blocks and
@@ -195,7 +195,7 @@ class Bench:
         self.thinks = pauses(trace, gaps)
 
     def run(self, starts: Numbers, entrance: str) -> Served:
-        """Return what came of a run."""
+        """Return the results of a run."""
         model = SERVERS[self.server]
         return ServedRun(self.trace, (starts, self.thinks), self.num_blocks, entrance, model, self.host_blocks).run()
 
@@ -243,10 +243,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--kind", choices=("sessions", "mooncake"), default="sessions")
     parser.add_argument("--sessions", help="FROM:TO: only these, counted from 0")
-    parser.add_argument("--made-up", type=int, help="a seed: made-up sessions of the trace's distributions instead")
-    parser.add_argument("--pool", type=int, default=1_000_000, help="tokens")
+    parser.add_argument(
+        "--made-up", type=int, help="a seed: replay made-up sessions of the trace's distributions instead"
+    )
+    parser.add_argument("--pool", type=int, default=1_000_000, help="tokens of the pool")
     parser.add_argument("--host", type=int, default=0, help="tokens of a host tier")
-    parser.add_argument("--speed", type=float, default=1.0, help="of Mooncake's clock")
+    parser.add_argument("--speed", type=float, default=1.0, help="speed-up of Mooncake's clock")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=[*SERVERS])
     parser.add_argument("--gaps", nargs="+", choices=GAPS, default=[*GAPS])
     parser.add_argument("--loads", nargs="+", type=float, default=[1.0, 0.5])

@@ -1,4 +1,4 @@
-"""What a host tier is worth: hit rates of a trace over sizes of the device's pool and of the host's memory.
+"""The benefit of a host tier: hit rates of a trace by the sizes of the device's pool and of the host's memory.
 
     python -m bench.replay.host_sizes TRACE [--sessions FROM:TO] [--block-size N] [--device 1% 2% …] [--host 0 5% …]
         [--policy lru] [--arrivals recorded|SECONDS] [--json FILE] [--picture FILE.png]
@@ -23,7 +23,7 @@ from kvblocks.replay.trace import Trace, arrival_times, think_times
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a pair of sizes. Shares are of the trace's unique blocks, rates of all prompts' blocks."""
+    """The results for a pair of sizes. Shares are of the trace's unique blocks, rates of all prompts' blocks."""
 
     num_blocks: int
     share: float

@@ -1,4 +1,4 @@
-"""What KV-cache groups do for a model with windows: hit rate and memory of a Gemma-3-shaped model, with and without.
+"""The benefit of KV-cache groups for a model with windows: hit rate and memory of a Gemma-3-shaped model.
 
     python -m bench.replay.hybrid [--trace FILE] [--requests N] [--gib 8 32] [--json FILE]
 
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trace. Rates are shares of the prompts' tokens.
+    """The results for a trace. Rates are shares of the prompts' tokens.
 
     hit_rate: tokens that were cached when their request first started. limited_rate: tokens that the full-attention
     group had cached at a start, but a window had not. mean_running: how many sequences ran on average.
@@ -190,7 +190,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--requests", type=int, default=None, help="of the trace; default: all, or 400 without a trace")
+    parser.add_argument(
+        "--requests", type=int, default=None, help="requests of the trace (default: all; 400 without a trace)"
+    )
     parser.add_argument("--gib", type=float, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What `eviction="sessions"` is worth: hit rates of a trace with sessions, beside other policies and the known future.
+"""The benefit of `eviction="sessions"`: hit rates of a trace with sessions, compared with other policies and optima.
 
     python -m bench.replay.sessions TRACE [--sessions 200:355] [--block-size 512] [--worlds ...] [--json FILE]
 
@@ -52,7 +52,10 @@ EVERY = (*POLICIES, NEXT, KNOWN)
 
 
 class KnownNext:
-    """Evicts what a session's next request lacks, then what comes back last. times: of each session's requests."""
+    """Evicts what a session's next request lacks, then what comes back last.
+
+    times: when each session's requests come.
+    """
 
     def __init__(self, cache: CacheView, times: dict[Hashable, list[float]]) -> None:
         self.cache, self.times = cache, times
@@ -110,7 +113,7 @@ class KnownNext:
 
 
 def hit_rate(trace: Trace, world: str, policy: str, num_blocks: int) -> float:
-    """Return which share of the references hits. policy: one of POLICIES, NEXT (in one order only) or KNOWN."""
+    """Return the share of references that hit. policy: one of POLICIES, NEXT (in one order only) or KNOWN."""
     mean_s, waits, is_closed = WORLDS[world]
     arrivals, thinks = arrival_times(trace, mean_s, 1), think_times(trace)
     if policy == KNOWN:
@@ -129,7 +132,7 @@ def hit_rate(trace: Trace, world: str, policy: str, num_blocks: int) -> float:
 
 
 def gap_of(rates: dict[str, float]) -> float | None:
-    """Return how far "sessions" gets from "lru-drop" to "known next", as a share; None: it isn't known."""
+    """Return how far "sessions" gets from "lru-drop" to "known next", as a share; None if unknown."""
     if not {"lru-drop", "sessions", NEXT} <= rates.keys() or rates[NEXT] <= rates["lru-drop"]:
         return None
     return (rates["sessions"] - rates["lru-drop"]) / (rates[NEXT] - rates["lru-drop"])

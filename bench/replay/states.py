@@ -1,4 +1,4 @@
-"""What ways to keep recurrent states hit, for models and traces as they are.
+"""Compares the hit rates of ways to keep recurrent states, for real models and traces.
 
     python -m bench.replay.states TRACE --model qwen3-next --gb 20 60 [--sessions FROM:TO] [--processes N] [--json FILE]
 
@@ -40,13 +40,13 @@ MODELS = {
     # 6 layers of 8 KV heads of 64; 10 short convolutions of 2048 channels that keep 2 inputs
     "lfm2": StateModel(6 * 2 * 8 * 64 * 2, 10 * 2 * 2048 * 2),
 }
-"""Sizes by the models' default configurations, in bf16 where nothing else is said."""
+"""Sizes by the models' default configurations, in bf16 unless stated otherwise."""
 
 TEXT_BLOCK, PIECE = 16, 4  # tokens in a block of a text trace, characters in a token
 
 
 def read(path: Path) -> Trace:
-    """Return the trace of a file, also of one with texts."""
+    """Read the trace in a file, which may contain texts."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         first = json.loads(file.readline())
@@ -70,7 +70,7 @@ def main(arguments: Items[str] | None = None) -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--gb", type=float, nargs="+", default=[20.0, 60.0])
-    parser.add_argument("--sessions", help="FROM:TO: only these")
+    parser.add_argument("--sessions", help="FROM:TO: only these sessions")
     parser.add_argument("--processes", type=int, default=None, help="default: one for each core")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)

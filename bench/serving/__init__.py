@@ -1,1 +1,1 @@
-"""What prefix caching does for a server's clients."""
+"""The benefit of prefix caching for a server's clients."""

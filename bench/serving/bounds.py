@@ -1,12 +1,13 @@
-"""What hostile clients cost all others: `kvblocks serve`, alone and under each attack of bench.serving.hostile in turn.
+"""What hostile clients cost others: `kvblocks serve` alone, and under each attack of bench.serving.hostile in turn.
 
     python -m bench.serving.bounds   # --json FILE, --rounds N, --clients N, --pause S, --attacks "tiny chunks,digits"
 
 In each turn, small chats of two tokens come one after another, each on a new connection, and so does a question for
-/health every 50 ms. In a quiet turn that is all. In a loud turn, a process of its own makes an attack meanwhile: most
-with `--clients` clients (8), each again `--pause` seconds (1) after its answer. After every few loud turns comes a
-quiet one, since other work on the machine changes from minute to minute. Kept are, of each turn, the times to first
-token, all that failed, the slowest /health and the server's resident memory; of loud turns what the attackers saw.
+/health every 50 ms. In a quiet turn that is all. In a loud turn, another process makes an attack at the same time: most
+attacks have `--clients` clients (8), each of which tries again `--pause` seconds (1) after its answer. After every few
+loud turns comes a quiet one, since other work on the machine changes from minute to minute. For each turn the bench
+keeps the times to first token, all failures, the slowest /health and the server's resident memory, and for loud turns
+what the attackers saw.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from bench.serving.hostile_bodies import CHAT
 from bench.serving.process import served
 
 LEAST_CHATS, LEAST_S, TURN_S = 5, 3.0, 20.0
-"""A turn ends after so many small chats and seconds, or after TURN_S."""
+"""A turn ends after LEAST_CHATS small chats and LEAST_S seconds, or after TURN_S."""
 QUIET_EVERY = 6
 TIMEOUT_S = 60.0
 HEALTH_S = 0.05
@@ -40,7 +41,7 @@ MAX_TTFT_RATIO, MAX_HEALTH_S, MAX_MORE_MB = 3.0, 0.2, 500.0
 
 @dataclass(frozen=True)
 class Clients:
-    """The clients of an attack that doesn't have a number of its own, and how long each waits after an answer."""
+    """The number of clients of an attack that doesn't set its own, and how long each waits after an answer."""
 
     number: int
     pause_s: float
@@ -53,7 +54,7 @@ def resident_mb(pid: int) -> float:
 
 
 async def small_chat(http: httpx2.AsyncClient, number: int) -> float | None:
-    """Ask for two tokens, and return the time to the first; None if there was no answer. Each prompt is another one."""
+    """Ask for two tokens, and return the time to the first one; None without an answer. Each prompt is different."""
     body = {"messages": [{"role": "user", "content": f"{number}: hello"}], "max_tokens": 2, "stream": True}
     start_s = time.perf_counter()
     try:
@@ -70,7 +71,7 @@ async def small_chat(http: httpx2.AsyncClient, number: int) -> float | None:
 
 
 async def watch(http: httpx2.AsyncClient, pid: int, seen: dict[str, Any]) -> None:
-    """Ask /health, and look at the memory, until it is cancelled."""
+    """Request /health and read the memory, until it is cancelled."""
     while True:
         start_s = time.perf_counter()
         try:
@@ -85,7 +86,7 @@ async def watch(http: httpx2.AsyncClient, pid: int, seen: dict[str, Any]) -> Non
 
 @asynccontextmanager
 async def under_attack(url: str, name: str, clients: Clients) -> AsyncIterator[dict[str, int]]:
-    """Have a process make an attack, from the beginning to the end. Gives its outcomes, filled in at the end."""
+    """Context manager in which a process makes an attack. Yields its outcomes, which are filled in at the end."""
     command = ["-m", "bench.serving.hostile", url, name, str(clients.number), str(clients.pause_s)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe)
@@ -105,7 +106,7 @@ async def under_attack(url: str, name: str, clients: Clients) -> AsyncIterator[d
 
 
 async def turn(url: str, pid: int, name: str | None, clients: Clients, first: int) -> dict[str, Any]:
-    """Run a turn, quiet (name None) or loud. first: a number that no earlier chat had. Returns what was seen."""
+    """Run a turn, quiet (name None) or loud. first: the first unused chat number. Returns what was seen."""
     if name is not None:
         async with under_attack(url, name, clients) as outcomes:
             seen = await turn(url, pid, None, clients, first)

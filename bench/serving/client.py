@@ -15,7 +15,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass
 class Answer:
-    """One answer. Times in seconds on one clock: of asking, of each token, of the end."""
+    """One answer, with the times of the request, of each token, and of the end, in seconds on one clock."""
 
     asked_s: float
     token_s: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a workload: the answers of each conversation, and the server's counters over it."""
+    """The results of a workload: the answers of each conversation, and the server's counters for it."""
 
     answers: tuple[tuple[Answer, ...], ...]
     seconds: float
@@ -53,7 +53,7 @@ class Outcome:
 
 
 async def drive(url: str, workload: Workload) -> Outcome:
-    """Run a workload against the server at `url`, whose cache is emptied before. Raises RuntimeError for an error."""
+    """Run a workload against the server at `url`, after emptying its cache. Raises RuntimeError for an error."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx2.Timeout(TIMEOUT_S)
     async with httpx2.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False) as http:

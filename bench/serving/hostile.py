@@ -2,8 +2,8 @@
 
     python -m bench.serving.hostile URL "tiny chunks" 8 1.0    # clients, and their pause in seconds
 
-makes an attack again and again, from when it prints "begun" until its standard input ends. Then it prints how often
-each outcome came, as JSON.
+repeats an attack from when it prints "begun" until its standard input ends. Then it prints how often each outcome came,
+as JSON.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True)
 class Server:
-    """Where the attacked server is, until when, and what has come of the attack so far. pause_s: between two tries."""
+    """The attacked server, when the attack ends, and its outcomes so far. pause_s: the pause between two tries."""
 
     host: str
     port: int
@@ -62,10 +62,10 @@ Attempt = Callable[[Server], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Attack:
-    """So many clients try something again and again. num_clients: None: as many as the bench is told.
+    """An attack that clients repeat. num_clients: None for the number that the bench is given.
 
-    leaves_room: whether others' chats must be answered meanwhile. is_new: the bounds that it tests came later than
-    those of the others.
+    leaves_room: whether others' chats must be answered meanwhile. is_new: whether the bounds that it tests came later
+    than those of the others.
     """
 
     attempt: Attempt
@@ -81,7 +81,7 @@ def post(path: str, body: bytes, *headers: bytes) -> bytes:
 
 
 async def outcome_of(reader: asyncio.StreamReader) -> str:
-    """Return the status of the next answer, and an error's code. The rest of a stream is left."""
+    """Return the status of the next answer, and an error's code. The rest of a stream isn't read."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -95,7 +95,7 @@ async def outcome_of(reader: asyncio.StreamReader) -> str:
 
 
 async def send(server: Server, request: bytes) -> str:
-    """Send bytes as fast as it goes, and return what was answered."""
+    """Send bytes as fast as possible, and return the outcome."""
     async with server.connect() as (reader, writer):
         writer.write(request)
         return await outcome_of(reader)
@@ -107,7 +107,7 @@ async def send_body(server: Server, path: str, make: Callable[[], bytes]) -> str
 
 
 async def stream(server: Server, head: bytes, part: bytes, rate: float) -> str:
-    """Send a head, and then the same part over and over, so many bytes a second, until the server answers or closes."""
+    """Send a head, then the same part repeatedly at `rate` bytes per second, until the server answers or closes."""
     async with server.connect() as (reader, writer):
         writer.write(head)
         answer = asyncio.create_task(outcome_of(reader))
@@ -140,7 +140,7 @@ async def hold(server: Server, sent: bytes) -> str:
 
 
 async def read_nothing(server: Server) -> str:
-    """Ask for much, and never read it."""
+    """Ask for a lot, and never read it."""
     async with server.connect() as (_, writer):
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write((_GET % b"/metrics" + b"\r\n") * 8)
@@ -149,7 +149,7 @@ async def read_nothing(server: Server) -> str:
 
 
 async def go_away(server: Server, *, reset: bool) -> str:
-    """Ask for a long answer, and go away while it is generated."""
+    """Ask for a long answer, and disconnect while it is generated."""
     body = b'{"prompt": "hello", "max_tokens": 500, "ignore_eos": true, "stream": true}'
     async with server.connect() as (reader, writer):
         writer.write(post("/v1/completions", body))

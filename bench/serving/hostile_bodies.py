@@ -8,7 +8,7 @@ NUM_CHARS = 3_900_000
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Bodies = dict[str, tuple[str, Callable[[], bytes]]]
-"""By name: the path that a body goes to, and what makes it."""
+"""For each name, the path that a body goes to, and the function that makes it."""
 
 
 def chat_of(content: Any, **more: Any) -> bytes:

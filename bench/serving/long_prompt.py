@@ -1,15 +1,15 @@
-"""What a long prompt costs short chats behind it, what that costs the long prompt, and what all of it costs in sum.
+"""The cost of a long prompt for short chats after it, their cost for the long prompt, and the cost of both together.
 
     python -m bench.serving.long_prompt      # --chunk N, --chats N, --rounds N, --json FILE
 
 Two engines answer the same requests: one computes whole steps of the long prompt until it is done ("before"), the other
-as `kvblocks serve` does, by layers ("after"). Times are processor time of each engine's own steps, so they hardly show
-who else uses the machine. The engine that has used less of it goes next. A chat may come in the middle of a step, and
-waits for its end, as in the server. Chats come alone, then behind the long prompt, then one of them; then the long
-prompt is alone.
+as `kvblocks serve` does, by layers ("after"). Times are processor time of each engine's own steps, so other users of
+the machine hardly matter. The engine that has used less goes next. A chat may come in the middle of a step, and waits
+for its end, as in the server. Chats come alone, then behind the long prompt, then one of them; then the long prompt is
+alone.
 
-Many chats behind the long prompt cost more than one: "before" answers all of them at the end, in one batch, and "after"
-answers each when it comes, in steps of a few tokens. So it prints what a token behind the first one takes, too.
+Many chats after the long prompt cost more than one: "before" answers all of them at the end, in one batch, and "after"
+answers each when it comes, in steps of a few tokens. So the bench also prints the time of a token after the first one.
 
 Not shown: HTTP and the event loop, a GPU, several long prompts at once.
 """
@@ -35,7 +35,7 @@ NAMES = ("before", "after")
 
 
 class WholeSteps(LongPrompts):
-    """No turns: a long prompt takes what is left of each step, as many as there are."""
+    """No turns: long prompts, however many there are, take what is left of each step."""
 
     def begin_step(self, running: list[Any], *_: object, **__: object) -> list[Any]:
         """As `LongPrompts`."""
@@ -113,7 +113,7 @@ def run(contestants: dict[str, Contestant], asked: Sequence[Asked]) -> dict[str,
 
 
 def measure(model: LoadedModel, sizes: Sizes, chunk: int, num_rounds: int) -> list[dict[str, Any]]:
-    """Run all cases so many times, and return a row for each case."""
+    """Run all cases `num_rounds` times, and return a row for each case."""
     contestants = {}
     for name in NAMES:
         num_blocks = (sizes.num_long_tokens + sizes.num_chats * (sizes.num_chat_tokens + sizes.max_tokens)) // 16 + 99
@@ -151,9 +151,9 @@ def cases(sizes: Sizes, vocab_size: int, seed: int) -> dict[str, list[Asked]]:
 
 
 def row_of(case: str, rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return a case's numbers: of chats, TTFT and seconds a token behind the first one; TTFT of the long prompt.
+    """Return a case's numbers: TTFT of chats and seconds per token after the first one, and TTFT of the long prompt.
 
-    And tokens a second, prompts' tokens included.
+    Also tokens per second, including the tokens of prompts.
     """
     row: dict[str, Any] = {"case": case}
     for name in NAMES:
@@ -171,12 +171,12 @@ def has_long(case: str) -> bool:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the least, the median and the greatest of at least one value."""
+    """Return the minimum, median and maximum of at least one value."""
     return f"{min(values):.2f} / {statistics.median(values):.2f} / {max(values):.2f}"
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table: seconds and tokens a second, least / median / most."""
+    """Print a table: seconds and tokens per second, minimum / median / maximum."""
     alone = statistics.median(rows[0]["after"]["chat_ttft_s"])
     for row in rows:
         print(f"\n{row['case']}")
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.serving.long_prompt", description="Short chats behind a long prompt.")
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
     parser.add_argument(
-        "--chunk", type=int, default=CPU_CHUNK_TOKENS, help="a step computes as much as so many tokens of a prompt"
+        "--chunk", type=int, default=CPU_CHUNK_TOKENS, help="tokens of a prompt whose work a step may take"
     )
     parser.add_argument("--chats", type=int, default=Sizes.num_chats)
     parser.add_argument("--gap", type=float, default=Sizes.gap_s, help="seconds between two chats")

@@ -1,11 +1,11 @@
-"""What caching costs where nothing can be shared: two engines in one process, without it and with it, in turns.
+"""The cost of caching where nothing can be shared: two engines in one process, without and with it, in turns.
 
-No two prompts share a prefix, so caching has no benefit here and must cost almost nothing. Both engines have
-the same weights and get the same requests. They take turns step by step, so that other work on the machine disturbs
-both alike. A round's ratio compares the sums of their times. Forward passes, computed tokens and preemptions are
-counted too, since noise can't change them. Caching changes only the time that an engine spends outside of the model. So
-that time is also measured alone, and the difference is given as a share of the whole. It can be seen even when it is
-smaller than the noise of the whole.
+No two prompts share a prefix, so caching has no benefit here and must cost almost nothing. Both engines have the same
+weights and get the same requests. They take turns step by step, so that other work on the machine disturbs both alike.
+A round's ratio compares the sums of their times. Forward passes, computed tokens and preemptions are also counted,
+since noise can't change them. Caching only changes the time that an engine spends outside of the model. So that time is
+also measured separately, and the difference is given as a share of the whole, which shows even differences smaller than
+the noise of the whole.
 """
 
 import gc
@@ -34,8 +34,8 @@ NAMES = ("without", "with")
 class Case:
     """Requests that have nothing in common. One comes every `gap_steps` steps; 0: all come at once.
 
-    prompt_tokens, max_tokens: the fewest and the most. num_blocks: of each engine's pool. num_batched_tokens: the most
-    that a step computes. is_pressed: whether the pool is too small for the requests that run.
+    prompt_tokens, max_tokens: the minimum and the maximum. num_blocks: the blocks of each engine's pool.
+    num_batched_tokens: the most tokens of a step. is_pressed: whether the pool is too small for the running requests.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def about(self) -> str:
-        """What it is, in words."""
+        """A description in words."""
         (shortest, longest), (fewest, most) = self.prompt_tokens, self.max_tokens
         arrival = {0: "all at once", 1: "one a step"}.get(self.gap_steps, f"one every {self.gap_steps} steps")
         return (
@@ -127,7 +127,7 @@ class Contestant:
         return True
 
     def outcome(self) -> dict[str, Any]:
-        """Return what came of the round. Raises RuntimeError if a request failed."""
+        """Return the results of the round. Raises RuntimeError if a request failed."""
         failed = [generation.error for generation in self._generations if generation.error is not None]
         if failed:
             raise RuntimeError(f"expected answers, got {failed[0]!r}")
@@ -236,7 +236,7 @@ def measure_overhead(
 
 
 def is_noisy(row: dict[str, Any]) -> bool:
-    """Whether the rounds differ by more than the loss that is allowed. Then the times alone prove nothing."""
+    """Whether the rounds differ by more than the allowed loss, so that the times alone prove nothing."""
     return bool(row["ratio_most"] - row["ratio_least"] > MAX_LOSS)
 
 

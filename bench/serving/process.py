@@ -1,4 +1,4 @@
-"""A server of its own for a bench to ask."""
+"""Starts a server for a bench."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def served(model: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """A `kvblocks serve` on a free port: its URL and its process id. It is stopped at the end."""
+    """Start `kvblocks serve` on a free port, yield its URL and process id, and stop it at the end."""
     command = [sys.executable, "-m", "kvblocks", "serve", "--model", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -1,13 +1,13 @@
-"""What prefix caching does for a server's clients: the same requests to a server without it, and to one with it.
+"""The benefit of prefix caching for a server's clients: the same requests to a server without it and to one with it.
 
     python -m bench.serving                          # on a GPU, if torch finds one
     python -m bench.serving --model llama-3.2-1b     # random weights in that model's shape
 
 Starts `kvblocks serve` twice, and drives both over HTTP with streaming clients, one after the other. Both are
-deterministic, so their greedy answers must be the same, token for token. A CPU can't answer 8 requests a second, with
-caching or without. So requests arrive `--cpu-scale` times more rarely there, at a rate that is printed, but for those
-of "full rate". On a GPU all arrive at the full rate, and there are more of them. The last runs share nothing: there
-caching must cost nothing (`bench.serving.overhead`).
+deterministic, so their greedy answers must be the same, token for token. A CPU can't answer 8 requests per second, with
+or without caching. So requests arrive `--cpu-scale` times less often there, at a rate that is printed, except those of
+"full rate". On a GPU all arrive at the full rate, and there are more of them. In the last runs nothing can be shared,
+and caching must cost nothing (`bench.serving.overhead`).
 """
 
 import argparse
@@ -38,10 +38,10 @@ MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
 
 
 def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
-    """Run a workload on the servers without and with caching, and return what both gave.
+    """Run a workload on the servers without and with caching, and return both results.
 
-    Where no gain is expected, each server has two turns, in the order ABBA. So a machine that gets slower or faster in
-    the meantime favours neither.
+    If no gain is expected, each server has two turns, in the order ABBA, so that a machine that becomes slower or
+    faster favors neither.
     """
     order = ("without", "with") if workload.shares else ("without", "with", "with", "without")
     runs: dict[str, list[Outcome]] = {"without": [], "with": []}
@@ -65,7 +65,7 @@ def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the numbers of one server's runs of a workload. The first request, which finds nothing, is apart.
+    """Return the numbers of one server's runs of a workload. The first request, which finds nothing, is separate.
 
     Tokens computed are, for each lookup, the tokens that weren't cached, and all but the last of those generated until
     the next lookup. A request that is preempted while its prompt is being computed counts with its whole prompt.
@@ -109,7 +109,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def judge(row: dict[str, Any]) -> dict[str, bool]:
-    """Return which targets a workload meets: that it gains by sharing, or loses nothing where nothing is shared."""
+    """Return which targets a workload meets: gaining by sharing, or losing nothing where nothing is shared."""
     met = {"identical answers": row["is_identical"]}
     if not row["shares"]:
         met[f"TTFT p50 at most x{MAX_REGRESSION:g} of it without"] = row["ratios"]["ttft_p50_s"] * MAX_REGRESSION >= 1
@@ -137,7 +137,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def show_cost(row: dict[str, Any]) -> None:
-    """Print what caching costs a run that can't share anything."""
+    """Print the cost of caching for a run that can't share anything."""
     print(f"\n{row['run']}: {row['about']}")
     print(f"{'':<42}{'without':>12}{'with':>12}")
     for key, title in COST_ROWS:
@@ -172,14 +172,14 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1 or auto (the default: cuda if there is one)"
     )
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second, before --cpu-scale (default 8)")
-    parser.add_argument("--cpu-scale", type=float, help=f"divides the rate of arrivals ({CPU_SCALE:g}; on a GPU 1)")
-    parser.add_argument("--max-tokens", type=int, help="generated for each request (16; on a GPU 128)")
-    parser.add_argument("--kv-cache-memory", help="of each server, such as 2GiB (512 MB; on a GPU 8GiB)")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests per second, before --cpu-scale (default 8)")
+    parser.add_argument("--cpu-scale", type=float, help=f"divide --rate by this ({CPU_SCALE:g}; on a GPU 1)")
+    parser.add_argument("--max-tokens", type=int, help="tokens generated for each request (16; on a GPU 128)")
+    parser.add_argument("--kv-cache-memory", help="each server's KV cache, such as 2GiB (512 MiB; on a GPU 8GiB)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"of runs that share nothing ({NUM_ROUNDS})")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"independent runs ({NUM_ROUNDS})")
     parser.add_argument("--workloads", default="", help="names, separated by commas; all by default")
-    parser.add_argument("--quick", action="store_true", help="a few short requests: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="a few short requests: only checks that it runs")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--plot", type=Path, help="draw the times to first token (PNG; needs kvblocks[bench])")
     given = parser.parse_args(arguments)
@@ -205,7 +205,7 @@ def choose_sizes(given: argparse.Namespace) -> tuple[Sizes, tuple[Case, ...]]:
 
 
 def server_flags(folder: Path, given: argparse.Namespace, num_blocks: int | None) -> tuple[str, ...]:
-    """Return the arguments of a server with caching, but for its port."""
+    """Return the arguments of a server with caching, except its port."""
     flags = ["--deterministic", "--threads", str(given.threads), "--device", str(given.device)]
     if num_blocks is not None:
         flags += ["--num-blocks", str(num_blocks)]

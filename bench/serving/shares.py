@@ -1,11 +1,11 @@
-"""Where a server's time goes, without prefix caching and with it: computing prompts, decoding, or neither.
+"""Where a server's time goes with and without prefix caching: computing prompts, decoding, or neither.
 
     python -m bench.serving.shares              # --workloads "multi-turn chat,pool pressure", --model M, --json FILE
 
-Caching saves the computing of prompts, and nothing else. So how many more tokens a second it gives depends on what
-share of the time that was. This runs workloads of `bench.serving` in one process, through two engines in turn, and adds
-up the processor's time by kinds of steps. All conversations begin at once, so no time is lost to arrivals, and the next
-turn of a chat begins as soon as its answer is complete. What it does not show: HTTP, and waiting for clients.
+Caching only saves the computation of prompts, so its gain in tokens per second depends on the share of time that this
+took. This runs workloads of `bench.serving` in one process, through two engines in turn, and adds up the processor's
+time by kinds of steps. All conversations begin at once, so no time is lost to arrivals, and the next turn of a chat
+begins as soon as its answer is complete. What it does not show: HTTP, and waiting for clients.
 """
 
 import argparse
@@ -148,8 +148,10 @@ def show(row: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status: 1 if answers were different."""
     parser = argparse.ArgumentParser(prog="bench.serving.shares", description="Where a server's time goes.")
-    parser.add_argument("--model", default="smollm2", help="as of bench.serving")
-    parser.add_argument("--workloads", default="shared prefix,multi-turn chat,pool pressure", help="names, by commas")
+    parser.add_argument("--model", default="smollm2", help="as for bench.serving")
+    parser.add_argument(
+        "--workloads", default="shared prefix,multi-turn chat,pool pressure", help="names, separated by commas"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.workloads.split(",")]

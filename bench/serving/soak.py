@@ -2,12 +2,12 @@
 
     python -m bench.serving.soak --minutes 60      # --model, --clients N, --seed N, --json FILE
 
-`kvblocks serve` with a host and a disk tier, and a pool that is too small, gets requests of all kinds: answers,
-streams, samples, hostile bodies, slow heads and readers, connections that are reset in an answer, pins, resets. A life
-is the time of one server process. The first life takes half of the run, and has rests. In a rest the clients stop; when
-nothing runs any more, the server's resident memory, descriptors, threads and free blocks are read. Then come lives that
-end by kill -9 and by SIGTERM in turns. Each uses the disk folder of the one before. In every rest the same prompt is
-asked, and has to get the same answer.
+`kvblocks serve` with a host tier, a disk tier and a pool that is too small gets requests of all kinds: answers,
+streams, samples, hostile bodies, slow heads and readers, connections that are reset during an answer, pins, and resets.
+A life is the time of one server process. The first life takes half of the run, and has rests. In a rest the clients
+stop; when nothing runs any more, the server's resident memory, descriptors, threads and free blocks are read. Then come
+lives that end by kill -9 and by SIGTERM in turns. Each uses the disk folder of the previous one. In every rest the same
+prompt is sent, and must get the same answer.
 
 Nothing grows if, from the rest after a third of the first life to the last rest of that life, memory grows by at most
 MAX_MORE_MB, and descriptors and threads by at most MAX_MORE. In each rest all blocks have to be free. Linux only.
@@ -86,7 +86,7 @@ class Server:
 
 
 class Soak:
-    """One run. rests: what was read in each; problems: what shouldn't have been."""
+    """One run. rests: what was read in each rest; problems: what went wrong."""
 
     def __init__(self, model: str, seed: int, num_clients: int, disk: Path) -> None:
         self.rests: list[dict[str, Any]] = []

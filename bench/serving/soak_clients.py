@@ -1,6 +1,6 @@
 """The clients of bench.serving.soak: ordinary, slow, disconnecting, killed and hostile ones.
 
-Each does one thing after another until it is stopped, and counts what came of each.
+Each does one thing after another until it is stopped, and counts the outcomes.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _HOSTILE = {name: make for name, (_, make) in {**OLD_BODIES, **NEW_BODIES}.items
 
 
 class Clients:
-    """The clients of a run. url: of the present server. counts: how often each outcome came."""
+    """The clients of a run. url: the URL of the current server. counts: how often each outcome came."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.url = url
@@ -63,7 +63,7 @@ class Clients:
         }
 
     async def run(self, number: int, has_ended: asyncio.Event) -> None:
-        """Have so many clients do one thing after another until it has ended."""
+        """Run `number` clients, each doing one thing after another until `has_ended` is set."""
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=number)
         async with (
             httpx2.AsyncClient(timeout=_TIMEOUT_S, limits=limits, trust_env=False) as http,

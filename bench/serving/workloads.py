@@ -27,9 +27,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations that go on at the same time. shares: whether a cache has anything to find.
+    """Concurrent conversations. shares: whether a cache has anything to find.
 
-    num_blocks: the pool of the servers that are asked; None: the run's usual one.
+    num_blocks: the size of the servers' pool; None: the run's usual one.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the workloads are. rate: conversations that begin in a second.
+    """The sizes of the workloads. rate: conversations that begin per second.
 
-    A part of a field's name says of which workload it is. chats, turns: `multi_turn`. alone: `no_sharing`. mixed:
+    A part of a field's name says which workload it belongs to. chats, turns: `multi_turn`. alone: `no_sharing`. mixed:
     `mixed_lengths`. pressed: `pool_pressure`. documents, questions: `long_prompts`. full_rate: `full_rate`, whose
-    requests come as often on every machine. The others are of `shared_prefix`; most workloads use its rate and
-    max_tokens too.
+    requests come equally often on every machine. The others belong to `shared_prefix`; most workloads also use its rate
+    and max_tokens.
     """
 
     num_requests: int = 32
@@ -123,7 +123,7 @@ GPU = Sizes(
     num_questions=6,
     question_tokens=(32, 128),
 )
-"""Half a minute of requests for a workload at 8 a second. Context: 16,640 tokens."""
+"""Half a minute of requests per workload at 8 per second. The context is 16,640 tokens."""
 
 
 def make_workloads(sizes: Sizes, encode: Encode) -> list[Workload]:
@@ -261,7 +261,7 @@ def no_sharing(sizes: Sizes, encode: Encode) -> Workload:
 
 
 def slowed(sizes: Sizes, scale: float) -> Sizes:
-    """Return the sizes with arrivals `scale` times rarer."""
+    """Return the sizes with arrivals `scale` times less frequent."""
     return replace(sizes, rate=sizes.rate / scale)
 
 

@@ -1,1 +1,1 @@
-"""What tiers below the device are worth: times to the first token, bandwidths, and their cost where nothing repeats."""
+"""The benefit of tiers below the device: times to the first token, bandwidths, and the cost where nothing repeats."""

@@ -1,4 +1,4 @@
-"""What tiers below the device are worth, with SmolLM2 on a CPU.
+"""The benefit of tiers below the device, with SmolLM2 on a CPU.
 
     python -m bench.tiers [--model smollm2] [--prefix 1024] [--rounds 5] [--threads 1] [--json FILE] [--quick]
 
@@ -9,7 +9,7 @@ There are three parts:
   system is told to drop them from the page cache. Every round has a prompt of its own, and asks it in all these ways.
 - Bandwidth by the size of a block: batches of 32 blocks at random places, beside one copy of as many bytes, and plain
   files.
-- What tiers cost where no prompt comes twice.
+- The cost of tiers where no prompt comes twice.
 
 What it does not show. A disk's speed: all files but the "cold" ones are in the page cache, and it is not known whether
 the system really drops those, or a layer below it keeps them. A load that competes with steps of others. A GPU: there

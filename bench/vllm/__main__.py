@@ -5,8 +5,8 @@
 Needs the environment that `make test-vllm` makes: .venv-vllm/bin/python. The three take turns in one process, every
 other round in reverse. Times are processor time of the thread, so other work on the machine matters less. The minimum
 of the rounds is what counts; median and maximum are printed too. "saved" is what kvblocks saves, as a share of what the
-manager that does nothing saves. That is the most that any manager can save. With --sequences nothing but steps of so
-many sequences is measured, over the short prefix.
+manager that does nothing saves, which is the most that any manager can save. With --sequences only steps of these
+numbers of sequences are measured, over the short prefix.
 
 What it does not show: a model, a GPU, and what overlaps with them; with async scheduling a step's time is hidden as
 long as it is shorter than the model's. Requests that come and go, evictions and preemptions: all sequences decode.
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.vllm", description="vLLM's scheduler with three KV cache managers.")
     parser.add_argument("--rounds", type=int, default=15, help="turns that each manager gets (default 15)")
     parser.add_argument("--quick", action="store_true", help="few sequences, short prefixes")
-    parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="steps of so many sequences alone")
+    parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="time only steps of N sequences")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
     given = parser.parse_args(arguments)
     facts = conditions(

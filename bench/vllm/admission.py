@@ -1,4 +1,4 @@
-"""What it costs to admit a request whose long prompt is cached, and to make a `Request`, with hashes and without."""
+"""The cost of admitting a request whose long prompt is cached, and of making a `Request`, with and without hashes."""
 
 import gc
 from collections.abc import Callable

@@ -61,7 +61,7 @@ def answer(scheduler: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
 def make_contestants(
     num_sequences: int, num_tokens: int, *, is_async: bool, has_events: bool = False
 ) -> dict[str, Contestant]:
-    """Return the three, for so many sequences over a common prefix of `num_tokens`."""
+    """Return the three, for `num_sequences` sequences over a common prefix of `num_tokens` tokens."""
     settings = Settings(
         num_blocks=num_tokens // BLOCK_SIZE + num_sequences * 200 + 4000,
         block_size=BLOCK_SIZE,

@@ -1,4 +1,4 @@
-"""How fast a job of vLLM's goes from the host's memory to a disk and back: kvblocks' tier beside vLLM's own file tier.
+"""How fast a job of vLLM goes from host memory to a disk and back: kvblocks' tier compared with vLLM's own file tier.
 
     python -m bench.vllm.disk_tier [--rounds N] [--folder DIR] [--json FILE] [--quick]
 
@@ -117,10 +117,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=4, help="that read, and as many that write, of each tier")
-    parser.add_argument("--folder", type=Path, help="where to make the folders; the system's for temporary files")
+    parser.add_argument("--threads", type=int, default=4, help="reading threads of each tier, and as many writing ones")
+    parser.add_argument(
+        "--folder", type=Path, help="where to make the folders (default: the system's temporary folder)"
+    )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one round, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one round: only checks that it runs")
     given = parser.parse_args(arguments)
     kv_cache_utils.init_none_hash(sha256)
     rows, has_direct = [], None

@@ -83,17 +83,17 @@ OPT = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a scheduler is made with; names and defaults are close to vLLM's.
+    """The settings of a scheduler, with names and defaults close to vLLM's.
 
-    num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: these come from a draft
-    model like EAGLE's, which writes keys and values too. They depend on the token behind; so a block's hash has that
-    token too, or, before vLLM 0.33 and with drops_block, a hit's last block is dropped. runner: the version of vLLM's
-    model runner, 1 or 2. windows: the lengths of sliding windows, chunks: of chunks; each adds a group of layers
-    beside the one of full attention. keeps_windows: vLLM caches all blocks of windows; otherwise few, as by default
-    (`prefix_cache_retention_interval`), and all states. has_ring: a group of layers with a ring buffer is added.
-    is_latent: full attention is MLA; a sparse indexer's cache is in its block table, too. num_states: so many groups
-    of recurrent layers are added. saves_within: their kernels can save a state within a chunk, as Mamba2's. has_events:
-    events report what is cached, and nobody receives them.
+    num_blocks includes vLLM's null block. num_drafts: speculative tokens per step. is_eagle: these come from a draft
+    model like EAGLE's, which also writes keys and values. They depend on the next token, so a block's hash includes
+    that token, or, before vLLM 0.33 and with drops_block, a hit's last block is dropped. runner: the version of vLLM's
+    model runner, 1 or 2. windows, chunks: the lengths of sliding windows and of chunks; each adds a group of layers to
+    the one with full attention. keeps_windows: vLLM caches all blocks of windows; otherwise only few, as by default
+    (`prefix_cache_retention_interval`), and all states. has_ring: adds a group of layers with a ring buffer. is_latent:
+    full attention is MLA; a sparse indexer's cache is in its block table, too. num_states: how many groups of recurrent
+    layers are added. saves_within: their kernels can save a state within a chunk, as Mamba2's. has_events: events
+    report what is cached, and nobody receives them.
     """
 
     num_blocks: int = 4000
@@ -122,12 +122,12 @@ class Settings:
 
     @property
     def num_ahead(self) -> int:
-        """How many tokens behind a block its hash has."""
+        """How many tokens after a block its hash includes."""
         return int(LOOKS_AHEAD and self.is_eagle and not self.drops_block and self.has_caching)
 
 
 def adapter(name: str) -> Any:
-    """Return what the module under test calls `name`."""
+    """Return the object called `name` in the module under test."""
     return getattr(import_module(ADAPTER), name)
 
 
@@ -142,7 +142,7 @@ def model_folder() -> str:
 
 @cache
 def request_hasher(block_size: int, num_ahead: int = 0) -> Any:
-    """Return vLLM's function that hashes the blocks of a request, with so many tokens behind them."""
+    """Return vLLM's function that hashes the blocks of a request, including `num_ahead` tokens after each."""
     hash_function = get_hash_fn_by_name(HASH)
     init_none_hash(hash_function)
     ahead = (num_ahead,) if num_ahead else ()

@@ -1,4 +1,4 @@
-"""What a step of steady decoding costs: `schedule` and `update_from_output` of sequences that share a long prefix."""
+"""The cost of a steady decode step: `schedule` and `update_from_output` for sequences that share a long prefix."""
 
 import gc
 from collections import deque
@@ -42,7 +42,7 @@ class Decoding:
             self.time_steps(1)
 
     def time_steps(self, num_steps: int) -> float:
-        """Take steps, and return the nanoseconds of processor time a step. The mocked model isn't timed."""
+        """Take steps, and return the nanoseconds of processor time per step. The mocked model isn't timed."""
         total = 0
         for _ in range(num_steps):
             start = thread_time_ns()
@@ -61,7 +61,7 @@ class Decoding:
 def time_decoding(
     num_sequences: int, num_shared: int, num_rounds: int, *, is_async: bool, has_events: bool = False
 ) -> dict[str, Spread]:
-    """Return the nanoseconds a step for each contestant, which take turns."""
+    """Return the nanoseconds per step of each contestant. They take turns."""
     random = Random(1)
     prefix = [random.randrange(VOCABULARY) for _ in range(num_shared)]
     prompts = [

@@ -3,8 +3,8 @@
     python examples/mini_sglang/compare.py MODEL [--num-requests 64] [--page-size 1]
 
 MODEL is what mini-sglang takes: a name on Hugging Face, or a folder. Needs a GPU and mini-sglang
-(docs/integrations/mini-sglang.md). Each cache runs in a process of its own, one after the other, so the model is loaded
-twice. The prompts are random tokens behind one of two common prefixes of 1,024 tokens. Each prompt is sent twice.
+(docs/integrations/mini-sglang.md). Each cache runs in a separate process, one after the other, so the model is loaded
+twice. Each prompt is one of two common prefixes of 1,024 tokens followed by random tokens, and is sent twice.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def answer(arguments: argparse.Namespace, cache_type: str) -> dict[str, Any]:
 
 
 def answer_apart(cache_type: str) -> dict[str, Any]:
-    """`answer` in a process of its own."""
+    """Call `answer` in a separate process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--only", cache_type]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))

@@ -3,8 +3,8 @@
     python examples/nano_vllm/compare.py MODEL [--num-requests 64]
 
 MODEL is a folder with a Qwen3, as nano-vllm takes it. Needs a GPU and nano-vllm (docs/integrations/nano-vllm.md). Each
-block manager runs in a process of its own, one after the other, so the model is loaded three times. The prompts are
-random tokens behind one of two common prefixes of 1,024 tokens.
+block manager runs in a separate process, one after the other, so the model is loaded three times. Each prompt is one of
+two common prefixes of 1,024 tokens followed by random tokens.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def answer(model: str, num_requests: int, *, early: bool | None) -> dict[str, An
 
 
 def answer_apart(name: str) -> dict[str, Any]:
-    """`answer` in a process of its own."""
+    """Call `answer` in a separate process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))

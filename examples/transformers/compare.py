@@ -2,8 +2,8 @@
 
     python examples/transformers/compare.py MODEL [--num-requests 24] [--num-blocks 200] [--device cpu]
 
-MODEL is what `AutoModelForCausalLM.from_pretrained` takes: a name on Hugging Face, or a folder. The prompts are random
-tokens behind a common prefix of 256 tokens.
+MODEL is what `AutoModelForCausalLM.from_pretrained` takes: a name on Hugging Face, or a folder. The prompts are a
+common prefix of 256 tokens followed by random tokens.
 """
 
 import argparse

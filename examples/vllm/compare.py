@@ -2,9 +2,9 @@
 
     python examples/vllm/compare.py MODEL [--num-requests 40] [--block-size 16] [--num-blocks 2000]
 
-MODEL is what `vllm serve` takes: a name on Hugging Face, or a folder. Each engine runs in a process of its own, one
-after the other, so the model is loaded twice. The prompts are random tokens behind a common prefix of 1,024. On a CPU
-take --block-size 32 --dtype float32.
+MODEL is what `vllm serve` takes: a name on Hugging Face, or a folder. Each engine runs in a separate process, one after
+the other, so the model is loaded twice. The prompts are a common prefix of 1,024 tokens followed by random tokens. On a
+CPU use --block-size 32 --dtype float32.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, scheduler: str | None) -> dict[str, Any]:
 
 
 def run_apart(name: str) -> dict[str, Any]:
-    """Run `run` in a process of its own. The scheduler runs there too, so that it can be timed."""
+    """Call `run` in a separate process. The scheduler runs in that process, too, so that it can be timed."""
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

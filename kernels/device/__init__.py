@@ -1,1 +1,1 @@
-"""What runs on the GPU of `decode`, `extend` and `prefix_decode`: Triton functions and kernels, launched from above."""
+"""The device side of `decode`, `extend` and `prefix_decode`: Triton functions and kernels that those modules launch."""

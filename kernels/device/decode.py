@@ -1,4 +1,4 @@
-"""The Triton kernels of `decode`: two ways to split the keys of a batch of single queries, each with its merge.
+"""The Triton kernels of `decode`: two ways to split the keys of single queries, each with its merge.
 
 A unit of `shares` is a sequence; its rows are the GROUP query heads that share a head of K and V.
 """
@@ -55,10 +55,10 @@ def attend_span(
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One sequence's attention over the positions from `start` to `stop`, for the GROUP heads that share `kv_head`.
+    """Attend over one sequence's positions from `start` to `stop`, for the GROUP heads that share `kv_head`.
 
-    The sinks are added where `is_first`: once per sequence. Returns fp32 [TILE_M, HEAD_DIM], of which the first GROUP
-    rows are valid, and their lse, fp32 [TILE_M].
+    The sinks are added if `is_first`, which is true once per sequence. Returns fp32 [TILE_M, HEAD_DIM], of which the
+    first GROUP rows are valid, and their lse, fp32 [TILE_M].
     """
     packed = tl.arange(0, TILE_M)
     is_head = packed < GROUP
@@ -95,7 +95,7 @@ def decode_ends_kernel(
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each sequence's tiles end in the line of all tiles. Grid: (1,).
+    """Compute where each sequence's tiles end in the line of all tiles. Grid: (1,).
 
     A sequence without keys has one empty tile.
     """
@@ -156,7 +156,7 @@ def stream_kernel(
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program's share of all tiles. Grid: (any number of programs,).
+    """Compute one program's share of all tiles. Grid: (any number of programs,).
 
     Shapes as in `decode`; last strides are 1; part_ptr: fp32 [programs, 2, GROUP, HEAD_DIM]; part_lse_ptr: fp32
     [programs, 2, GROUP].
@@ -210,7 +210,7 @@ def merge_cut_head(
     HEAD_DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge the parts of a query head, if the share of program `cut` begins within its head of K. packed: int32 [1]."""
+    """Merge the parts of a query head, if the share of program `cut` begins within its K head. packed: int32 [1]."""
     seq, kv_head, first, num_parts = find_cut(end_ptr, num_seqs, num_programs, cut, NUM_KV_HEADS)
     if num_parts > 0:
         output, lse = merge_rows(
@@ -291,7 +291,7 @@ def split_kernel(
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One split of one head of a sequence. Grid: (num_seqs * num_kv_heads * max_splits,).
+    """Compute one split of one head of a sequence. Grid: (num_seqs * num_kv_heads * max_splits,).
 
     Shapes as in `decode`; last strides are 1; part_ptr: fp32 [num_seqs, num_kv_heads, splits, GROUP, HEAD_DIM];
     part_lse_ptr: fp32 [num_seqs, num_kv_heads, splits, GROUP].

@@ -1,10 +1,10 @@
-"""The Triton kernels of `extend`: causal attention of ragged rows, shared out evenly by tiles of keys.
+"""The Triton kernels of `extend`: causal attention of ragged rows, divided evenly by tiles of keys.
 
 A unit of `shares` is a tile of rows of one sequence: `tiles.find_segment` finds the sequence. A unit's keys are read in
 up to three parts: those that a window hides from some of its rows, those that all of its rows see, and those around the
-rows' own positions. Only the first and the last part need masks.
+rows' own positions. Only the first and last part need masks.
 
-Padding, the rows that no sequence has, is treated as one more sequence, which sees nothing.
+Padding (rows that belong to no sequence) is treated as one more sequence, which sees nothing.
 """
 
 import triton
@@ -75,10 +75,10 @@ def attend_causal(
     HAS_WINDOW: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Causal attention of rows to the keys from `start` to `stop`; `start` is a multiple of TILE_N.
+    """Attend causally to the keys from `start` to `stop`, where `start` is a multiple of TILE_N.
 
-    position: int32 [TILE_M], of which `first_position` and `last_position` are the least and the largest. A row at a
-    position below 0 sees nothing. The rest, and the result, are as in `attend_pages`.
+    position: int32 [TILE_M], with `first_position` and `last_position` as its minimum and maximum. A row at a position
+    below 0 sees nothing. The other arguments and the result are as in `attend_pages`.
     """
     full_stop = tl.minimum(tl.maximum(tl.maximum(first_position + 1, 0) // TILE_N * TILE_N, start), stop)
     if HAS_WINDOW:
@@ -125,10 +125,11 @@ def extend_ends_kernel(
     HEAD_COST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all tiles. Grid: (1,). TILE_N may be that of `pieces`.
+    """Compute where each unit's tiles end in the line of all tiles. Grid: (1,). TILE_N may be that of `pieces`.
 
-    HEAD_COST: empty tiles at the end of each head of a unit, for what a head costs beside its tiles. A program whose
-    heads have few keys gets fewer of them then. A unit whose rows see nothing has one empty tile more.
+    HEAD_COST: the empty tiles at the end of each head of a unit, which stand for what a head costs in addition to its
+    tiles. So a program whose heads have few keys gets fewer heads. A unit whose rows see nothing has one more empty
+    tile.
     """
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
@@ -203,7 +204,7 @@ def extend_kernel(
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program's share of all tiles. Grid: (any number of programs,).
+    """Compute one program's share of all tiles. Grid: (any number of programs,).
 
     The programs of a prompt's last rows, which have the most keys, begin first.
 

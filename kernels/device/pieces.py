@@ -1,19 +1,19 @@
-"""The Triton kernels of batch-invariant `extend`: attention piece by piece, and what puts a row's pieces together.
+"""The Triton kernels of batch-invariant `extend`: attention by pieces, and the sum of a row's pieces.
 
 The positions of every sequence are cut at multiples of PIECE. A *piece* is a tile of rows, for one head of K and V,
-over the keys between two such cuts. A row's result is made of its own pieces alone, always in the same way: those that
-hold a key that it sees are added up one by one, from the first to the last. Which program computes a piece, and who
-else is in the tile, changes nothing. A row whose keys lie in one piece gets that piece's result as it is.
+over the keys between two such cuts. A row's result consists only of its own pieces, always in the same way: those with
+a key that it sees are added up one by one, from the first to the last. It doesn't matter which program computes a
+piece, or which other rows are in the tile. A row whose keys are in one piece gets that piece's result unchanged.
 
-There are two ways to share out pieces, which give the same bits:
+There are two ways to distribute pieces, which give the same bits:
 
-* Evenly among a fixed number of programs (`device.shares`, with a piece for a tile). All parts are kept, and a second
-  launch adds them up. So one row on a long context keeps every SM busy.
-* All pieces of a tile's head by one program, which adds them up as it goes. It takes room for two parts of each row. It
-  is for prompts, which have tiles enough, and whose parts would be large.
+* Evenly among a fixed number of programs (`device.shares`, with pieces instead of tiles). All parts are kept, and a
+second launch adds them up. So even one row on a long context keeps every SM busy. * One program computes all pieces of
+a tile's head, and adds them up as it goes, with room for two parts per row. This is for prompts, which have enough
+tiles, and whose parts would be large.
 
-The loop over keys is compiled once for both. What adds up is written so that the compiler has no choice: `fma` where it
-could fuse, logarithms to base 2 that no product follows, and division rounded to nearest.
+The loop over keys is compiled once for both. The additions are written so that the compiler has no choice: `fma` where
+it could fuse, base-2 logarithms that no product follows, and division rounded to nearest.
 """
 
 import triton
@@ -24,27 +24,27 @@ from kvblocks.kernels.device.shares import find_work, share_begin
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E, attend_pages, begin_rows, finish_rows, head_scale, narrow_rows
 
 SPREAD = tl.constexpr(4)
-"""Programs that a tile's head is merged by."""
+"""How many programs merge a tile's head."""
 
 
 @triton.jit
 def find_pieces(position, window, PIECE: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The numbers of the first and of the last piece that rows at these positions see. 0 and 0 before position 0."""
+    """The numbers of the first and last piece that rows at these positions see, or 0 and 0 before position 0."""
     return first_key(position, window, PIECE, HAS_WINDOW) // PIECE, tl.maximum(position, 0) // PIECE
 
 
 @triton.jit
 def find_lse(row_max, row_sum):
-    """The lse of a piece's rows, to base 2: -inf for rows that see nothing."""
+    """The base-2 lse of a piece's rows; -inf for rows that see nothing."""
     return tl.where(row_sum > 0, row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0)), -float("inf"))
 
 
 @triton.jit
 def add_piece(output, top, total, piece, piece_lse):
-    """Add a piece to the sum of those before it. output, piece: fp32 [ROWS, HEAD_DIM]; the others: fp32 [ROWS].
+    """Add a piece to the sum of earlier pieces. output, piece: fp32 [ROWS, HEAD_DIM]; the others: fp32 [ROWS].
 
-    top: the largest lse of a piece, to base 2; total: the sum of the pieces' weights, of which the largest is 1.
-    output: the sum of the weighted pieces. Initially they are -inf, 0 and 0.
+    top: the largest base-2 lse of a piece; total: the sum of the pieces' weights, the largest of which is 1; output:
+    the sum of the weighted pieces. Initially these are -inf, 0 and 0.
     """
     new_top = tl.maximum(top, piece_lse)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -56,7 +56,7 @@ def add_piece(output, top, total, piece, piece_lse):
 
 @triton.jit
 def finish_sum(output, top, total):
-    """The rows' attention and lse, to base e: 0 and -inf for rows that see nothing."""
+    """The rows' attention and base-e lse: 0 and -inf for rows that see nothing."""
     divisor = tl.where(total > 0, total, 1.0)
     lse = tl.where(total > 0, (top + tl.log2(divisor)) * LN_2, -float("inf"))
     return output * tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)[:, None], lse
@@ -85,10 +85,10 @@ def add_part(
     PIECE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Add a piece to the sums so far of ROWS rows of a tile, from `begin` on; store what comes out if it is their last.
+    """Add a piece to the sums so far of ROWS rows of a tile, from `begin` on. Store the result after their last piece.
 
-    It reads both from memory, since together they are more than the registers hold. Part 2 * i is the sum of row and
-    head i, part 2 * i + 1 their piece.
+    Both are read from memory, since together they don't fit into the registers. Part 2 * i is the sum of row and head
+    i, and part 2 * i + 1 is their piece.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     packed = begin + tl.arange(0, ROWS)
@@ -120,7 +120,7 @@ def add_part(
 
 @triton.jit
 def find_own_pieces(end_ptr, num_units, program, num_programs, num_slots, NUM_KV_HEADS: tl.constexpr):
-    """Where a program's pieces begin and stop in the line of all: an even share, or without slots a unit's head."""
+    """Where a program's pieces begin and stop in the line of all: an even share, or without slots, a unit's head."""
     if num_slots == 0:
         unit = program // NUM_KV_HEADS
         unit_begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
@@ -193,9 +193,9 @@ def piece_kernel(
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program's pieces. Grid: (any number of programs,), or without slots (num_units * NUM_KV_HEADS,).
+    """Compute one program's pieces. Grid: (any number of programs,), or without slots (num_units * NUM_KV_HEADS,).
 
-    num_slots: parts that each row has room for, or 0: each program adds up its own. Then the programs of a prompt's
+    num_slots: how many parts each row has room for; 0: each program adds up its own. Then the programs of a prompt's
     last rows, which have the most keys, begin first. PIECE is a multiple of TILE_N.
 
     Shapes as in `extend`; last strides are 1; output_ptr and lse_ptr are contiguous. part_ptr: fp32 [num_rows,
@@ -290,7 +290,7 @@ def piece_merge_kernel(
 ):
     """Add up the parts of the rows of a unit's head, ROWS rows at a time. Grid: (num_units, NUM_KV_HEADS, SPREAD).
 
-    The parts of PARTS pieces are loaded before the first of them is added. The rest is as in `piece_kernel`.
+    PARTS parts are loaded before the first of them is added. The other arguments are as in `piece_kernel`.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     kv_head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""The Triton functions of `prefix_decode`: attention of cohorts of single queries over the runs of blocks they share.
+"""The Triton functions of `prefix_decode`: attention of cohorts of single queries over the runs that they share.
 
 A unit of `shares` is a tile of a cohort's members: `tiles.find_segment` finds the cohort.
 """
@@ -20,7 +20,7 @@ from kvblocks.kernels.device.tiles import (
 
 @triton.jit
 def find_members(start_ptr, unit, num_cohorts, TILE_Q: tl.constexpr):
-    """A tile's cohort: its index, its first member and how many it has; then the tile's first member in the cohort."""
+    """A tile's cohort (index, first member, number of members), and the tile's first member within the cohort."""
     cohort = find_segment(start_ptr, unit, num_cohorts, TILE_Q)
     cohort_start = tl.load(start_ptr + cohort)
     num_members = tl.load(start_ptr + cohort + 1) - cohort_start
@@ -53,7 +53,7 @@ def attend_run(
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Attention of rows to all positions from `start` to `stop`. The rest, and the result, are as in `attend_pages`."""
+    """Attend to all positions from `start` to `stop`. The other arguments and the result are as in `attend_pages`."""
     full_stop = start + (stop - start) // TILE_N * TILE_N
     output, odd, row_max, row_sum = attend_pages(
         query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
@@ -87,7 +87,7 @@ def prefix_ends_kernel(
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all tiles. Grid: (1,). A cohort without members has no unit."""
+    """Compute where each unit's tiles end in the line of all tiles. Grid: (1,). An empty cohort has no unit."""
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
         unit = begin + tl.arange(0, CHUNK)
@@ -152,11 +152,11 @@ def prefix_kernel(
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program's share of all tiles. Grid: (any number of programs,).
+    """Compute one program's share of all tiles. Grid: (any number of programs,).
 
     output: fp32 [num_levels, num_rows, NUM_KV_HEADS * GROUP, HEAD_DIM]; lse: fp32 [num_levels, num_rows, NUM_KV_HEADS *
     GROUP]; both contiguous. part_ptr: fp32 [programs, 2, TILE_M, HEAD_DIM]; part_lse_ptr: fp32 [programs, 2, TILE_M].
-    The rest as in `attend_runs`.
+    The other arguments are as in `attend_runs`.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     program = tl.program_id(0)
@@ -221,7 +221,7 @@ def merge_cut_rows(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge the parts of some rows of a unit's head, if program `cut`'s share begins within. packed: int32 [ROWS]."""
+    """Merge the parts of rows of a unit's head, if the share of program `cut` begins within. packed: int32 [ROWS]."""
     TILE_Q: tl.constexpr = TILE_M // GROUP
     unit, kv_head, first_part, num_parts = find_cut(end_ptr, num_units, num_programs, cut, NUM_KV_HEADS)
     if num_parts > 0:

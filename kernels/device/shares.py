@@ -1,14 +1,14 @@
-"""Even shares of the tiles of keys of a call, for a fixed number of programs: stream-K.
+"""Divides a call's tiles of keys evenly among a fixed number of programs (stream-K).
 
 A *unit* is a tile of query rows, with the keys that they attend to. In `decode` it is a sequence, in `extend` some rows
-of a sequence, in `prefix_decode` some members of a cohort. For each head of K and V, a unit has the same number of
-tiles of keys. All tiles of a call form one line: ordered by unit, then by head, then by key. Each program takes an
-equal section of the line, its *share*. If the line can't be divided evenly, the first programs take one tile more.
-(After Osama and others, "Stream-K", 2023, which splits matrix products.)
+of a sequence, in `prefix_decode` some members of a cohort. A unit has the same number of tiles of keys for each head of
+K and V. All tiles of a call form one line, ordered by unit, then by head, then by key. Each program takes an equal
+section of the line, its *share*. If the line can't be divided evenly, the first programs take one tile more. (After
+Osama and others, "Stream-K", 2023, which splits matrix products.)
 
-So a program shares at most two heads with other programs: the first head of its share and the last one. It writes at
-most two *parts* for them, which a second launch merges. A head of a unit that lies wholly in one share is written
-straight to the output. `ends`, int32 [num_units], says where in the line each unit ends, and alone determines the
+So a program has at most two heads in common with other programs: the first and the last head of its share. It writes at
+most two *parts* for them, which a second launch merges. A head of a unit that is completely in one share is written
+directly to the output. `ends`, int32 [num_units], says where in the line each unit ends, and alone determines the
 shares. The device computes it from the lengths, without atomics and without a plan from the host. It is the same in
 every layer, so a step computes it once.
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E
 
 _SEARCHED = tl.constexpr(128)
-"""Ends that a search loads at once: it takes one load for up to so many units, two for up to their square."""
+"""How many ends a search loads at once. It takes one load for up to this many units, and two for up to their square."""
 _FAR = tl.constexpr(0x7FFFFFFF)
 
 
@@ -34,7 +34,7 @@ def share_begin(program, num_tiles, num_programs):
 
 @triton.jit
 def share_of(tile, num_tiles, num_programs):
-    """The program whose share a tile of the line is in."""
+    """The program whose share contains a tile of the line."""
     least = num_tiles // num_programs
     num_larger = num_tiles % num_programs
     in_larger = num_larger * (least + 1)
@@ -44,7 +44,10 @@ def share_of(tile, num_tiles, num_programs):
 
 @triton.jit
 def find_unit(end_ptr, tile, num_units):
-    """The first unit that ends behind a tile of the line, or the last if none does. O(log num_units), to base 128."""
+    """The first unit that ends after a tile of the line, or the last one if none does.
+
+    O(log num_units), to base 128.
+    """
     low = 0
     size = num_units
     while size > 1:
@@ -59,7 +62,7 @@ def find_unit(end_ptr, tile, num_units):
 
 @triton.jit
 def find_work(end_ptr, num_units, tile, NUM_KV_HEADS: tl.constexpr):
-    """A tile's unit and head, its number among the head's tiles, and the number of the head's tiles."""
+    """A tile's unit and head, its index among the head's tiles, and how many tiles the head has."""
     unit = find_unit(end_ptr, tile, num_units)
     begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
     head_tiles = tl.maximum((tl.load(end_ptr + unit) - begin) // NUM_KV_HEADS, 1)  # the line may have no tiles
@@ -69,7 +72,7 @@ def find_work(end_ptr, num_units, tile, NUM_KV_HEADS: tl.constexpr):
 
 @triton.jit
 def find_heads(end_ptr, num_units, program, num_programs, NUM_KV_HEADS: tl.constexpr):
-    """Where a program's share begins and stops, the first head that it has tiles of, and the head after the last one.
+    """Where a program's share begins and stops, the first head in it, and the head after the last one in it.
 
     Heads are numbered across all units: unit * NUM_KV_HEADS + head. Some heads in this range may have no tiles.
     """
@@ -87,8 +90,8 @@ def find_heads(end_ptr, num_units, program, num_programs, NUM_KV_HEADS: tl.const
 def find_tiles(end_ptr, index, begin, stop, NUM_KV_HEADS: tl.constexpr):
     """A head's tiles in a share. index: the head's number, as in `find_heads`.
 
-    Returns the unit, the head in it, the first of the head's tiles in the share, where these stop, and the number of
-    the head's tiles.
+    Returns the unit, the head in it, where the head's tiles in the share begin and stop, and how many tiles the head
+    has.
     """
     unit = index // NUM_KV_HEADS
     kv_head = index % NUM_KV_HEADS
@@ -100,9 +103,9 @@ def find_tiles(end_ptr, index, begin, stop, NUM_KV_HEADS: tl.constexpr):
 
 @triton.jit
 def find_cut(end_ptr, num_units, num_programs, program, NUM_KV_HEADS: tl.constexpr):
-    """The head that was split where the share of `program` begins, if that was the first split of it.
+    """The head that is split where the share of `program` begins, if that is its first split.
 
-    Returns the unit, the head of K and V, the program that has its first part, and how many parts there are: 0 if there
+    Returns the unit, the head of K and V, the program with its first part, and the number of parts, which is 0 if there
     is nothing to merge. Call it for every program from 1 on: each split head is found for exactly one of them.
     """
     num_tiles = tl.load(end_ptr + num_units - 1)
@@ -129,7 +132,7 @@ def merge_rows(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Merge ROWS rows of `num_parts` parts, at least one, PARTS of them read at once.
+    """Merge ROWS rows of `num_parts` parts (at least one), reading PARTS of them at once.
 
     part_ptr: fp32 [parts, PART_ROWS, HEAD_DIM]; part_lse_ptr: fp32 [parts, PART_ROWS]; packed: int32 [ROWS], the rows;
     is_row: which of them to read. With a STRIDE of 1 the parts' numbers are first, first + 1, ...; with 2 they are

@@ -1,14 +1,14 @@
-"""What the attention kernels share: which tile of rows a program computes, and attention over consecutive pages.
+"""Shared by the attention kernels: finding the tile of rows of a program, and attention over consecutive pages.
 
-Rows are packed: a tile of TILE_M rows holds TILE_M // GROUP consecutive queries, with all GROUP query heads that share
-a head of K and V. So one read of a page serves GROUP heads of many queries, and GROUP may be any number.
+Rows are packed: a tile of TILE_M rows contains TILE_M // GROUP consecutive queries, with all GROUP query heads that
+share a head of K and V. So one read of a page serves GROUP heads of many queries, and GROUP may be any number.
 
 Tiles are found without a plan. Segments start at s[0], s[1], ...; the tiles of segment i are numbered from
 `s[i] // TILE + i`. So each segment has at least as many tiles as it needs, whatever its length, and at most one more. A
 program past its segment's end has nothing to do. (vLLM's unified kernel numbers its tiles in this way.)
 
 The softmax is the online one (Milakov and Gimelshein; FlashAttention), to base 2, since the hardware has exp2. A page's
-number is read one tile ahead of its K and V. So their addresses are known when the loop needs them, and the compiler
+number is read one tile ahead of its K and V, so their addresses are known when the loop needs them, and the compiler
 pipelines the copies with as few stages as for contiguous K and V.
 """
 
@@ -34,7 +34,7 @@ def find_segment(start_ptr, tile, num_segments, TILE: tl.constexpr):
 
 @triton.jit
 def find_segments(start_ptr, tile, num_segments, TILE: tl.constexpr):
-    """`find_segment` for several tiles: int32 of any shape, and the result has the same."""
+    """As `find_segment`, for several tiles: int32 of any shape, which is also the shape of the result."""
     width = 1
     while width < num_segments:
         width *= 2
@@ -67,7 +67,7 @@ def multiply(first, second, sums, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def head_scale(scale_ptr, kv_head):
-    """The factor of a head's K, or V: fp32, 1 where there are no scales."""
+    """The factor of a head's K or V, in fp32; 1 without scales."""
     factor = tl.full([], 1.0, tl.float32)
     if scale_ptr is not None:
         factor = tl.load(scale_ptr + kv_head)
@@ -76,11 +76,11 @@ def head_scale(scale_ptr, kv_head):
 
 @triton.jit
 def narrow_rows(query, scale, NARROWED: tl.constexpr):
-    """The rows of a query in the form in which they are multiplied, [TILE_M, HEAD_DIM], and the factor of their scores.
+    """A query's rows in the dtype of the matrix product, [TILE_M, HEAD_DIM], and the factor of their scores.
 
-    NARROWED, for queries in bf16 and K in e4m3: one instruction converts two numbers from e4m3 to fp16. To get bf16,
-    each number then needs another, slow instruction. So the rows become fp16 too. Each row is multiplied by a power of
-    2 that brings its largest number to between 2**14 and 2**15. No number overflows then, and only numbers
+    NARROWED is for queries in bf16 with K in e4m3. One instruction converts two numbers from e4m3 to fp16, but bf16
+    would take another, slow instruction for each number. So the rows become fp16, too. Each row is multiplied by a
+    power of 2 that brings its largest number to between 2**14 and 2**15. Then no number overflows, and only numbers
     below 2**-31 times the largest lose bits. The factor is fp32 [TILE_M] if NARROWED, else a number.
     """
     scale = tl.full([], 1.0, tl.float32) * scale
@@ -96,7 +96,7 @@ def narrow_rows(query, scale, NARROWED: tl.constexpr):
 
 @triton.jit
 def beside_scores(number):
-    """A number, or one number for each row, in a shape that multiplies scores of [TILE_M, TILE_N]."""
+    """Reshape a number, or one number per row, to multiply scores of [TILE_M, TILE_N]."""
     if number.type.is_block():
         number = number[:, None]
     return number
@@ -104,7 +104,7 @@ def beside_scores(number):
 
 @triton.jit
 def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
-    """Whether rows see keys, by position: a row sees the keys up to its own, except those that have left its window."""
+    """Whether rows see keys, by position: a row sees keys up to its own position that haven't left its window."""
     is_visible = position <= row_position
     if HAS_WINDOW:
         is_visible = is_visible & (position > row_position - window)
@@ -113,7 +113,7 @@ def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
-    """Whether positions come before `stop` and lie in the window of at least one row."""
+    """Whether positions are before `stop` and in the window of at least one row."""
     held = position < stop
     if HAS_WINDOW:
         held = held & (position > tl.min(row_position, 0) - window)
@@ -122,7 +122,7 @@ def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def widen_codes(codes):
-    """e4m3 numbers, int32 from 0 to 255, as fp32: their bits make fp16 numbers, which lack a factor of 256."""
+    """Convert e4m3 numbers, int32 from 0 to 255, to fp32, by way of fp16 numbers with the same bits, times 256."""
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
@@ -130,9 +130,9 @@ def widen_codes(codes):
 
 @triton.jit
 def unpack_pairs(pairs, INTERPRETED: tl.constexpr):
-    """The two e4m3 numbers in each int16, as fp16: the lower numbers, then the higher ones.
+    """Unpack the two e4m3 numbers in each int16 to fp16: the lower numbers, then the higher ones.
 
-    It takes one byte permutation and two conversions for four numbers: Triton packs two neighbours of a thread.
+    Four numbers take one byte permutation and two conversions, since Triton packs two neighbors of a thread.
     """
     if INTERPRETED:
         # The interpreter has no inline PTX.
@@ -186,11 +186,11 @@ def attend_pages(
     HAS_WINDOW: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Go on with the online softmax of TILE_M rows over the positions from `start` to `stop`.
+    """Continue the online softmax of TILE_M rows over the positions from `start` to `stop`.
 
-    query: [TILE_M, HEAD_DIM]; output, odd: as of `begin_rows`, not divided yet; scale: as of `narrow_rows`; row_max,
-    to base 2, and row_sum: fp32 [TILE_M]; row_position: int32 [TILE_M]; table_ptr: the sequence's row of the block
-    tables; k_ptr, v_ptr: the head's first element. No position from `stop` on is read.
+    query: [TILE_M, HEAD_DIM]; output, odd: as in `begin_rows`, not yet divided; scale: as in `narrow_rows`; row_max (to
+    base 2) and row_sum: fp32 [TILE_M]; row_position: int32 [TILE_M]; table_ptr: the sequence's row of the block tables;
+    k_ptr, v_ptr: the head's first element. No position from `stop` on is read.
 
     MASKED: a row sees the positions up to its own, except those that have left its window. Positions that have left the
     windows of all rows are not read. If not MASKED, every row sees every position, and `stop - start` must be a
@@ -255,10 +255,11 @@ def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexp
 
     output: fp32 [TILE_M, HEAD_DIM]; odd: the number 0.
 
-    PAIRED, for V in e4m3 that is multiplied in fp16: output has the elements with even indexes, odd those with odd
-    ones, fp32 [TILE_M, HEAD_DIM // 2] each, and V is read as pairs of numbers. The reason is how a warp's product (mma)
-    gets V from shared memory: one instruction loads and transposes 16-bit elements, but 8-bit elements are loaded byte
-    by byte. (A warpgroup's product, wgmma, reads V from shared memory itself. V is written there once more anyway.)
+    PAIRED is for V in e4m3 that is multiplied in fp16. Then `output` has the elements with even indexes and `odd` those
+    with odd ones, fp32 [TILE_M, HEAD_DIM // 2] each, and V is read as pairs of numbers. The reason is how a warp's
+    product (mma) gets V from shared memory: one instruction loads and transposes 16-bit elements, but 8-bit elements
+    are loaded byte by byte. (A warpgroup's product, wgmma, reads V from shared memory itself, where V is written once
+    more in any case.)
     """
     row_max = tl.full([TILE_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -275,7 +276,7 @@ def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexp
 def finish_rows(output, odd, row_max, row_sum, v_scale):
     """Return the rows' attention, fp32 [TILE_M, HEAD_DIM], and the natural logarithm of the softmax's denominator.
 
-    0 and -inf for rows that see nothing. output, odd, row_max and row_sum: as of `begin_rows`.
+    These are 0 and -inf for rows that see nothing. output, odd, row_max and row_sum: as in `begin_rows`.
     """
     has_seen = row_sum > 0
     divisor = tl.where(has_seen, row_sum, 1.0)

@@ -1,4 +1,4 @@
-"""The operations in plain torch: `plan` makes a plan once a step, `attention` computes by it in each layer."""
+"""The operations in plain torch: `plan` makes a plan once per step, and `attention` uses it in each layer."""
 
 from kvblocks.kernels.reference.attention import (
     as_indexed,

@@ -1,16 +1,16 @@
 """Paged attention in plain torch: store K and V in slots, and attend over block tables, with windows, chunks, softcaps.
 
 Two kinds of attention take the same shapes. `paged_attention` is the natural one: a whole prompt is one causal call,
-the later chunks of a prompt are cut into slices that skip the keys no row of the slice may see, and single queries
+later chunks of a prompt are cut into slices that skip the keys that no row of the slice may see, and single queries
 (decodes) of similar length are computed together. `tiled_paged_attention` computes every query in a tile of 16 rows
 that starts at a multiple of 16 positions, with the keys padded to the tile's end. The shapes that produce a row, and
-its index in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks,
-on what was cached, or on the rest of the batch.
+its index in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks, on
+what was cached, or on the rest of the batch.
 
 Invariant: a slot that no row of the batch sees is never read.
 
-`plan_paged` and `plan_tiled` (`plan`) compute once what all layers that see alike share. `attend` then runs the
-plan in each of these layers.
+`plan_paged` and `plan_tiled` (`plan`) compute once what all layers with the same sight have in common. `attend` then
+runs the plan in each of these layers.
 """
 
 from collections.abc import Sequence
@@ -72,10 +72,10 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
 
 
 def store_planned(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: StorePlan) -> None:
-    """`store` by a plan of `plan_store`, which is the same in all layers.
+    """As `store`, by a plan of `plan_store`, which is the same in all layers.
 
     keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]; in e4m3, numbers that are too large are
-    stored as the largest. Changes both caches.
+    stored as the largest one. Changes both caches.
     """
     if plan.rows is not None:
         key, value = key[plan.rows], value[plan.rows]
@@ -86,9 +86,9 @@ def store_planned(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan
 
 
 def store_unread(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: UnreadStorePlan) -> None:
-    """`store_planned` by a plan of `plan_store_unread`, for caches in the dtype of `key`. Never waits for the device.
+    """As `store_planned`, by a plan of `plan_store_unread`, for caches in the dtype of `key`.
 
-    Changes both caches.
+    Never waits for the device. Changes both caches.
     """
     for cache, rows in ((keys, key), (values, value)):
         stored = torch.where(plan.has_any, rows.index_select(0, plan.rows), cache[:1])
@@ -96,7 +96,7 @@ def store_unread(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan:
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
-    """Copy whole blocks within each cache, as if pair after pair: a pair sees what the pairs before it have written.
+    """Copy whole blocks within each cache, as if pair by pair: a pair sees what earlier pairs have written.
 
     caches: of shape [num_blocks, ...], all with the same num_blocks; pairs: int64 [num_pairs, 2], source and
     destination block ids, on any device. Changes the caches.
@@ -113,7 +113,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
 
 
 def as_indexed(cache: Tensor) -> Tensor:
-    """A view of a cache for torch's index functions, which don't support e4m3: such a cache is seen as bytes."""
+    """A view of a cache for torch's index functions. These don't support e4m3, so such a cache is viewed as bytes."""
     return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
 
 
@@ -158,7 +158,7 @@ def tiled_paged_attention(
     chunk_size: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`paged_attention`, where each row's bits depend only on its own sequence's K and V and its query and position.
+    """As `paged_attention`, but each row's bits depend only on its query and position and its sequence's K and V.
 
     Shapes as in `paged_attention`. A decode costs as much as 16 queries would. Changes nothing.
     """
@@ -175,7 +175,7 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Run a plan in one layer: `query` and the result as in `paged_attention`; every row of `query` is in the plan.
+    """Run a plan in one layer. `query` and the result are as in `paged_attention`; every row of `query` is in the plan.
 
     keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim], in the query's dtype or in e4m3. Changes
     nothing.
@@ -202,7 +202,7 @@ def attend_tiles(
 ) -> None:
     """Compute the tiles of one sequence. context: its keys and values, [num_keys, num_kv_heads, dim] each.
 
-    query, output: [num_tokens, num_heads, dim], of the whole step. Queries have the dim of keys, outputs that of
+    query, output: [num_tokens, num_heads, dim] for the whole step. Queries have the dim of keys, outputs that of
     values. Changes the tiles' rows of `output`.
     """
     key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in context)
@@ -221,7 +221,7 @@ def attend_tiles(
 def attend_decodes(
     group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of a group's queries: [num_seqs, num_heads, head_dim] to the same shape.
+    """Attend for a group's queries: [num_seqs, num_heads, head_dim] to the same shape.
 
     keys, values: [num_slots, num_kv_heads, head_dim]. Changes nothing.
     """

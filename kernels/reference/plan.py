@@ -1,9 +1,9 @@
-"""Which slots, rows and masks paged attention in plain torch needs: the same in all layers that see equally far.
+"""Plans which slots, rows and masks paged attention in plain torch needs. Layers with the same sight share a plan.
 
-A step makes one plan for every way to see that a model's layers have.
+A step makes one plan for each different `Sight` of a model's layers.
 
-Invariant: a plan names only slots of positions that some row of the sequence sees. It names no position at or above
-`seq_len`, and none before what every row sees, whose block may belong to another sequence by now. Where shapes need
+Invariant: a plan names only slots of positions that some row of the sequence sees. It names no position from `seq_len`
+on, and none before the first one that a row sees, whose block may belong to another sequence by now. If shapes need
 more keys than that, the first visible key is repeated and masked. (Another slot might hold NaN, and masking would not
 help: 0 * NaN is NaN.)
 """
@@ -25,9 +25,10 @@ _GROUP_KEYS = 2048
 
 @dataclass(frozen=True)
 class Sight:
-    """Which positions a row sees: those up to its own; with a window, the last `window` of them, its own included.
+    """Which positions a row sees: those up to its own, or with a window the last `window` of them, its own included.
 
-    With a chunk size, those of its own chunk: chunks begin at multiples of `chunk_size`. At most one of both.
+    With a chunk size, it sees those of its own chunk; chunks begin at multiples of `chunk_size`. Set at most one of
+    both.
     """
 
     window: int | None = None
@@ -47,9 +48,9 @@ EVERYTHING = Sight()
 class QueryTile:
     """A run of consecutive queries of one sequence, computed in one call.
 
-    The queries are rows `first_row` to `first_row + num_rows` of the step. They are computed as rows `offset` and
-    following of a tile of `size` rows, over the keys from `first_key` to `last_key` of the sequence's slots; `mask` is
-    bool [size, last_key - first_key], or None when the tile is a whole prompt: row i then sees the keys up to i.
+    The queries are rows `first_row` to `first_row + num_rows` of the step. They are computed as the rows from `offset`
+    on of a tile of `size` rows, over the keys from `first_key` to `last_key` of the sequence's slots. `mask` is bool
+    [size, last_key - first_key], or None if the tile is a whole prompt, in which row i sees the keys up to i.
     """
 
     first_row: int
@@ -73,8 +74,8 @@ class SequenceTiles:
 class DecodeGroup:
     """Sequences with one query each, computed in one call.
 
-    `rows` is int64 [num_seqs], ascending, `slots` int64 [num_seqs * num_keys], `mask` bool [num_seqs, 1, 1, num_keys],
-    or None when every sequence has exactly `num_keys` keys.
+    `rows`: int64 [num_seqs], ascending. `slots`: int64 [num_seqs * num_keys]. `mask`: bool [num_seqs, 1, 1, num_keys],
+    or None if every sequence has exactly `num_keys` keys.
     """
 
     rows: Tensor
@@ -84,7 +85,10 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Where K and V of some rows go. `rows`: a bool mask of the stored rows; None: all. `slots`: int64, their slots."""
+    """Where to store the K and V of rows. `rows`: a bool mask of the stored rows; None: all.
+
+    `slots`: int64, their slots.
+    """
 
     rows: Tensor | None
     slots: Tensor
@@ -94,8 +98,8 @@ class StorePlan:
 class UnreadStorePlan:
     """A `StorePlan` that is made without reading the slots, so that the host doesn't wait for a GPU.
 
-    Row `rows[i]` goes to `slots[i]`, int64 both. In the place of a row that isn't stored, a stored row is repeated.
-    has_any: bool [], whether any row is stored. If none is, all slots are 0, and slot 0 keeps its content.
+    Row `rows[i]` goes to `slots[i]`, both int64. A row that isn't stored is replaced by a repeated stored row. has_any:
+    bool [], whether any row is stored. If none is, all slots are 0, and slot 0 keeps its content.
     """
 
     rows: Tensor
@@ -112,7 +116,7 @@ class AttentionPlan:
 
 
 def plan_store(slot_mapping: Tensor) -> StorePlan:
-    """The plan of `store`: slots of -1 are left out. O(rows). Changes nothing."""
+    """Make the plan of `store`, leaving out slots of -1. O(rows). Changes nothing."""
     if not slot_mapping.numel() or int(slot_mapping.min()) >= 0:
         return StorePlan(None, slot_mapping)
     kept = slot_mapping >= 0
@@ -120,7 +124,7 @@ def plan_store(slot_mapping: Tensor) -> StorePlan:
 
 
 def plan_store_unread(slot_mapping: Tensor) -> UnreadStorePlan:
-    """The plan of `store` for at least one slot, made on their device. O(rows). Changes nothing."""
+    """Make the plan of `store` for at least one slot, on the slots' device. O(rows). Changes nothing."""
     kept = slot_mapping >= 0
     rows = torch.where(kept, torch.arange(len(kept), device=kept.device), kept.int().argmax())
     return UnreadStorePlan(rows, slot_mapping.index_select(0, rows).clamp_(min=0), kept.any())
@@ -129,7 +133,7 @@ def plan_store_unread(slot_mapping: Tensor) -> UnreadStorePlan:
 def plan_paged(
     block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, sight: Sight = EVERYTHING
 ) -> AttentionPlan:
-    """The plan of `paged_attention`. Shapes as there. O(tokens seen). Changes nothing."""
+    """Make the plan of `paged_attention`. Shapes are as there. O(tokens seen). Changes nothing."""
     decodes: list[tuple[int, int, int, int]] = []
     sequences: list[SequenceTiles] = []
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):
@@ -156,10 +160,10 @@ def plan_paged(
 def plan_tiled(
     block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, sight: Sight = EVERYTHING
 ) -> AttentionPlan:
-    """The plan of `tiled_paged_attention`. Shapes as there. O(tokens seen). Changes nothing.
+    """Make the plan of `tiled_paged_attention`. Shapes are as there. O(tokens seen). Changes nothing.
 
-    A tile's keys begin at a multiple of TILE_ROWS too. So a tile's shape and its alignment in memory depend on its
-    position alone.
+    A tile's keys also begin at a multiple of TILE_ROWS, so a tile's shape and its alignment in memory depend only on
+    its position.
     """
     sequences: list[SequenceTiles] = []
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):

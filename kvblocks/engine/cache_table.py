@@ -13,7 +13,7 @@ _MAX_INDENT = 16  # the most levels of indentation; a cache may be thousands of 
 def cache_table(rows: Sequence[PrefixRow], max_rows: int | None = None) -> Table:
     """Return the rows of `prefix_rows` as a table, indented by depth. Print it with rich.
 
-    max_rows: show at most so many rows; the last line then sums up those left out. None: show all. O(rows).
+    max_rows: the most rows to show; if there are more, a last line sums them up. None: show all. O(rows).
     """
     shown = rows if max_rows is None else rows[: max(max_rows, 0)]
     left_out = rows[len(shown) :]

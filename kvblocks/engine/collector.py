@@ -18,9 +18,9 @@ def collector_paused() -> Iterator[None]:
 
 
 def freeze_collector() -> None:
-    """Collect now, and never scan again what is alive: for a process whose modules and model are all loaded.
+    """Collect now, and exempt all objects that survive from later scans. Call it once modules and model are loaded.
 
-    Otherwise each full collection would stop all threads for tenths of a second.
+    Without this, each full collection stops all threads for tenths of a second. Affects the whole process.
     """
     gc.collect()
     gc.freeze()

@@ -10,17 +10,17 @@ from kvblocks.engine.schedule.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one prompt, or one of several, and what it cost.
+    """One answer to a prompt (one of its `n` samples), and what it cost.
 
     - text: without special tokens; "" if the model has no tokenizer.
     - token_ids: all generated tokens, the stop token included.
-    - num_cached_tokens: tokens of the prompt that weren't computed for it: the cache had them, or another sample
-      computed them for all.
+    - num_cached_tokens: tokens of the prompt that weren't computed for this answer, because the cache had them or
+      another sample of the prompt computed them.
     - num_loaded_tokens: of these, those that were loaded from below the device, by tier ("host", "disk").
-    - num_computed_tokens: tokens that went through the model, of the prompt and generated, recomputed ones included.
-      The last generated token never does.
-    - ttft_s: seconds from the call to the first token, with waiting. If no token was asked for: until the prompt was
-      computed.
+    - num_computed_tokens: tokens that went through the model, of prompt and answer, recomputed ones included. The last
+      generated token is never computed.
+    - ttft_s: seconds from the call to the first token, waiting included; or until the prompt was computed, if no token
+      was asked for.
     - finish_reason: "stop" or "length".
     - logprobs: one for each of token_ids, if the request asked for them, else None.
     - prompt_logprobs: one for each token of the prompt, if the request asked for them, else None. The first is None,
@@ -42,12 +42,12 @@ class Completion:
 class Piece(NamedTuple):
     """One generated token.
 
-    - prompt_index, sample_index: its prompt and sample; samples of a prompt count from 0.
-    - text: the text that can no longer change once this token is known, beyond that of earlier pieces; may be "".
-    - completion: with the last token.
-    - logprobs: if they were asked for.
-    - prompt_logprobs: with the first token, if they were asked for.
-    - num_cached_tokens: with the first token: of the prompt, as in `Completion`.
+    - prompt_index, sample_index: which prompt and which sample it belongs to, both counted from 0.
+    - text: the text that this token adds and that later tokens can't change any more; may be "".
+    - completion: the whole answer, with the last token; None before.
+    - logprobs: the token's, if they were asked for, else None.
+    - prompt_logprobs: the prompt's, with the first token, if they were asked for.
+    - num_cached_tokens: as in `Completion`, with the first token; None after.
     """
 
     prompt_index: int

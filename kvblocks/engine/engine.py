@@ -1,8 +1,8 @@
 """The engine: prompts in, completions out. It puts manager, scheduler, model runner and samplers together.
 
 There are two ways to use it. `generate` and `stream` answer prompts and return. They call `step` themselves, and raise
-errors. A server submits prompts as they come, calls `step` as long as there is work, and passes on the pieces of the
-generations. A generation keeps its own error, and the others go on (see `engine.stepper`).
+errors. A server submits prompts as they arrive, calls `step` as long as there is work, and passes on the pieces of the
+generations. There, an error ends only the generation that it concerns (see `engine.stepper`).
 
 An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: a step of one
 advances all of them.
@@ -47,61 +47,61 @@ from kvblocks.retention.policies import NAMED
 from kvblocks.retention.policies.policy import PolicyFactory
 
 REMEMBERED_SHARE = 0.25
-"""The share of the blocks that prompts with a remembered next token may hold."""
+"""The largest share of the blocks that prompts with a remembered next token may hold."""
 
 _WAIT_S = 0.005
-"""How long a step with nothing to compute waits for a transfer. Its caller's other work waits as long."""
+"""How many seconds a step with nothing to compute waits for a transfer. The caller is blocked for as long."""
 
 
 class Engine:
     """A model that answers prompts, many at once, and computes what they share once.
 
-    model: "smollm2", a Hugging Face folder, or a `LoadedModel`, such as another engine's `model`, to share it.
+    model: "smollm2", a Hugging Face folder, a GGUF file, or a `LoadedModel` that engines share.
     num_blocks, block_size: the KV cache, in blocks and tokens a block. A block holds the KV of one group of layers
-    (`plan`). If no layer has a window, that is all layers.
+    (`plan`); if all layers have full attention, there is one group.
     kv_cache_memory: instead of num_blocks, the memory of all blocks: bytes, a text such as "2GiB", or a share of the
-    memory that is free once the model is loaded (a float, up to 1.0). A share of a GPU's memory is for what steps take
-    beside the cache, too: that is measured first. Neither: DEFAULT_KV_CACHE_BYTES, on a GPU DEFAULT_GPU_SHARE.
-    num_state_slots: how many sequences can run at once, in a model with recurrent states. None: MAX_STATE_SLOTS, or as
-    many as take no more memory than the blocks. They are a part of kv_cache_memory, and come on top of num_blocks.
+    memory that is free once the model is loaded (a float, up to 1.0). On a GPU, a share also has to cover what steps
+    take beside the cache, which is measured first. If both are None: DEFAULT_KV_CACHE_BYTES on a CPU, DEFAULT_GPU_SHARE
+    on a GPU.
+    num_state_slots: how many sequences can run at once, in a model with recurrent states. None: MAX_STATE_SLOTS, or
+    fewer if these would take more memory than the blocks. kv_cache_memory includes the slots; num_blocks doesn't.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
-    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted. This is slower.
-    On a CPU it holds for the number of torch threads at the engine's creation.
-    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
+    deterministic: whether logits have the same bits however prompts are cached, batched, chunked or preempted, which is
+    slower. On a CPU this requires that the number of torch threads stays as it was when the engine was made.
+    device: "cpu", "cuda", "cuda:1", or "auto": the device of a `LoadedModel`, else cuda if there is one, else the CPU.
     attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
     (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
-    256), "flashinfer" (as "triton", but long prompts by that package; float16 or bfloat16), or "auto": torch on a CPU,
-    triton on cuda; torch there too, with a warning, for what triton doesn't take.
-    dtype: "float32", "float16", "bfloat16" or a torch.dtype, of weights, KV cache and computing; None: float32 on a
-    CPU, the model's own on cuda, or that of a `LoadedModel`.
-    kv_cache_dtype: "auto": K and V are kept in dtype. "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
-    and never change. A pool of the same bytes then has two or four times as many blocks (bench/README.md says what
-    that costs).
+    256), "flashinfer" (as "triton", but that package computes long prompts; float16 or bfloat16), or "auto": torch on a
+    CPU, and on cuda triton, or torch, with a warning, for what triton doesn't support.
+    dtype: "float32", "float16", "bfloat16" or a torch.dtype, for weights, KV cache and computation. None: that of a
+    `LoadedModel`, else float32 on a CPU and the model's own on cuda.
+    kv_cache_dtype: "auto": K and V are kept in dtype. "fp8_e4m3" (or "fp8"): they are kept in 8 bits, with scales that
+    are determined now and never change. A pool of the same bytes then has two or four times as many blocks
+    (bench/README.md says what that costs).
     cuda_graphs: whether decode steps are captured and replayed, on CUDA with attention by triton.
-    overlap: whether a step is launched before the tokens of the one before are read, where it can be; the tokens are
-    the same. None: on CUDA.
+    overlap: whether a step is launched, where possible, before the tokens of the previous one are read. The tokens are
+    the same. None: True on CUDA, False elsewhere.
     schedule: the order in which waiting prompts begin: "fcfs", first come first served; "longest-prefix", the longest
     cached prefix first; "grouped", prompts that share a prefix together. See `engine.schedule.order`.
-    eviction: the eviction policy of the pool, as of a `KVCacheManager`; its clock is `time.monotonic`. "sessions" uses
+    eviction: the pool's eviction policy, as for `KVCacheManager`, with `time.monotonic` as its clock. "sessions" uses
     the option `session` of prompts.
-    remember_next_token: whether a greedy prompt's next token is kept with its KV. An equal prompt then gets its first
-    token without a forward pass. At most REMEMBERED_SHARE of the blocks hold such prompts, and only while nobody else
-    needs the blocks (docs/design/engine/remembered.md). `close` frees them.
-    session_gate: whether sessions take turns, so that the prompts of those inside fit the pool (docs/gate.md). Others
-    wait before the queue; their requests are those with the option `session`.
-    limits: how much one step computes at most; None: `StepLimits.default_on` the device.
+    remember_next_token: whether the next token of a greedy prompt is kept with its KV, so that an equal prompt gets its
+    first token without a forward pass. At most REMEMBERED_SHARE of the blocks hold such prompts, and only while nobody
+    else needs the blocks (docs/design/engine/remembered.md). `close` frees these blocks.
+    session_gate: whether sessions take turns, so that the prompts of the admitted ones fit into the pool
+    (docs/gate.md). Others wait in front of the queue. The option `session` says which session a prompt belongs to.
+    limits: how much one step computes at most. None: what `StepLimits.default_on` returns for the device.
     num_history_blocks: how many evicted blocks `manager.inspect.explain` remembers.
-    tiers: where blocks go that don't fit the pool, the quickest first: URLs such as "host:2GiB", "disk:FOLDER" and
-    "valkey://HOST:6379", or `TierOptions`, which also have a size and a secret (docs/tiers.md). Close an engine with
-    tiers (`close`, or `with`): the next engine doesn't find blocks that weren't stored by then.
-    on_events: called after each step with the events of blocks that became cached, or stopped being cached, on the
-    device and in tiers. An `EventPublisher`'s `publish` is one. It must neither wait nor raise. None: no events are
-    recorded.
+    tiers: where blocks are kept that don't fit into the pool, the fastest first: URLs such as "host:2GiB",
+    "disk:FOLDER" and "valkey://HOST:6379", or `TierOptions`, which also have a size and a secret (docs/tiers.md). Close
+    an engine with tiers (`close`, or `with`): the next one finds only blocks stored by then.
+    on_events: called after each step with the events of blocks that were cached or removed, on the device and in tiers.
+    It must neither block nor raise; `EventPublisher.publish` is such a function. None: no events are recorded.
 
-    Attributes to read: model, plan, manager, metrics, scheduler, runner, stepper (`waited_s`, and `overlaps`, which may
-    be assigned), sampling, num_steps. `limits` may be replaced.
-    Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk's folder that can't be used. Loads
-    the model.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling, num_steps, and stepper with its
+    `waited_s` and `overlaps`. You may assign `limits` and `stepper.overlaps`.
+    Loads the model. Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk folder that can't
+    be used.
     """
 
     def __init__(
@@ -181,14 +181,14 @@ class Engine:
 
     @property
     def num_steps(self) -> int:
-        """How many steps went through the model since the engine was made; those that died don't count. O(1)."""
+        """How many steps have gone through the model since the engine was made, without those that failed. O(1)."""
         return self.stepper.num_steps
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now: a prompt is unfinished, or a tier's store. O(1).
+        """Whether `step` has anything to do now: a prompt is unfinished, or a transfer to or from a tier. O(1).
 
-        If all unfinished prompts wait for the session gate, there is nothing to do before `wake_at`.
+        Prompts that wait for the session gate count only from `wake_at` on.
         """
         wake_at = self.wake_at
         if wake_at is not None and wake_at <= time.monotonic():
@@ -197,22 +197,21 @@ class Engine:
 
     @property
     def wake_at(self) -> float | None:
-        """When the session gate may let a prompt in, on `time.monotonic`; None if no time decides that. O(1)."""
+        """When the session gate may let a prompt in, by `time.monotonic`; None if time alone changes nothing. O(1)."""
         return self.scheduler.entrance.wake_at
 
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> list[Completion]:
-        """Answer all prompts, each `n` times. Return the completions in order: all of the first prompt, and so on.
+        """Answer all prompts, each `n` times. Return the completions in order, first all those of the first prompt.
 
-        prompts: texts, encoded as they are (see `engine.text.tokenizer.Tokenizer.apply_chat_template` for chats), or
-        token ids.
-        options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
-        repetition_penalty, logprobs, seed, stop, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens, salt; see
-        `GenerationOptions`. The first sample's completion counts what the prompt cost.
+        prompts: texts, or lists of token ids. Texts are encoded as they are; for chats see
+        `engine.text.tokenizer.Tokenizer.apply_chat_template`.
+        options: the fields of `GenerationOptions`, such as n=1, max_tokens=64 and temperature=0.0. The first sample's
+        completion includes what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt is empty or unreadable, or could never fit;
         options out of range), PoolExhaustedError (a prompt can't fit until a pin ends) and ModelError (text or `stop`
-        without a tokenizer). Also raises what `step` raises. All of these prompts are dropped then, and the engine can
-        be used again.
+        without a tokenizer). Also raises what `step` raises; all of these prompts are dropped then, and the engine can
+        still be used.
         """
         generations = self._read(prompts, GenerationOptions(**options))
         for _ in self._run(generations):
@@ -220,20 +219,20 @@ class Engine:
         return [generation.completion for generation in generations if generation.completion is not None]
 
     def warm(self, prompts: Sequence[Prompt], *, salt: str | None = None) -> list[Completion]:
-        """Load or compute prompts, so that later prompts hit them, and generate nothing. Returns what each cost.
+        """Load or compute prompts, so that later prompts hit them. Generates nothing. Returns what each prompt cost.
 
-        All full blocks of each prompt are cached, and stored in tiers as any others. At least one token of each prompt
-        is computed. prompts, salt, errors: as of `generate`.
+        All full blocks of each prompt are cached, and are stored in tiers like any others. At least one token of each
+        prompt is computed. Takes prompts and salt as `generate` does, and raises the same errors.
         """
         return self.generate(prompts, max_tokens=0, salt=salt)
 
     def warm_up(self, on_step: Callable[[str, int, int], object] | None = None) -> dict[str, float]:
-        """Compile all kernels and capture decode steps now, and not only when the first requests need them.
+        """Compile all kernels and capture decode steps now, so that the first requests don't wait for it.
 
-        For steps within `limits`, before anything is submitted. on_step: called with the next
-        step's name, the number of steps done, and their total. Returns the seconds that compiling took, by kernel name;
-        0 for kernels in Triton's cache on disk; empty if attention isn't triton. Raises InvalidArgumentError if
-        anything is running, and what a step raises. Cached blocks and requests are unchanged.
+        This covers all steps within `limits`. Call it before anything is submitted. on_step: called with the next
+        step's name, the number of steps done, and their total. Returns the seconds that compiling took by kernel name:
+        0 for kernels in Triton's cache on disk, and nothing for attention without Triton kernels. Raises
+        InvalidArgumentError if the engine has unfinished work, and what a step raises. Cached blocks are unchanged.
         """
         self._check_open()
         if on_step is not None and not callable(on_step):
@@ -251,8 +250,8 @@ class Engine:
     def stream(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> Iterator[Piece]:
         """Answer all prompts, and yield every token as it comes. The last piece of an answer has its completion.
 
-        As `generate`. Prompts are checked at once, and begin when the first piece is taken. Closing the iterator drops
-        unfinished prompts.
+        Arguments and errors are those of `generate`. Prompts are checked at once, and begin when the first piece is
+        taken. Closing the iterator drops unfinished prompts.
         """
         return self._run(self._read(prompts, GenerationOptions(**options)))
 
@@ -266,10 +265,10 @@ class Engine:
     ) -> list[Generation]:
         """Queue a prompt and return its generations, one for each sample. `step` computes them.
 
-        prompt, options: as of `generate`. prompt_index: for its pieces, if the caller has several prompts. timeout_s:
-        seconds from now, with waiting, after which the next step ends it with finish_reason "timeout". Raises, with
-        nothing queued, what `generate` raises before anything is computed. A later failure ends the generation with
-        finish_reason "error", and is its `error`.
+        prompt, options: as for `generate`. prompt_index: the number that its pieces carry, for callers with several
+        prompts. timeout_s: seconds from now, waiting included, after which the next step ends the prompt with
+        finish_reason "timeout". Raises what `generate` raises before anything is computed, and then queues nothing. A
+        later failure ends the generation with finish_reason "error"; the exception is its attribute `error`.
         """
         if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
             raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
@@ -280,18 +279,18 @@ class Engine:
         return generations
 
     def cancel(self, generation: Generation) -> None:
-        """End a submitted generation, between two steps. Its blocks are free at once. Does nothing if it has ended."""
+        """End a submitted generation between two steps, and free its blocks. Does nothing if it has ended."""
         self.stepper.cancel(generation)
 
     def step(self) -> list[Generation]:
         """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
 
-        With `overlap` it may return what the step before has computed, and leave its own for the next call.
+        With `overlap` it may return the results of the previous step, and leave its own to the next call.
 
-        `stream` and `generate` call this, and you may call it too. Never raises for submitted generations: those of a
-        step that dies end with finish_reason "error". For a stream's generations it raises the errors of the model and
-        the sampler, and PoolExhaustedError if pins keep so many blocks that nothing can go on. Nothing is lost then,
-        and the next step tries again.
+        `stream` and `generate` call this, and you may call it too. For submitted generations it never raises: if a step
+        fails, its generations end with finish_reason "error". For the generations of a stream it raises the errors of
+        the model and the sampler, and PoolExhaustedError if pins hold so many blocks that no request can go on. Nothing
+        is lost then, and the next step tries again.
         """
         self._check_open()
         self.manager.now = time.monotonic()
@@ -305,13 +304,14 @@ class Engine:
         return changed
 
     def forget_salt(self, salt: str | None) -> int:
-        """Delete the cached blocks of a salt (None: of prompts without one), on the device and in all tiers.
+        """Delete the cached blocks of a salt (None: those of prompts without a salt), on the device and in all tiers.
 
-        As `manager.forget_salt`: running requests go on. When this returns, a disk's bytes of these blocks are
-        overwritten, and a shared store has none of them. Call it between two steps. Returns the number of blocks.
+        Running requests go on, as with `manager.forget_salt`. When this returns, the bytes of these blocks are
+        overwritten on a disk, and a shared store has none of them. Call it between two steps. Returns the number of
+        blocks.
 
-        Raises InvalidArgumentError, and ForgetError if bytes are left after FORGET_S seconds, or because a tier failed.
-        No lookup finds these blocks then, and the next call tries again.
+        Raises InvalidArgumentError, and ForgetError if bytes are left in a tier, because FORGET_S seconds have passed
+        or the tier has failed. Even then no lookup finds these blocks, and the next call tries again.
         """
         forgetting = self.begin_forgetting(salt)
         end_s = time.monotonic() + FORGET_S
@@ -321,10 +321,10 @@ class Engine:
         return forgetting.num_blocks
 
     def begin_forgetting(self, salt: str | None) -> Forgetting:
-        """As `forget_salt`, but don't wait for the tiers. From now on no lookup finds the salt's blocks.
+        """Do what `forget_salt` does, without waiting for the tiers. From now on no lookup finds the salt's blocks.
 
-        The answer says when the tiers' bytes are gone. Steps go on meanwhile, and have to: transfers that are under way
-        now are deleted by the step that sees their end.
+        The result says when the tiers' bytes are gone. Keep calling `step` until then: what is being transferred now is
+        deleted by the step that sees the transfer end.
         """
         self._check_open()
         self._note_transfers()
@@ -335,10 +335,10 @@ class Engine:
         return Forgetting(salt, number, (), ()) if self.offload is None else self.offload.forget(salt, number)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End an engine that has tiers: store what waits for that, for so many seconds at most, and close the disk.
+        """Close the engine. One with tiers first stores what still waits, for at most `timeout_s`, and closes its disk.
 
-        It doesn't wait for unfinished generations, and can't be used afterwards. Any engine gives back the blocks of
-        remembered prompts. A second call does nothing.
+        It doesn't wait for unfinished generations. An engine with tiers can't be used afterwards: its calls raise
+        KVBlocksError. Any engine gives back the blocks of remembered prompts. A second call does nothing.
         """
         if self.scheduler.remembered is not None:
             self.scheduler.remembered.clear()
@@ -483,7 +483,7 @@ def _load(
 
 
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
-    """The device that `device` names. loaded: the device of a loaded model. Raises InvalidArgumentError."""
+    """The device that `device` names. loaded: where the loaded model is, if any. Raises InvalidArgumentError."""
     if device == "auto":
         return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -16,12 +16,15 @@ class BrokenLogitsError(ModelError):
 
 
 class GrammarError(KVBlocksError):
-    """An answer of a given form can't go on: to find its next token takes more work than the limit for a token."""
+    """An answer that must follow a grammar can't go on: no token may come, or finding one exceeds the work limit."""
 
 
 class RequestTooLongError(InvalidArgumentError):
-    """A prompt and its max_tokens are more tokens than the model's context, or the whole pool, has room for."""
+    """A prompt and its max_tokens together exceed the model's context, or don't fit into the whole pool."""
 
 
 class ForgetError(KVBlocksError):
-    """Blocks of a salt can't be hit any more, but bytes of them are left in a tier. The message says what to do."""
+    """No lookup finds a salt's blocks any more, but some of their bytes are left in a tier.
+
+    The message says what to do.
+    """

@@ -1,4 +1,4 @@
-"""A request on its way to a completion, with what the scheduler needn't know, such as its sampler and its text."""
+"""A request in progress, with what the scheduler doesn't need to know, such as its sampler and its text."""
 
 from collections import deque
 
@@ -12,13 +12,13 @@ from kvblocks.engine.text.tokenizer import StreamDecoder
 
 
 class Generation:
-    """A request on its way to a completion. Read it, and take its pieces; only the engine writes to it.
+    """A request in progress. Callers read it and take its pieces; only the engine writes to it.
 
-    prompt_index, sample_index: which answer of the call it is. scores: of the prompt, shared with its other samples;
-    None, or given before it is queued. pieces: those that weren't taken yet. text: of all pieces so far. completion:
-    set once it has all its tokens. error: why it failed, if its finish_reason is "error". is_submitted: if True, a
-    failure ends this generation; if False, the failure is raised to the caller of `step`. start_s: when it was queued,
-    on the clock of `record`.
+    prompt_index, sample_index: which prompt of the call it answers, and which sample it is. scores: the scores of the
+    prompt's tokens, shared with the other samples; None if none were asked for. pieces: those that haven't been taken
+    yet. text: the text of all pieces so far. completion: set once it has all its tokens. error: the exception, if its
+    finish_reason is "error". is_submitted: if True, a failure ends this generation; if False, the failure is raised to
+    the caller of `step`. start_s: when it was queued, on the clock that `record` is given.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Generation:
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
 
     def next_draw(self, num_unknown: int = 0) -> Draw | Exception:
-        """How to draw its next token, or the exception of a failure of this request alone. O(new tokens).
+        """How to draw its next token, or the exception if that fails for this request. O(new tokens).
 
-        num_unknown: as of `Sampler.next_draw`.
+        num_unknown: see `Sampler.next_draw`.
         """
         try:
             return self.sampler.next_draw(self.request.sequence, num_unknown)
@@ -66,7 +66,7 @@ class Generation:
     def record(self, drawn: Drawn, now_s: float) -> None:
         """Turn a drawn token into a piece. The last piece has the completion. O(1) a character.
 
-        A stop string completes the generation, too. Its request is still unfinished then; the caller ends it.
+        A stop string completes the generation, too. Its request is then still unfinished, and the caller ends it.
         """
         token_id, own = drawn
         of_prompt, num_cached = None, None
@@ -86,7 +86,7 @@ class Generation:
         )
 
     def end(self, now_s: float) -> None:
-        """Complete a request that generates nothing. There is no piece. O(1)."""
+        """Complete a request that generates nothing. It gets no piece. O(1)."""
         self.completion = self._complete("length", now_s - self.start_s)
 
     def _complete(self, reason: FinishReason, ttft_s: float) -> Completion:

@@ -1,4 +1,4 @@
-"""From a prompt to requests. All errors in a prompt and its options are found here, before anything is queued."""
+"""Turns prompts into requests. All errors in a prompt and its options are found here, before anything is queued."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -24,7 +24,7 @@ Prompt = str | Sequence[int]
 
 
 class Intake:
-    """Makes generations from prompts, for one model and scheduler. It numbers their sequences."""
+    """Makes generations from prompts, for one model and scheduler. It also assigns the ids of their sequences."""
 
     def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class Intake:
     def read(self, prompt: Prompt, options: GenerationOptions, name: str, prompt_index: int = 0) -> list[Generation]:
         """Check a prompt, called `name` in errors, and return a generation for each of its samples. Queues nothing.
 
-        prompt_index: of its generations and pieces.
+        prompt_index: the number that its generations and pieces carry.
 
         Raises InvalidArgumentError (the prompt is empty, unreadable, or could never fit; options out of range),
         PoolExhaustedError (it can't fit until a pin ends) and ModelError (text without a tokenizer). O(n x prompt).

@@ -48,42 +48,43 @@ class OptionValues(TypedDict, total=False):
 class GenerationOptions:
     """How to answer a prompt.
 
-    n: how many samples; the prompt is computed once for all of them, and its KV is stored once.
-    max_tokens: of each sample; None: as many as the model's context and the pool have room for. 0: the prompt is
-    computed and cached, and nothing is generated; n must be 1 then.
+    n: how many samples to generate. The prompt is computed once for all of them, and its KV is stored once.
+    max_tokens: the most tokens of each sample. None: as many as the model's context and the pool have room for. 0: the
+    prompt is computed and cached, and nothing is generated; n must be 1 then.
     temperature: 0 is greedy, and all samples are equal.
-    top_p: keeps as few of the most likely tokens as together have this probability.
-    top_k: keeps at most so many tokens; None: any number. min_p: drops tokens less likely than this share of the most
-    likely one's probability. Both apply before top_p.
-    presence_penalty, frequency_penalty: subtracted from a token's logit, once if the answer has the token, and for each
-    time that it has it. repetition_penalty: above 1 makes tokens of prompt and answer less likely, below 1 more likely.
-    logprobs: how many of the most likely tokens each token of the answer comes with, with their logarithms of
-    probability; 0: the logarithm of the token alone; None: no logarithms.
+    top_p: keeps the smallest set of most likely tokens that together have this probability.
+    top_k: keeps at most this many tokens; None: any number. min_p: drops tokens whose probability is below this share
+    of the most likely token's. Both apply before top_p.
+    presence_penalty: subtracted from a token's logit if the answer already has the token. frequency_penalty: subtracted
+    once for each time that the answer has it. repetition_penalty: above 1 makes tokens of prompt and answer less
+    likely, below 1 more likely.
+    logprobs: how many of the most likely tokens are returned for each token of the answer, with their log
+    probabilities; 0: only the token's own; None: none.
     prompt_logprobs: the same for the tokens of the prompt, each given those before it. Cached tokens have no logits, so
-    the prompt is computed anew then, except tokens that were scored before a preemption.
+    the whole prompt is computed, except for tokens that were scored before a preemption.
     `sampling.params.SamplingParams` defines the parameters of sampling exactly.
-    seed: every prompt gets its own random numbers from it. So the same prompt with the same seed has the same samples,
-    whatever else is in the batch. Sample k is that of a call with n=1 and
-    `sampling.random_numbers.sample_seed(seed, k)`. None: different samples each time.
+    seed: the same prompt with the same seed gets the same samples, whatever else is in the batch. Sample k equals the
+    sample of a call with n=1 and the seed `sampling.random_numbers.sample_seed(seed, k)`. None: different samples each
+    time.
     stop: one string or several; the text ends before the first of them.
     ignore_eos: go on until max_tokens, `stop` or one of stop_token_ids.
-    min_tokens: before a sample has so many tokens, only max_tokens ends it. Tokens that would end it are not drawn, and
-    strings of `stop` that begin in their text don't count.
-    stop_token_ids: tokens that end a sample, beside those of the model. The text ends before them.
+    min_tokens: until a sample has this many tokens, only max_tokens ends it. Tokens that would end it are not drawn,
+    and strings of `stop` that begin in the text of these tokens don't count.
+    stop_token_ids: tokens that end a sample, in addition to the model's own. The text ends before them.
     skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
     grammar: the form of the text, made by a `GrammarCompiler` for the model. Only tokens that the form allows are
-    drawn, and a whole text is ended. max_tokens may cut a text off. Needs the tokens that end answers, so it excludes
-    ignore_eos and min_tokens.
-    logit_bias: numbers that are added to the logits of tokens before each draw, after penalties. At most MAX_BIASED of
-    them, from -100 to 100.
-    priority: of waiting prompts with the same salt, those with a smaller number are admitted first.
-    marks: where later prompts will probably part from the prompt, in tokens from its first, such as the end of a system
-    prompt. A model with recurrent states saves its state there, too; of no effect on other models.
-    salt: prompts with different salts (None is one of them) never share anything in the cache.
-    session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
-    an answer is reported as a pause of the session, with the finish_reason.
-    name_stop: for a session's answer that ends by "stop": given its tokens without the stop token, it returns the
-    reason to report instead, such as "tool_calls". It must not raise. None: "stop".
+    drawn, and the answer ends when its text is complete; max_tokens may cut it off before. Excludes ignore_eos and
+    min_tokens, since it needs the tokens that end answers.
+    logit_bias: a number from -100 to 100 for each of at most MAX_BIASED tokens, added to the token's logit before each
+    draw, after penalties.
+    priority: among waiting prompts with the same salt, those with smaller numbers are admitted first.
+    marks: positions (numbers of leading tokens) at which later prompts will probably diverge, such as the end of a
+    system prompt. A model with recurrent states also saves its state there; other models ignore marks.
+    salt: prompts with different salts never share cached blocks. None is a salt of its own.
+    session: a hashable id of the prompt's conversation, for `Engine(eviction="sessions")` and `session_gate`; None: no
+    session. The end of an answer is reported as a pause of the session, with the finish_reason.
+    name_stop: called when an answer in a session ends with "stop", with its tokens except the stop token. It returns
+    the reason to report for the pause instead, such as "tool_calls", and must not raise. None: "stop" is reported.
 
     Raises InvalidArgumentError. `SamplingParams` checks the parameters of sampling, `kvblocks.Sequence` checks salt and
     session.
@@ -166,7 +167,7 @@ class GenerationOptions:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether there is one answer whose first token, with all that is returned of it, depends only on the prompt.
+        """Whether there is one sample, and all that is returned with its first token depends only on the prompt.
 
         False with penalties, a grammar, a bias, min_tokens or log probabilities. O(1).
         """

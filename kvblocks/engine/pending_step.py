@@ -1,4 +1,4 @@
-"""A step that was launched, and whose tokens weren't read yet."""
+"""A step that has been launched, and whose tokens haven't been read yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from kvblocks.engine.schedule.step import ScheduledChunk
 
 @dataclass(eq=False, slots=True)
 class PendingStep:
-    """What has to be known of a launched step to go on from it.
+    """A launched step: what is needed to read its tokens, or to launch the next step before that.
 
-    chunks: as they were scheduled. generations: those that get a token, chunk by chunk. scorer: of prompts. start_s:
-    when it was launched, or when the device was done with the step before, if that is later; on `time.perf_counter`.
+    chunks: as they were scheduled. generations: those that get a token, chunk by chunk. scorer: scores prompts, if any
+    asked for it. start_s: when it was launched, or when the device finished the previous step, if that is later; by
+    `time.perf_counter`.
     """
 
     chunks: Sequence[ScheduledChunk]
@@ -28,13 +29,14 @@ class PendingStep:
     def may_be_followed(self) -> bool:
         """Whether the next step can be launched before the tokens of this one are known. O(requests).
 
-        This is the rule for what overlaps; `schedule.ahead` adds what the scheduler must know. All of this must hold:
+        This is the model side's rule for overlapping; `schedule.ahead` adds the scheduler's conditions. All of these
+        must hold:
 
-        - Each chunk ends with a token for its own request. So there is no part of a prompt, no prompt without an
-          answer, no samples to fork, and no prompt to score.
-        - The tokens are final on the device. So none comes with logarithms, none may have to be drawn again, and no
-          sampler has failed.
-        - How the next tokens are drawn doesn't depend on these. So there are no penalties, and no form of the text.
+        - Each chunk ends with a token for its own request. This excludes partial prompts, prompts without an answer,
+          samples to fork, and prompts to score.
+        - The tokens are final on the device. This excludes log probabilities, draws that may have to be repeated, and
+          failed samplers.
+        - How the next tokens are drawn doesn't depend on these. This excludes penalties and grammars.
         """
         return (
             self.scorer is None
@@ -51,5 +53,5 @@ class PendingStep:
 
     @property
     def starts(self) -> dict[Request, int]:
-        """How many tokens of each request were written before this step. O(requests)."""
+        """For each unfinished request, how many of its tokens were computed before this step. O(requests)."""
         return {chunk.request: chunk.start for chunk in self.chunks if chunk.request.finish_reason is None}

@@ -1,12 +1,12 @@
-"""`CacheMetrics` as a collector of `prometheus_client`: each scrape takes a snapshot, without counters of its own.
+"""`CacheMetrics` as a collector for `prometheus_client`. It has no counters of its own: each scrape takes a snapshot.
 
     metrics = CacheMetrics(manager, clock=time.monotonic)
     KVBlocksCollector(metrics, registry=prometheus_client.REGISTRY)
     prometheus_client.start_http_server(9000)
 
 Salts may be secrets, and there may be millions of them. So by default no series names a tenant; metrics show only the
-number of tenants, and how many are over their quota. A `tenant_label` opts in. Hashing salts would not keep them
-secret: whoever can guess a salt can hash it.
+number of tenants, and how many are over their quota. Pass `tenant_label` to opt in. A label that is a hash of the salt
+doesn't keep it secret, since anybody who guesses a salt can hash the guess.
 """
 
 from collections import Counter
@@ -109,19 +109,19 @@ _GATE_GAUGES = (
 )
 
 TenantLabel = Callable[[str | None], str | None]
-"""From a salt (None: sequences without one) to a label; None: the tenant gets no series."""
+"""Maps a salt (None: sequences without one) to a label, or to None for a tenant without series of its own."""
 
 
 class KVBlocksCollector(Collector):
-    """Gives a manager's metrics to Prometheus; all names begin with `kvblocks_`.
+    """Exports a manager's metrics to Prometheus, under names that begin with `kvblocks_`.
 
-    registry: where it registers itself; None: nowhere, so call `registry.register(collector)`. A registry takes one.
-    tenant_label: which tenants get series of their own, and their labels; tenants with equal labels are added up. None:
-    no tenant does, so that no salt leaks. Durations are in seconds if the metrics have a clock, else in blocks taken
-    from the pool; names say which.
+    registry: where it registers itself. None: nowhere, so call `registry.register(collector)`. A registry takes only
+    one. tenant_label: which tenants get series of their own, and their labels; tenants with equal labels are added up.
+    None: no tenant does, so that no salt leaks. Durations are in seconds if the metrics have a clock, else in blocks
+    taken from the pool. A metric's name says which.
 
-    Scrapes may come from another thread than the manager's, as they do from `start_http_server`. Each costs a
-    `CacheMetrics.snapshot`. Raises InvalidArgumentError, and ValueError when the registry has such names already.
+    Scrapes may come from another thread than the manager's, as they do from `start_http_server`. Each costs one
+    `CacheMetrics.snapshot`. Raises InvalidArgumentError, and ValueError if the registry already has these names.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class KVBlocksCollector(Collector):
             registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of now."""
+        """Yield the current metric families."""
         snapshot = self._metrics.snapshot()
         for attribute, name, text in _COUNTERS:
             yield CounterMetricFamily(f"kvblocks_{name}", text, value=getattr(snapshot.stats, attribute))
@@ -177,7 +177,7 @@ class KVBlocksCollector(Collector):
 
 
 class OffloadCollector(Collector):
-    """Metrics of an engine's transfers between the device and its tiers. registry: as of `KVBlocksCollector`."""
+    """Metrics of an engine's transfers between the device and its tiers. registry: as for `KVBlocksCollector`."""
 
     def __init__(self, offload: Offload, *, registry: CollectorRegistry | None = None) -> None:
         self._offload = offload
@@ -185,7 +185,7 @@ class OffloadCollector(Collector):
             registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of now."""
+        """Yield the current metric families."""
         traffic = self._offload.traffic()
         labels = ["tier", "direction"]
         moved = CounterMetricFamily("kvblocks_tier_moved_bytes", "Bytes that transfers moved.", labels=labels)
@@ -205,7 +205,7 @@ class OffloadCollector(Collector):
 
 
 class RememberedCollector(Collector):
-    """Metrics of an engine's remembered prompts. registry: as of `KVBlocksCollector`."""
+    """Metrics of an engine's remembered prompts. registry: as for `KVBlocksCollector`."""
 
     def __init__(self, remembered: RememberedPrompts, *, registry: CollectorRegistry | None = None) -> None:
         self._remembered = remembered
@@ -213,7 +213,7 @@ class RememberedCollector(Collector):
             registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of now."""
+        """Yield the current metric families."""
         of = self._remembered
         text = "First tokens that were remembered: answers that began without a forward pass."
         yield CounterMetricFamily("kvblocks_remembered_answers", text, value=of.num_answers)
@@ -222,7 +222,7 @@ class RememberedCollector(Collector):
 
 
 class GateCollector(Collector):
-    """Metrics of an engine's session gate, which it must have. registry: as of `KVBlocksCollector`."""
+    """Metrics of the session gate of an engine that has one. registry: as for `KVBlocksCollector`."""
 
     def __init__(self, entrance: Entrance, *, registry: CollectorRegistry | None = None) -> None:
         self._entrance = entrance
@@ -251,7 +251,7 @@ class GateCollector(Collector):
 
 
 class StateCollector(Collector):
-    """Metrics of the recurrent states of a manager that has such layers. registry: as of `KVBlocksCollector`."""
+    """Metrics of the recurrent states of a manager that has such layers. registry: as for `KVBlocksCollector`."""
 
     def __init__(self, manager: KVCacheManager, *, registry: CollectorRegistry | None = None) -> None:
         self._manager = manager
@@ -259,7 +259,7 @@ class StateCollector(Collector):
             registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families of now."""
+        """Yield the current metric families."""
         states = self._manager.states
         yield GaugeMetricFamily("kvblocks_state_slots", "Sequences that can have a state at once.", states.num_slots)
         yield GaugeMetricFamily("kvblocks_free_state_slots", "Slots that no sequence has.", states.num_free_slots)

@@ -1,6 +1,6 @@
-"""The orders of admission, by name: for options and flags.
+"""The orders of admission by name, for options and flags.
 
-Both orders by prefix look at no more than some candidates, and `AgingOrder` bounds how often a request is overtaken.
+Both orders by prefix rank a limited number of candidates, and `AgingOrder` bounds how often a request is overtaken.
 """
 
 from collections.abc import Sequence as Items
@@ -13,10 +13,10 @@ from kvblocks.errors import InvalidArgumentError
 
 
 class LongestPrefixOrder(AgingOrder):
-    """Longest cached prefix first: what is cheapest to compute goes first, before its prefix is evicted.
+    """Longest cached prefix first, so that prefixes are used before they are evicted.
 
-    Ranks candidates by the number of their tokens that the cache has at the step's beginning; ties by arrival. The idea
-    is SGLang's cache-aware scheduling.
+    Ranks candidates by how many of their tokens are cached when the step begins; ties by arrival. The idea is SGLang's
+    cache-aware scheduling.
 
     Cost: at most `num_candidates` lookups a step, and none for a single candidate. Prefixes that requests of the same
     step will cache don't count: a request that shares one waits for it or hits it anyway.
@@ -25,7 +25,7 @@ class LongestPrefixOrder(AgingOrder):
     _num_cached_tokens: dict[Request, int]
 
     def start(self, candidates: Items[Request], lookups: Lookups) -> None:
-        """Look the candidates up. O(their tokens), by memcmp."""
+        """Look up the candidates. O(their tokens), by memcmp."""
         ranked = [request for request in candidates if not request.was_admitted]
         self._num_cached_tokens = {
             request: lookups.find(request).num_tokens if len(ranked) > 1 else 0 for request in ranked
@@ -37,16 +37,15 @@ class LongestPrefixOrder(AgingOrder):
 
 
 class GroupedOrder(AgingOrder):
-    """Requests that share a prefix, one after another: each prefix is computed once, and used up before it is evicted.
+    """Requests that share a prefix go one after another, so each prefix is computed once and used before it is evicted.
 
-    The next request is the one that has most full blocks in common with the one admitted last; ties by arrival. In the
-    tree of prompts this is a depth-first walk: the request that shares most goes first, then one that shares a little
-    less. When no request shares a block, the oldest one begins another cohort. Unlike the order by longest cached
-    prefix, this order works with an empty cache. It also brings requests that read the same blocks into one batch,
-    which cascade attention uses.
+    The next request is the one that has the most full blocks in common with the last admitted one; ties by arrival. In
+    the tree of prompts this is a depth-first walk. When no request shares a block, the oldest one begins another
+    cohort. Unlike the order by longest cached prefix, this order also works with an empty cache. It brings requests
+    that read the same blocks into one batch, which helps cascade attention.
 
     Cost: no lookup, but at most `num_candidates` comparisons of prompts for each candidate. Keeps a reference to the
-    sequence that was admitted last.
+    sequence of the last admitted request.
     """
 
     _last: Sequence | None = None
@@ -57,7 +56,7 @@ class GroupedOrder(AgingOrder):
         self._block_size = lookups.manager.block_size
 
     def choose(self, candidates: Items[Request]) -> Request:
-        """Return the candidate that shares most with the last admitted one; ties go to the oldest.
+        """Return the candidate that shares the most blocks with the last admitted one; ties go to the oldest.
 
         O(their tokens), by memcmp.
         """
@@ -72,9 +71,10 @@ class GroupedOrder(AgingOrder):
 
 
 def num_common_blocks(one: Sequence, other: Sequence, block_size: int) -> int:
-    """Return how many first blocks two sequences could share by their tokens, salt and adapter.
+    """Return how many leading blocks two sequences could share, by their tokens, salt and adapter.
 
-    Extra keys, such as those of images, are not compared, since this only ranks. O(tokens), by bisection with memcmp.
+    Extra keys, such as those of images, are not compared, since this is only for ranking. O(tokens), by bisection with
+    memcmp.
     """
     if one.salt != other.salt or one.lora != other.lora:
         return 0

@@ -1,14 +1,14 @@
-"""Runs steps of all unfinished generations: schedule, run the model, sample, record; and handles failures.
+"""Runs steps of all unfinished generations (schedule, run the model, sample, record), and handles failures.
 
-There are two kinds of callers. For a caller that streams, the step raises the failure. The step is undone, its requests
-wait again, and the next step goes on. A caller that submits prompts, as a server does, finds the failure in the
-generation (finish_reason "error", and the exception). A step that dies fails only its own generations; if one of them
-is known to be the reason, only that one.
+There are two kinds of callers. For a caller that streams, the step is undone and raises the failure; its requests wait
+again, and the next step goes on. A caller that submits prompts, as a server does, finds the failure in the generation
+(finish_reason "error", and the exception). A failing step only fails its own generations, or only one of them if that
+is known to be the cause.
 
 Where steps overlap, the device computes a step while the host schedules and launches the next one (`PendingStep`).
 
-In both cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and
-nobody knows since when. So the whole cache is reset then, which only costs time.
+In both cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and it
+is unknown since when. So the whole cache is reset, which only costs time.
 """
 
 import time
@@ -38,8 +38,9 @@ Outcomes = list[tuple[Generation, Outcome]]
 class Stepper:
     """Runs the steps of one scheduler. It holds a generation exactly as long as its request is unfinished.
 
-    overlaps: whether a step may be launched before the tokens of the one before are read (see `step`); assign it at any
-    time. Attributes: num_steps, that went through the model; waited_s, the seconds for which steps waited for tokens.
+    overlaps: whether a step may be launched before the tokens of the previous one are read (see `step`); assign it at
+    any time. Attributes: num_steps, the steps that went through the model; waited_s, the seconds that steps waited for
+    tokens.
     """
 
     def __init__(self, scheduler: Scheduler, sampler: BatchSampler, *, overlaps: bool = False) -> None:
@@ -67,21 +68,21 @@ class Stepper:
             self._generations[generation.request] = generation
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation, if it hasn't ended. Its blocks are free at once. O(requests)."""
+        """End a generation and free its blocks at once. Does nothing if it has ended. O(requests)."""
         self.scheduler.cancel(generation.request)
         self._generations.pop(generation.request, None)
 
     def step(self, runner: ModelRunner) -> list[Generation]:
-        """Compute one step with `runner`. Return the generations that got a piece or ended, with expired ones.
+        """Compute one step with `runner`. Return the generations that got a piece or ended, expired ones included.
 
-        If steps overlap, a step that the next one can follow is only launched. The next call launches the step behind
-        it, and then reads and returns its tokens.
+        If steps overlap, a step that another can follow is only launched. The next call launches the step after it, and
+        then reads and returns its tokens.
 
-        A remembered token is given before anything is computed. A step that gives such tokens computes nothing, unless
-        the step before it computed nothing for that reason.
+        Remembered tokens are given before anything is computed. A step that gives some computes nothing, unless the
+        previous step already computed nothing for this reason.
 
-        Raises, with the step undone, the failure of a generation that wasn't submitted, and whatever isn't an
-        Exception. A step that was launched before is read first if it can be, else undone, too.
+        Raises the failure of a generation that wasn't submitted, and whatever isn't an Exception, after undoing the
+        step. A step that was launched earlier is read first if possible, and otherwise undone, too.
         """
         told = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
         answered = self._answer()

@@ -1,6 +1,6 @@
-"""Undoes a step that was interrupted at any point, by KeyboardInterrupt for example, even within a call.
+"""Undoes a step that was interrupted at any point, for example by KeyboardInterrupt, even within a call.
 
-`Scheduler.abort` undoes a step whose chunks are known. Here only the state between two steps is known.
+`Scheduler.abort` undoes a step whose chunks are known. This module knows only the state before the step.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from kvblocks.errors import CorruptStateError
 
 
 def written_tokens(scheduler: Scheduler) -> dict[Request, int]:
-    """Return how many tokens of each running request are written, or being loaded, between two steps.
+    """Return how many tokens of each running request are written or being loaded. Call it between two steps.
 
     For `undo`. O(running requests).
     """
@@ -22,11 +22,11 @@ def written_tokens(scheduler: Scheduler) -> dict[Request, int]:
 
 
 def undo(scheduler: Scheduler, written: Mapping[Request, int]) -> None:
-    """Undo a step that was interrupted at any point, even in scheduling. All requests wait again, in front.
+    """Undo a step that was interrupted at any point, even in scheduling. All requests wait again, at the front.
 
     written: what `written_tokens` returned before the step; nothing beyond that stays cached. An open chunk is dropped.
-    A manager that was interrupted within a call refuses all further calls, so nothing of its cache is hit any more.
-    O(blocks held).
+    A manager that was interrupted within a call refuses all further calls, so its cache can't be hit any more. O(blocks
+    held).
     """
     manager, running, waiting = scheduler.manager, scheduler.running, scheduler.waiting
     scheduler.lookups.forget()

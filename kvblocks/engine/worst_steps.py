@@ -1,11 +1,11 @@
 """How much memory steps take beside the KV cache, measured by computing the largest ones.
 
-A share of a GPU's memory is for all that an engine takes behind its weights: activations, logits, the memory of CUDA
-graphs, and what libraries keep. So before the cache gets the share, the steps that take most are computed with a small
-cache, and what they took is left out. Engines that others wrote do the same.
+A share of a GPU's memory has to cover all that an engine takes in addition to its weights: activations, logits, the
+memory of CUDA graphs, and what libraries keep. So the steps that take most are first computed with a small cache, and
+the real cache gets what they leave of the share. vLLM does the same.
 
-What isn't seen: block tables of long contexts (some MB), and plain torch's copies of K and V of contexts that are
-longer than a step.
+Two things aren't measured: block tables of long contexts (some MB), and plain torch's copies of K and V of contexts
+that are longer than a step.
 """
 
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 
 _GENERATED = 2
-"""Tokens of each answer: one behind the prompt, and one of a decode step."""
+"""Tokens of each answer: one from the prompt's step, and one from a decode step."""
 
 
 @dataclass(frozen=True)
 class WorstSteps:
-    """The largest steps of a model within limits. backend: as `Backend.prepared` returned it."""
+    """The largest steps of a model within limits. backend: the result of `Backend.prepared`."""
 
     model: LoadedModel
     backend: Backend
@@ -42,17 +42,18 @@ class WorstSteps:
     limits: StepLimits
 
     def plan_cache(self, num_blocks: int | None, memory: float | str | None, num_state_slots: int | None) -> Plan:
-        """The KV cache of an engine that computes such steps. The arguments are those of `size_cache`, and so are
-        errors. Calls `measure` where the cache gets a share of a GPU's memory.
+        """Plan the KV cache of an engine that computes such steps.
+
+        Arguments and errors are those of `size_cache`. Calls `measure` if the cache gets a share of a GPU's memory.
         """
         layout = self.backend.plan_cache(self.model, self.block_size)
         return size_cache(layout, num_blocks, memory, num_state_slots, self.model.device, self.measure)
 
     def measure(self) -> int:
-        """Bytes of the model's device that these steps take beside weights and cache.
+        """Measure how many bytes of the model's device these steps take in addition to weights and cache.
 
         Computes them, which compiles kernels and captures CUDA graphs. Keeps nothing. Raises InvalidArgumentError if
-        they don't fit into what is free.
+        they don't fit into the free memory.
         """
         most = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         try:
@@ -66,10 +67,10 @@ class WorstSteps:
         return max(0, taken - plan.num_bytes)
 
     def batches(self) -> Iterator[tuple[list[int], GenerationOptions]]:
-        """The lengths of prompts that run together, and how tokens are drawn.
+        """Yield the lengths of prompts that run together, and how their tokens are drawn.
 
-        First as many tokens and as many rows of logits as a step has at most, then one long prompt, and then a decode
-        step of each size whose CUDA graph has memory of its own.
+        First a step with the most tokens and the most rows of logits, then one long prompt, and then a decode step of
+        each size whose CUDA graph has memory of its own.
         """
         num_tokens, num_seqs = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         least, num_larger = divmod(num_tokens, num_seqs)

@@ -1,14 +1,14 @@
-"""`KVBLOCKS_AUTO=mlx_lm`: an integration without a line of code, after `python -m kvblocks.integrations.auto enable`.
+"""`KVBLOCKS_AUTO=mlx_lm`: switches on an integration without a line of code.
 
     python -m kvblocks.integrations.auto enable
 
-writes one file, kvblocks_auto.pth, beside the installed packages of this interpreter. From then on, each start of it
-looks at the environment variable KVBLOCKS_AUTO. If that names integrations, separated by commas, each is put under its
-engine as soon as the engine's module is imported. `disable` removes the file. Without the variable nothing happens.
+writes one file, kvblocks_auto.pth, beside the installed packages of this interpreter. From then on, each start of the
+interpreter reads the environment variable KVBLOCKS_AUTO. It may name integrations, separated by commas. Each is
+installed as soon as its engine's module is imported. Without the variable nothing happens. `disable` removes the file.
 
-An engine that the integration doesn't support stays as it is, with a warning. For mini-sglang, whose caches are chosen
-by name, it adds the name in each of its processes; `--cache-type kvblocks` chooses it. vLLM needs no such file: its own
-plug-ins are loaded in all of its processes, and `vllm_plugin`, which is one, looks at the variable.
+An engine that the integration doesn't support stays as it is, with a warning. mini-sglang chooses caches by name, so
+there the name is added in each process, and `--cache-type kvblocks` chooses it. vLLM needs no such file: it loads
+plug-ins in all of its processes, and `vllm_plugin`, which is one, reads the variable.
 """
 
 import os
@@ -84,7 +84,7 @@ class _Finder(MetaPathFinder):
 
 
 def install(name: str) -> None:
-    """Call the `install` of an integration, with its defaults, or its `register`. Raises what that raises."""
+    """Call the `install` of an integration with its defaults, or its `register`. Raises what that raises."""
     if name == "mini_sglang":
         from kvblocks.integrations import mini_sglang
 
@@ -104,12 +104,12 @@ def install(name: str) -> None:
 
 
 def wanted() -> list[str]:
-    """Return the names in the environment variable."""
+    """Return the names of integrations in the environment variable."""
     return [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
 
 
 def start() -> None:
-    """Wait for the engines that the environment variable names. Warns of an unknown name."""
+    """Prepare to install the wanted integrations when their engines are imported. Warns of an unknown name."""
     names = wanted()
     unknown = [name for name in names if name not in KNOWN]
     if unknown:

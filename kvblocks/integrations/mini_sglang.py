@@ -5,11 +5,11 @@
 
 docs/integrations/mini-sglang.md says what it gains, what is refused, and how it was tested.
 
-Who owns a page: mini-sglang's CacheManager until it inserts the page; then this cache, until `evict` returns it. When
-two requests compute the same tokens at the same time, there are two pages for them. With a radix tree, mini-sglang
-frees the second one itself, even if its request goes on and its page table still points at it. The next request then
-writes to a page that the first one reads. Here such pages are *spares*: they are kept while the handle of the request's
-insertion is locked, and are then evicted first.
+mini-sglang's CacheManager owns a page until it inserts the page; then this cache owns it, until `evict` returns it.
+When two requests compute the same tokens at the same time, there are two pages for them. With the radix tree,
+mini-sglang itself frees the second one, even if its request goes on and its page table still points to it. The next
+request then writes to a page that the first one reads. Here such pages are *spares*: they are kept while the handle of
+the request's insertion is locked, and are evicted first after that.
 """
 
 import sys
@@ -26,7 +26,7 @@ from kvblocks import BlockStateError, InvalidArgumentError, PrefixCache, PrefixM
 from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("20fcd7f3c6a1898a61139fae1c97cc7a40bd8d66",)
-"""Commits of sgl-project/mini-sglang, version 0.1.0. It has no releases, so its parts are checked, not its version."""
+"""Tested commits of sgl-project/mini-sglang 0.1.0. It has no releases, so its parts are checked, not its version."""
 
 NAME = "kvblocks"
 
@@ -45,7 +45,7 @@ _MOST_PAGES = 2**48  # no limit of ours: mini-sglang's CacheManager keeps the ca
 class KVBlocksHandle(base.BaseCacheHandle):
     """A prefix of `cached_len` tokens that was found or inserted. match: None if nothing is cached.
 
-    spares: pages that only this insertion's request uses, in place of cached pages with the same tokens.
+    spares: pages that only this insertion's request uses, instead of cached pages with the same tokens.
     """
 
     cache: "KVBlocksPrefixCache"
@@ -63,8 +63,8 @@ class KVBlocksHandle(base.BaseCacheHandle):
 class KVBlocksPrefixCache(base.BasePrefixCache):
     """mini-sglang's prefix cache on `PrefixCache`, with the page size of mini-sglang's context.
 
-    cache: the PrefixCache underneath, whose ids are page numbers: for pins, hit rates and payloads. Not thread-safe, as
-    mini-sglang's isn't. Slots are mini-sglang's indices: page * page_size and the next ones.
+    cache: the PrefixCache underneath, for pins, hit rates and payloads; its block ids are page numbers. Slots are
+    mini-sglang's indices: page * page_size and the following ones. Like mini-sglang's own cache, it isn't thread-safe.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,9 +78,9 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         self._locks: dict[KVBlocksHandle, int] = {}  # how often each is locked
 
     def lock_handle(self, handle: Any, unlock: bool = False) -> None:
-        """Hold a handle's pages and spares once more, or with `unlock` once less.
+        """Add a hold on a handle's pages and spares, or with `unlock` remove one.
 
-        Raises BlockStateError, changing nothing, for a handle that isn't held: its request was released twice.
+        Raises BlockStateError, with nothing changed, for a handle that isn't held: its request was released twice.
         """
         if not unlock:
             if handle.match is not None:
@@ -111,9 +111,9 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return base.MatchResult(KVBlocksHandle(length, self, match if length else None))
 
     def insert_prefix(self, input_ids: torch.Tensor, indices: torch.Tensor) -> Any:
-        """Cache the full pages of a prefix, and own all of them from now on.
+        """Cache the full pages of a prefix, and take ownership of all of them.
 
-        So the caller frees none of them, and the answer's `cached_len` (what the caller is to free) is 0.
+        The caller must free none of them, so the result's `cached_len` (the tokens to free) is 0.
 
         Raises BlockStateError for a page that is cached with other tokens: two requests were given the same page. On a
         GPU the ids are copied to the host once.
@@ -131,9 +131,9 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return base.InsertResult(0, handle)
 
     def evict(self, size: int) -> torch.Tensor:
-        """Evict pages of at least `size` tokens, spares first, then the least recently used. Returns their slots.
+        """Evict pages of at least `size` tokens, first spares, then the least recently used pages. Returns their slots.
 
-        Raises InvalidArgumentError, changing nothing, if fewer tokens are evictable.
+        Raises InvalidArgumentError, with nothing changed, if fewer tokens are evictable.
         """
         if size > self.size_info.evictable_size:
             raise InvalidArgumentError(f"evict: expected at most {self.size_info.evictable_size} tokens, got {size}")
@@ -145,7 +145,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return self.slots_of(array("q", pages))
 
     def reset(self) -> None:
-        """Forget all pages. They are the caller's then. Raises BlockStateError while a handle is locked."""
+        """Forget all pages, which the caller then owns. Raises BlockStateError while a handle is locked."""
         self.cache.clear()
         for handle in self._spares.values():
             handle.spares.clear()
@@ -154,7 +154,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
 
     @property
     def size_info(self) -> Any:
-        """How many tokens' pages could be evicted, and how many are held. Spares count. O(1)."""
+        """How many tokens are in evictable pages, and how many in held ones. Spares count. O(1)."""
         evictable = self.cache.evictable_count()
         held = self.cache.cached_block_count() - evictable + len(self._spares) - len(self._loose)
         return base.SizeInfo((evictable + len(self._loose)) * self.page_size, held * self.page_size)
@@ -162,7 +162,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the spares agree with their handles. mini-sglang calls it whenever it idles.
 
-        `cache.check()` looks at everything; it is for tests. O(spares).
+        The thorough check, for tests, is `cache.check()`. O(spares).
         """
         handles = {*self._spares.values()}
         assert {page for handle in handles for page in handle.spares} == self._spares.keys(), "spares of no handle"
@@ -194,7 +194,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
 def register(name: str = NAME) -> None:
     """Add kvblocks to mini-sglang's cache types. Call it once; `unregister` removes it.
 
-    Each process that mini-sglang spawns has its own cache types. So call it at the top of a script, not below `if
+    Each process that mini-sglang spawns has its own cache types, so call this at the top of a script, not below `if
     __name__ == "__main__"`. Raises UnsupportedEngineError, and KeyError if another type has the name.
     """
     check_mini_sglang()
@@ -212,7 +212,7 @@ def unregister(name: str = NAME) -> None:
 
 
 def check_mini_sglang() -> None:
-    """Raise UnsupportedEngineError unless the parts of mini-sglang in use are as expected. Changes nothing."""
+    """Raise UnsupportedEngineError unless the parts of mini-sglang that are used are as expected. Changes nothing."""
     calls = frozenset(getattr(base.BasePrefixCache, "__abstractmethods__", ()))
     wrong = [f"BasePrefixCache.{name} (unknown)" for name in sorted(calls - _CALLS)]
     wrong += [f"BasePrefixCache.{name}" for name in sorted(_CALLS - calls)]

@@ -6,10 +6,10 @@
 
 docs/integrations/nano-vllm.md says what it gains, what is refused, and how it was tested.
 
-nano-vllm caches a block after the step that computes it. `KVBlocksBlockManager` does the same, so its decisions equal
-those of nano-vllm's own manager. But all layers of nano-vllm store a step's K and V before they attend, and its
-scheduler removes nobody from a step. So later prompts of a step may hit what earlier prompts of the same step compute:
-`KVBlocksEarlyBlockManager` does that.
+nano-vllm caches a block after the step that computes it. `KVBlocksBlockManager` does the same, so it decides exactly as
+nano-vllm's own manager does. But all layers of nano-vllm store a step's K and V before they attend, and its scheduler
+removes nobody from a step. So with `KVBlocksEarlyBlockManager`, later prompts of a step hit what earlier prompts of the
+same step compute.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from kvblocks import CacheHit, KVCacheManager, PoolExhaustedError, Sequence
 from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("bb823b3e06983d71485a8e1f23715ebd87d98ef8",)
-"""Commits of GeeeekExplorer/nano-vllm, version 0.2.0. It has no releases, so its parts are checked, not its version."""
+"""Tested commits of GeeeekExplorer/nano-vllm 0.2.0. It has no releases, so its parts are checked, not its version."""
 
 _CALLS = dict.fromkeys(("can_allocate", "deallocate", "can_append", "may_append", "hash_blocks"), "seq")
 _CALLS["allocate"] = "seq num_cached_blocks"
@@ -30,10 +30,10 @@ _replaced: list[type] = []  # nano-vllm's own class, while ours replaces it
 
 
 class KVBlocksBlockManager:
-    """A drop-in for nano-vllm's BlockManager: the calls of its scheduler, with their meaning.
+    """A drop-in replacement for nano-vllm's BlockManager, with the calls that its scheduler makes.
 
-    manager: the KVCacheManager underneath, for pins, quotas, explanations and statistics. `seq` is always nano-vllm's
-    Sequence. Not thread-safe, as nano-vllm isn't.
+    manager: the KVCacheManager underneath, for pins, quotas, explanations and statistics. `seq` is always a `Sequence`
+    of nano-vllm. Like nano-vllm, it isn't thread-safe.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -45,8 +45,8 @@ class KVBlocksBlockManager:
     def can_allocate(self, seq: Any) -> int:
         """Return how many blocks of a sequence are cached; -1 if there is no room for the others. Changes nothing.
 
-        The last block never counts, full or not, since a model can't compute logits from nothing. The first call for a
-        sequence takes O(tokens); later calls take as long as `KVCacheManager.get_computed_blocks`.
+        The last block never counts, full or not, since the model must compute at least one token for its logits. The
+        first call for a sequence takes O(tokens); later calls cost as much as `KVCacheManager.get_computed_blocks`.
         """
         own, hit = self._look_up(seq)
         missing = self.manager.get_num_blocks_to_allocate(own, own.num_tokens, hit=hit)
@@ -55,7 +55,7 @@ class KVBlocksBlockManager:
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
         """Give a sequence blocks for all of its tokens. The first `num_cached_blocks` of them are cached ones.
 
-        Raises PoolExhaustedError, changing nothing. It never does after `can_allocate` found room. O(blocks).
+        Raises PoolExhaustedError, with nothing changed, but never if `can_allocate` has just found room. O(blocks).
         """
         asked = self._asked
         own, hit = asked[1:] if asked is not None and asked[0] is seq else self._look_up(seq)
@@ -79,7 +79,7 @@ class KVBlocksBlockManager:
         return not needs_block or self._has_room(1, num_others=len(self._sequences) - 1)
 
     def may_append(self, seq: Any) -> None:
-        """Make room for a sequence's last token. Raises PoolExhaustedError. O(1), and O(block_size) for a new block."""
+        """Make room for a sequence's last token. Raises PoolExhaustedError. O(1), or O(block_size) for a new block."""
         if seq.num_tokens % self.block_size == 1:
             own = self._sequences[seq.seq_id]
             if self.manager.append_slots(own, seq.token_ids[own.num_tokens :], delay_cache_blocks=True) is None:
@@ -87,7 +87,7 @@ class KVBlocksBlockManager:
             seq.block_table.append(own.block_ids[-1])
 
     def hash_blocks(self, seq: Any) -> None:
-        """Cache the blocks that the last step has filled. The name is nano-vllm's; no hash decides anything here."""
+        """Cache the blocks that the last step has filled. The name is nano-vllm's; nothing here depends on a hash."""
         start = seq.num_cached_tokens
         end = start + seq.num_scheduled_tokens
         if start // self.block_size < end // self.block_size:
@@ -113,10 +113,10 @@ class KVBlocksBlockManager:
 
 
 class KVBlocksEarlyBlockManager(KVBlocksBlockManager):
-    """`KVBlocksBlockManager`, in which a prompt also hits what earlier prompts of the same step will compute.
+    """A `KVBlocksBlockManager` in which a prompt also hits what earlier prompts of the same step will compute.
 
-    This is right as long as every layer stores a step's K and V before it attends to them, as nano-vllm's layers do. A
-    step that dies leaves blocks cached that nobody wrote. Make a new LLM then, as with nano-vllm's own manager.
+    This is correct as long as every layer stores a step's K and V before it attends to them, as nano-vllm's layers do.
+    A failed step leaves blocks cached that nobody wrote. Make a new LLM then, as with nano-vllm's own manager.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -124,7 +124,10 @@ class KVBlocksEarlyBlockManager(KVBlocksBlockManager):
         self._prefills: dict[int, Any] = {}  # by seq_id: prompts whose last block isn't written yet
 
     def can_allocate(self, seq: Any) -> int:
-        """As in the base class; blocks scheduled since the last step count as cached. Also O(prompts of this step)."""
+        """As in the base class, but blocks scheduled since the last step count as cached.
+
+        Takes O(prompts of this step) more.
+        """
         for other in [*self._prefills.values()]:
             self.hash_blocks(other)
         return super().can_allocate(seq)
@@ -149,8 +152,8 @@ class KVBlocksEarlyBlockManager(KVBlocksBlockManager):
 def install(*, early: bool = False) -> None:
     """Replace nano-vllm's BlockManager by kvblocks, for every LLM that is made from now on.
 
-    early: prompts also hit what others of the same step compute (`KVBlocksEarlyBlockManager`). Replaces one name in
-    memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` restores it. Raises UnsupportedEngineError.
+    early: whether prompts also hit what others of the same step compute (`KVBlocksEarlyBlockManager`). Replaces one
+    name in memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` restores it. Raises UnsupportedEngineError.
     """
     from nanovllm.engine import scheduler
 
@@ -161,7 +164,7 @@ def install(*, early: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restore nano-vllm's own BlockManager, for every LLM that is made from now on. Does nothing if it is there."""
+    """Restore nano-vllm's own BlockManager, for every LLM that is made from now on. No effect if it is in place."""
     if _replaced:
         from nanovllm.engine import scheduler
 
@@ -169,7 +172,7 @@ def uninstall() -> None:
 
 
 def check_nano_vllm() -> None:
-    """Raise UnsupportedEngineError unless the parts of nano-vllm in use are as expected. Changes nothing."""
+    """Raise UnsupportedEngineError unless the parts of nano-vllm that are used are as expected. Changes nothing."""
     from nanovllm.engine import block_manager, scheduler
     from nanovllm.engine.sequence import Sequence as Theirs
 

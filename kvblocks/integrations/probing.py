@@ -1,4 +1,4 @@
-"""What the probes of all integrations share: the comparison of an engine's parts, and the errors that refuse it."""
+"""Shared by the probes of all integrations: comparing an engine's parts, and the errors that refuse an engine."""
 
 import inspect
 import warnings
@@ -9,26 +9,26 @@ from kvblocks import UnsupportedEngineError
 
 
 def refuse(integration: str, feature: str, reason: str) -> UnsupportedEngineError:
-    """Return the error that says that an integration doesn't serve a feature."""
+    """Return the error for a feature that an integration doesn't support."""
     return UnsupportedEngineError(f"{integration}: expected what it serves, got {feature}: {reason}")
 
 
 def check_parts(integration: str, expected: str, got: str, parts: Iterable[str]) -> None:
-    """Raise UnsupportedEngineError if `parts`, the differing parts, has any. expected, got: the engine, in words."""
+    """Raise UnsupportedEngineError if there are differing parts. expected, got: descriptions of the engine."""
     named = "; ".join(parts)
     if named:
         raise UnsupportedEngineError(f"{integration}: expected {expected}, got {got} {named}")
 
 
 def warn_untested(integration: str, tested: Iterable[str], got: str, found: str) -> None:
-    """Warn the caller's caller that its engine's version, `got`, was not tested."""
+    """Warn the caller's caller that its engine's version, `got`, hasn't been tested."""
     warnings.warn(f"{integration} was tested with {', '.join(tested)}, not with {got}; {found}", stacklevel=4)
 
 
 def differing_calls(owner: Any, calls: Mapping[str, str | tuple[str, ...]]) -> list[str]:
     """Return the differences in a class's calls: missing calls, and calls with other parameters.
 
-    calls: by the call's name, its parameters' names with spaces between them; a tuple if there are several right lists.
+    calls: for each call's name, its parameters' names separated by spaces, or a tuple of such lists that are all right.
     """
     problems = []
     for name, wanted in calls.items():

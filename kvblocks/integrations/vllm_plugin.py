@@ -1,10 +1,10 @@
-"""A plug-in of vLLM's: has a configuration that names our schedulers checked before vLLM loads the model.
+"""A vLLM plug-in that checks configurations with kvblocks' schedulers before vLLM loads the model.
 
 vLLM calls `register` in each of its processes, wherever kvblocks is installed (the entry point group
 `vllm.general_plugins`). With another scheduler nothing changes, and nothing of the integration is imported.
 
 If the environment variable KVBLOCKS_AUTO names vllm, a configuration without a scheduler gets ours, with the option
-`kvblocks_fallback`: where something is unsupported, vLLM's own manager stays.
+`kvblocks_fallback`: if something is unsupported, vLLM's own manager is used.
 """
 
 import sys
@@ -18,9 +18,9 @@ PACKAGE = "kvblocks.integrations.vllm"
 
 
 def register() -> None:
-    """Have `EngineArgs.create_engine_config` check what it makes. It does so once, however often this is called.
+    """Make `EngineArgs.create_engine_config` check its results. Further calls change nothing.
 
-    Who has not imported EngineArgs, such as a process that looks at a model's class, makes no configuration.
+    A process that hasn't imported EngineArgs, such as one that inspects a model's class, makes no configuration.
     """
     arguments: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
     make = getattr(arguments, "create_engine_config", None)
@@ -41,14 +41,14 @@ def register() -> None:
 
 
 def names_ours(scheduler: Any) -> bool:
-    """Whether a `scheduler_cls`, a class or a dotted name, is one of ours, or a class below one."""
+    """Whether a `scheduler_cls` (a class or a dotted name) is one of our schedulers, or a subclass."""
     if isinstance(scheduler, type):
         return any(parent.__module__.startswith(PACKAGE + ".") for parent in scheduler.__mro__)
     return isinstance(scheduler, str) and scheduler.startswith(PACKAGE + ".")
 
 
 def choose(config: Any) -> None:
-    """Have a VllmConfig without a scheduler use ours, and vLLM's own manager where something is unsupported."""
+    """Make a VllmConfig without a scheduler use ours, or vLLM's own manager if something is unsupported."""
     options = config.additional_config
     if not isinstance(options, dict):
         got = type(options).__name__

@@ -1,1 +1,1 @@
-"""Traces of requests, replayed through the production manager, to see what a policy, a size or a tier is worth."""
+"""Replays traces of requests through the production manager, to show what a policy, a pool size or a tier is worth."""

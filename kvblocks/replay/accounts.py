@@ -1,6 +1,6 @@
 """What a replay counts: hits, causes of misses, waits, and the state over time.
 
-Everything here only watches. NumPy handles the blocks of a request at once, since a replay has millions of blocks.
+Everything here only observes. NumPy handles all blocks of a request at once, since a replay has millions of blocks.
 """
 
 from collections.abc import Sequence as Items
@@ -15,13 +15,13 @@ from kvblocks.replay.trace import Numbers, Trace
 
 MAX_MOMENTS = 120
 AGES = (1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Upper ends, in seconds, of the bars of `Misses.ages`. One more bar has the rest."""
+"""The upper limits, in seconds, of the bars of `Misses.ages`. One more bar has the rest."""
 
 _NEW, _CACHED, _EVICTED, _REFUSED = 0, 1, 2, 3  # what became of a block of the trace so far
 
 
 class MissAccounts:
-    """Which block of the trace is where, who evicted it and when, and so the cause of each miss."""
+    """Tracks where each block of the trace is, and who evicted it when, to find the cause of each miss."""
 
     def __init__(self, trace: Trace, num_blocks: int, first_block_id: int) -> None:
         num_unique = trace.num_unique_blocks
@@ -41,11 +41,11 @@ class MissAccounts:
         self._taken: list[int] = []
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Remember blocks that were taken from the pool, until `note_admitted`. For a manager's hook."""
+        """Remember blocks that were taken from the pool, until `note_admitted`. A hook of the manager."""
         self._taken += [block.block_id for block in blocks]
 
     def note_evicted(self, block_ids: Numbers) -> None:
-        """`note_taken` of blocks that held something, by their ids."""
+        """As `note_taken`, for blocks that held something, by their ids."""
         self._taken += block_ids.tolist()
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
@@ -54,7 +54,7 @@ class MissAccounts:
     def note_admitted(
         self, path: Numbers, found: tuple[int, int], table: Items[int] | Numbers, session: int, now: float
     ) -> None:
-        """Count a request. path: its blocks. table: where they are now. found: how many were hit, and how many loaded.
+        """Count a request. path: its blocks. table: where they are now. found: how many were hit and how many loaded.
 
         O(blocks), by NumPy.
         """
@@ -86,19 +86,19 @@ class MissAccounts:
         self._fate[path[self._fate[path] == _NEW]] = _REFUSED
 
     def note_dropped(self, block_ids: list[int]) -> None:
-        """Take note that these blocks of the pool no longer hold anything."""
+        """Note that these blocks of the pool no longer hold anything."""
         places = np.array(block_ids, np.int64) - self._first_id
         self._place[self._content[places]] = -1
         self._content[places] = -1
 
     def place(self, path: Numbers) -> list[int]:
-        """Return the ids of the pool's blocks that hold these blocks of the trace, for those that are cached."""
+        """Return the ids of the pool's blocks that hold these blocks of the trace, as far as they are cached."""
         places = self._place[path]
         found: list[int] = (places[places >= 0] + self._first_id).tolist()
         return found
 
     def num_used_blocks(self) -> int:
-        """Return how many of the cached blocks were hit since they were cached. O(pool), by NumPy."""
+        """Return how many cached blocks have been hit since they were cached. O(pool), by NumPy."""
         return int(self._was_hit[self._content[self._content >= 0]].sum())
 
     def misses(self) -> Misses:
@@ -138,7 +138,7 @@ class MissAccounts:
 
 @dataclass(slots=True)
 class State:
-    """The state of a run at a moment. blocks: held, cached, used, as in `Moment`."""
+    """The state of a run at a moment. blocks: how many are held, cached and used, as in `Moment`."""
 
     live_sessions: int
     running_requests: int
@@ -149,7 +149,7 @@ class State:
 
 
 class Timeline:
-    """The run over time, in at most MAX_MOMENTS buckets. When there would be more, pairs of buckets are joined."""
+    """The run over time, in at most MAX_MOMENTS buckets. When there would be more, pairs of buckets are merged."""
 
     def __init__(self, begin_s: float, end_s: float) -> None:
         """begin_s, end_s: when the run begins, and roughly when it ends."""
@@ -165,7 +165,7 @@ class Timeline:
         self._hits += num_hits
 
     def note(self, state: State, now: float) -> None:
-        """Take note of the state, which lasts until `now`, for each bucket that ends before then."""
+        """Note the state for each bucket that ends before `now`, since it lasts until then."""
         while self.next_s < now:
             self._append(state, self.next_s)
             if len(self._moments) == MAX_MOMENTS:
@@ -173,7 +173,7 @@ class Timeline:
             self.next_s = self._begin + self._width * (len(self._moments) + 1)
 
     def end(self, state: State, now: float) -> list[Moment]:
-        """Return all buckets, the last of which ends now."""
+        """Return all buckets, the last of which ends at `now`."""
         self.note(state, now)
         self._append(state, now)
         return self._moments
@@ -207,7 +207,7 @@ class Timeline:
 
 
 def count_waits(waits_s: list[float], num_refused: int) -> Waits:
-    """Return a summary of the waits of all requests that ran."""
+    """Summarize the waits of all requests that ran."""
     if not waits_s:
         return Waits(0, 0.0, 0.0, 0.0, num_refused)
     waits = np.array(waits_s)

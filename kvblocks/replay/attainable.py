@@ -1,11 +1,11 @@
-"""The best schedule that we can compute if the future is known: leaf-first, and with holds.
+"""The best schedule that can be computed with knowledge of the future: leaves first, and with holds.
 
 A request holds its blocks from admission until it ends, as in `run`. The evicted block is the free one whose next
 request comes last. A request that needs a block needs all blocks before it, so a block is never needed sooner than the
-one before it. Of equal times the deeper block goes first. So leaves go before the blocks above them. Blocks that are
-never needed again go at once.
+one before it. If times are equal, the deeper block goes first. So leaves go before the blocks above them, and blocks
+that are never needed again go at once.
 
-This is not a bound: with holds, it can be better to evict a block that is needed sooner.
+This is not an upper bound: with holds, it can be better to evict a block that is needed sooner.
 """
 
 import heapq
@@ -23,7 +23,8 @@ _NEVER = np.iinfo(np.int64).max
 class KnownFuture:
     """A pool of blocks, and for each block the next request that needs it.
 
-    NumPy handles the blocks. Free blocks are kept in stretches: pieces of a prompt whose next request is the same.
+    NumPy handles the blocks. Free blocks are kept in stretches, which are pieces of a prompt with the same next
+    request.
     """
 
     def __init__(self, trace: Trace, num_blocks: int, needed: Numbers) -> None:
@@ -38,15 +39,15 @@ class KnownFuture:
         self._num_stretches = self._num_owned = self._num_cached = 0
 
     def num_hit(self, path: Numbers) -> int:
-        """Return how many blocks of a prompt are cached. These are its first ones, since leaves go first."""
+        """Return how many blocks of a prompt are cached. These are its leading ones, since leaves go first."""
         return int(np.count_nonzero(self._is_cached[path]))
 
     def num_room(self, path: Numbers) -> int:
-        """Return how many more blocks would be free after this prompt is admitted; below 0: it doesn't fit."""
+        """Return how many blocks would be free after admitting this prompt; negative if it doesn't fit."""
         return self._num_blocks - self._num_owned - len(path) + int(np.count_nonzero(self._owners[path]))
 
     def admit(self, request: int, path: Numbers, start: int = 0) -> None:
-        """Let a request own blocks of its prompt, for which there is room. path: its blocks from index `start` on."""
+        """Give a request blocks of its prompt, for which there must be room. path: its blocks from index `start` on."""
         num_missing = len(path) - self.num_hit(path)
         self._num_owned += len(path) - int(np.count_nonzero(self._owners[path]))
         self._owners[path] += 1
@@ -58,9 +59,9 @@ class KnownFuture:
         self._num_cached += num_missing
 
     def admit_in_part(self, request: int, path: Numbers) -> Numbers:
-        """Let a request whose prompt doesn't fit own its first blocks. Returns those.
+        """Give a request whose prompt doesn't fit as many leading blocks as is worthwhile. Returns those.
 
-        It takes those that are cached. It takes more as long as each is needed sooner than the block that would be
+        It takes those that are cached, and further ones as long as each is needed sooner than the block that would be
         evicted.
         """
         end = self.num_hit(path)
@@ -84,7 +85,7 @@ class KnownFuture:
         return path[:end]
 
     def end(self, path: Numbers) -> None:
-        """Let a request give its blocks back."""
+        """Take a request's blocks back."""
         self._owners[path] -= 1
         freed = path[self._owners[path] == 0]
         self._num_owned -= len(freed)
@@ -119,10 +120,10 @@ class KnownFuture:
 def attainable_hits(
     trace: Trace, arrivals: Numbers, num_blocks: int, *, never_waits: bool, thinks: Numbers | None = None
 ) -> int:
-    """Return how many references the schedule hits. never_waits: as in `Setup`.
+    """Return how many references this schedule hits. never_waits: as in `Setup`.
 
-    thinks: from `think_times`, for a closed loop. What is needed next is then judged by the times at which requests
-    would come if nobody waited. O(references), by NumPy, and O(log) for each stretch.
+    thinks: the result of `think_times`, for a closed loop. What is needed next then follows from the times at which
+    requests would come if none waited. O(references), by NumPy, and O(log) for each stretch.
     """
     from kvblocks.replay.run import followers
 
@@ -172,7 +173,7 @@ def attainable_hits(
 
 
 def needed_ranks(trace: Trace, order: Numbers) -> Numbers:
-    """Return, for each reference in the trace's order, the rank of the next request that has the block."""
+    """Return, for each reference in the order of the trace, the rank of the next request with the same block."""
     lengths = np.diff(trace.ends)
     uses = next_uses_in(trace, order.tolist())
     ranks = np.repeat(np.arange(len(order)), lengths[order])

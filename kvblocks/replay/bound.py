@@ -1,7 +1,6 @@
-"""An upper bound of the hits of any policy: MIN with bypass on single blocks, for a given order of requests.
+"""An upper bound for the hits of any policy, given the order of requests: MIN with bypass on single blocks.
 
-docs/design/replay.md has the proof. The bound ignores prefixes, holds and waits, and may leave a block out of the cache
-altogether.
+docs/design/replay.md has the proof. The bound ignores prefixes, holds and waits, and may decline to cache a block.
 """
 
 import heapq
@@ -12,7 +11,7 @@ from kvblocks.replay.trace import Numbers, Trace
 
 
 def next_uses(blocks: Numbers) -> Numbers:
-    """Return for each reference the position of the next one to the same block; -1 if there is none.
+    """Return, for each reference, the position of the next one to the same block, or -1.
 
     blocks: the references in order. O(references x log(references)).
     """
@@ -24,7 +23,7 @@ def next_uses(blocks: Numbers) -> Numbers:
 
 
 def next_uses_in(trace: Trace, order: list[int]) -> Numbers:
-    """`next_uses` of `references_in(trace, order)`. O(references), by NumPy."""
+    """Return `next_uses(references_in(trace, order))`, but faster. O(references), by NumPy."""
     ends = np.cumsum([int(trace.ends[request + 1] - trace.ends[request]) for request in order], dtype=np.int64)
     found = np.full(int(ends[-1]) if order else 0, -1, np.int64)
     last = np.full(trace.num_unique_blocks, -1, np.int64)  # by block: where it was used last
@@ -39,20 +38,21 @@ def next_uses_in(trace: Trace, order: list[int]) -> Numbers:
 
 
 def references_in(trace: Trace, order: list[int]) -> Numbers:
-    """Return the blocks of all requests in an order, one after another. O(references)."""
+    """Return the concatenated blocks of all requests in this order. O(references)."""
     if not order:
         return trace.blocks[:0]
     return np.concatenate([trace.blocks_of(request) for request in order])
 
 
 def max_hits(uses: Numbers, num_blocks: int) -> int:
-    """Return how many references any cache of `num_blocks` blocks can hit at most if the future is known.
+    """Return the most references that any cache of `num_blocks` blocks can hit, even with knowledge of the future.
 
-    uses: from `next_uses`. At each moment at most num_blocks blocks are kept, each for its next use. If there are more,
-    the block whose next use is furthest is given up; it may be the one that was just used. Source: L. A. Belady's MIN.
+    uses: the result of `next_uses`. At each moment at most num_blocks blocks are kept, each for its next use. If there
+    are more, the block whose next use is furthest away is given up, which may be the one just used. Source: L. A.
+    Belady's MIN.
 
-    A prompt's blocks are mostly next used one after the other, too. So references whose next uses are consecutive are
-    handled at once, as a stretch. O(references), by NumPy, and O(log stretches) for each stretch.
+    A prompt's blocks are usually next used one after another, too, so references with consecutive next uses are handled
+    at once, as a stretch. O(references), by NumPy, and O(log stretches) for each stretch.
     """
     if not len(uses):
         return 0
@@ -66,7 +66,7 @@ def max_hits(uses: Numbers, num_blocks: int) -> int:
 
 
 class KeptUses:
-    """The positions at which kept blocks are next used: ranges from a begin up to an end, which don't meet."""
+    """The positions at which kept blocks are next used, as disjoint ranges [begin, end) that don't touch."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_left = num_blocks  # how many more may be kept
@@ -76,9 +76,9 @@ class KeptUses:
         self.num_hits = 0
 
     def pass_over(self, begin: int, end: int, following: int) -> None:
-        """Handle the references from `begin` to `end` - 1, whose blocks are next used from `following` on; -1: never.
+        """Handle the references from `begin` to `end` - 1.
 
-        O(log ranges) for each range that it meets.
+        Their blocks are next used from `following` on, or never if -1. O(log ranges) for each range that it meets.
         """
         while begin < end:
             first = self._first()

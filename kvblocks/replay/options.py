@@ -1,4 +1,4 @@
-"""Turns options of the command line into what `sweep` takes."""
+"""Parses options of the command line for `sweep`."""
 
 import re
 from contextlib import suppress
@@ -18,15 +18,15 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_sizes(text: str, num_unique_blocks: int) -> tuple[int, ...]:
-    """Return numbers of blocks. "1%,2%,5000" is two shares of the trace's unique blocks, and a number.
+    """Parse numbers of blocks. "1%,2%,5000" means two shares of the trace's unique blocks, and a number.
 
-    Each is at least 1, and none comes twice. Raises InvalidArgumentError.
+    Each is at least 1, and duplicates are removed. Raises InvalidArgumentError.
     """
     return tuple(dict.fromkeys(parse_size(part, num_unique_blocks) for part in text.split(",")))
 
 
 def parse_size(text: str, num_unique_blocks: int) -> int:
-    """Return the number of blocks, at least 1, of a text such as "2%" or "5000". Raises InvalidArgumentError."""
+    """Parse a number of blocks, at least 1, such as "2%" or "5000". Raises InvalidArgumentError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidArgumentError(f"size: expected a number of blocks, or a share such as 2%, got {shown(text)}")
@@ -40,7 +40,7 @@ def parse_size(text: str, num_unique_blocks: int) -> int:
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Return the number of bytes, at least 1, of a text such as "24576", "39.5MB" or "60G". A k is 1,000.
+    """Parse a number of bytes, at least 1, such as "24576", "39.5MB" or "60G". A k is 1,000.
 
     Raises InvalidArgumentError.
     """
@@ -52,9 +52,9 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def parse_memory(text: str, num_unique_blocks: int, block_bytes: int) -> tuple[int, ...]:
-    """Return sizes in bytes. "60GB,5%,200": bytes, a share of the trace's unique blocks, and a number of blocks.
+    """Parse sizes in bytes. "60GB,5%,200" is bytes, a share of the trace's unique blocks, and a number of blocks.
 
-    block_bytes: of a block of the trace. None comes twice. Raises InvalidArgumentError.
+    block_bytes: the bytes of a block of the trace. Duplicates are removed. Raises InvalidArgumentError.
     """
     parts = [part.strip() for part in text.split(",")]
     sizes = [
@@ -67,8 +67,8 @@ def parse_memory(text: str, num_unique_blocks: int, block_bytes: int) -> tuple[i
 def parse_arrivals(text: str | None, trace: Trace) -> float | None:
     """Return the mean time in seconds between the beginnings of sessions; None for arrivals as recorded.
 
-    text: "recorded", a number, or None: recorded where the trace says when sessions begin, else DEFAULT_MEAN_S. Raises
-    InvalidArgumentError.
+    text: "recorded", a number, or None, which means recorded if the trace says when sessions begin, else
+    DEFAULT_MEAN_S. Raises InvalidArgumentError.
     """
     if text is None:
         return DEFAULT_MEAN_S if trace.times_are_relative else None
@@ -84,7 +84,7 @@ def parse_arrivals(text: str | None, trace: Trace) -> float | None:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """Return the two numbers of "200:355". Raises InvalidArgumentError."""
+    """Parse two numbers such as "200:355". Raises InvalidArgumentError."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if match is None:
         raise InvalidArgumentError(f"sessions: expected FROM:TO, such as 200:355, got {shown(text)}")
@@ -92,9 +92,9 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def check_can_write(path: Path | None, option: str) -> None:
-    """Raise InvalidArgumentError if a file can't be written, before an hour is spent on its contents.
+    """Raise InvalidArgumentError if a file can't be written. Call it before an hour is spent on the contents.
 
-    Creates a file as a test, and deletes it.
+    Creates a file as a test and deletes it.
     """
     if path is None:
         return
@@ -112,9 +112,9 @@ def check_can_write(path: Path | None, option: str) -> None:
 
 
 def check_differ(paths: dict[str, Path | None]) -> None:
-    """Raise InvalidArgumentError if two of these are the same file, where one would overwrite the other.
+    """Raise InvalidArgumentError if two of these are the same file, since one would overwrite the other.
 
-    paths: by the option's name; None: not given. Links are resolved.
+    paths: by option name; None for options that weren't given. Links are resolved.
     """
     given = [(name, path) for name, path in paths.items() if path is not None]
     for (name, path), (other_name, other) in combinations(given, 2):

@@ -1,6 +1,6 @@
 """The cache of a run: the production manager, or arrays that give the same results in a fraction of the time.
 
-Both have the same calls. They take a request's blocks, count its misses, and give the blocks back.
+Both have the same methods. They take a request's blocks, count its misses, and give the blocks back.
 """
 
 from collections import OrderedDict
@@ -17,11 +17,11 @@ from kvblocks.replay.trace import Numbers, Trace
 from kvblocks.tiers.store.recent import RecentUses
 
 STORE = "store"
-"""The manager's name for the tier that several runs share."""
+"""The name that the manager has for the tier shared by several runs."""
 
 
 class SharedBlocks:
-    """A store that several runs share: blocks of the trace, by salt and number, least recently used first."""
+    """A store that several runs share: blocks of the trace by salt and number, the least recently used first."""
 
     def __init__(self, num_blocks: int) -> None:
         """num_blocks: the store's size."""
@@ -32,7 +32,7 @@ class SharedBlocks:
         return len(self._held)
 
     def num_found(self, path: Items[int], salt: str | None) -> int:
-        """Return how many of the first blocks are there. Whatever is there counts as used. O(blocks)."""
+        """Return how many leading blocks are there. All blocks that are there count as used. O(blocks)."""
         number = next((place for place, block in enumerate(path) if (salt, block) not in self._held), len(path))
         for block in reversed(path):
             if (salt, block) in self._held:
@@ -40,7 +40,7 @@ class SharedBlocks:
         return number
 
     def add(self, blocks: Items[int], salt: str | None) -> None:
-        """Store blocks, in the order of a prefix. The least recently used blocks go. O(blocks)."""
+        """Store blocks, in the order of a prefix. The least recently used blocks are evicted. O(blocks)."""
         for block in reversed(blocks):
             self._held[salt, block] = None
             self._held.move_to_end((salt, block))
@@ -49,7 +49,7 @@ class SharedBlocks:
 
 
 class ManagerPool:
-    """The production manager. It gets each block of the trace as one token, and its blocks have one token each."""
+    """The production manager. Each block of the trace is one token for it, and its blocks have one token each."""
 
     def __init__(
         self, trace: Trace, num_blocks: int, manager: KVCacheManager, store: SharedBlocks | None = None
@@ -74,14 +74,14 @@ class ManagerPool:
         return stats.num_blocks - stats.num_free_blocks, stats.num_cached_blocks
 
     def counts(self) -> tuple[int, int]:
-        """Return how many blocks were evicted, and how often the policy failed. O(1)."""
+        """Return how many blocks were evicted and how often the policy failed. O(1)."""
         stats = self.manager.stats
         return stats.num_evicted_blocks, stats.num_eviction_failures
 
     def take(self, request: int, path: Numbers, salt: str | None, now: float) -> tuple[int, int] | None:
-        """Give a request its blocks. Returns how many were found on the device, and how many in a tier.
+        """Give a request its blocks. Returns how many were found on the device and how many in a tier.
 
-        None: there are too few, and nothing has changed. O(blocks).
+        Returns None, with nothing changed, if there are too few. O(blocks).
         """
         session, manager = self._sessions[request], self.manager
         named = None if self._names[session] is None else session
@@ -104,15 +104,15 @@ class ManagerPool:
         self.move()
 
     def pause(self, session: int, salt: str | None, reason: str) -> None:
-        """A session pauses. O(1) without the policy."""
+        """Note that a session pauses. O(1), without the policy's cost."""
         self.manager.sessions.pause(session, reason, salt)
 
     def end(self, session: int, salt: str | None) -> None:
-        """A session has ended. O(1) without the policy."""
+        """Note that a session has ended. O(1), without the policy's cost."""
         self.manager.sessions.end(session, salt)
 
     def cut(self, path: Numbers, salt: str | None) -> Numbers:
-        """Return the first blocks of a prompt for which there is room now; perhaps none."""
+        """Return the leading blocks of a prompt for which there is room now, perhaps none."""
         sequence = Sequence(-1, path, salt=salt)
         hit = self.manager.get_computed_blocks(sequence)
         num_missing = self.manager.get_num_blocks_to_allocate(sequence, len(path), hit=hit)
@@ -120,7 +120,10 @@ class ManagerPool:
         return path[: len(path) - num_left_out] if num_left_out else path
 
     def load(self, sequence: Sequence, hit: Any, now: float) -> int | None:
-        """Make room for a sequence of a manager with a tier, and load what the tier has. Returns how many blocks."""
+        """Make room for a sequence in a manager with a tier, and load what the tier has.
+
+        Returns the number of loaded blocks.
+        """
         manager = self.manager
         if manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit) > manager.num_free_blocks:
             return None
@@ -141,7 +144,7 @@ class ManagerPool:
         return sum(load.num_tokens for load in loads)
 
     def tell_store(self, store: SharedBlocks, sequence: Sequence, asked: list[int], now: float) -> None:
-        """Tell the store of a use of blocks that the device has, as a server does, and learn which of them are gone."""
+        """Tell the store that blocks on the device are used, as a server does, and learn which ones it has lost."""
         if self.uses.is_due((sequence.salt, *asked), now):
             num_found = store.num_found(asked, sequence.salt)
             if num_found < len(asked):
@@ -171,7 +174,7 @@ class ManagerPool:
 
 
 class ArrayRunPool:
-    """An `ArrayPool`, with the calls of `ManagerPool` but `drop`. Only where `run.can_use_arrays` says so."""
+    """An `ArrayPool` with the methods of `ManagerPool` except `drop`. Use it only if `run.can_use_arrays` allows it."""
 
     def __init__(self, trace: Trace, num_blocks: int, eviction: Any) -> None:
         """eviction: of `run.POLICIES`."""
@@ -230,12 +233,12 @@ class ArrayRunPool:
 
 
 def make_array_pool(num_blocks: int, num_unique: int, eviction: Any) -> ArrayPool:
-    """Return a pool with an eviction policy; None: the least recently used blocks go."""
+    """Make a pool with an eviction policy; None: LRU."""
     return ArrayPool(num_blocks, num_unique) if eviction is None else AdvisedPool(num_blocks, num_unique, eviction)
 
 
 def has_own_blocks(trace: Trace) -> bool:
-    """Return whether no two tenants have a block in common, so that a number stands for one block of a cache."""
+    """Return whether no two tenants share a block number, so that each number stands for one block of a cache."""
     if len({*trace.tenants}) < 2:
         return True
     names = {tenant: number for number, tenant in enumerate(dict.fromkeys(trace.tenants))}

@@ -1,4 +1,4 @@
-"""The structure of a trace's prefixes: a tree of runs of blocks, of limited size, for an icicle picture."""
+"""The structure of a trace's prefixes: a tree of limited size, of runs of blocks, for an icicle picture."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ MAX_LEVELS = 64
 
 
 def prefix_tree(trace: Trace, max_nodes: int = MAX_NODES) -> PrefixNode:
-    """Return the root of the tree. It has the runs with the most references, counting those of all runs below.
+    """Return the root of the tree, which has the runs with the most references, those of all runs below included.
 
-    A run here is a stretch of blocks that the same requests have. Runs deeper than MAX_LEVELS are hidden.
-    O(references), by NumPy, and O(runs).
+    A run is a stretch of blocks that the same requests have. Runs deeper than MAX_LEVELS are hidden. O(references), by
+    NumPy, and O(runs).
     """
     runs = _Runs(trace)
     shown = runs.largest(max_nodes - 1)

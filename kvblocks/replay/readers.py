@@ -1,6 +1,6 @@
 """Readers of traces: Mooncake's format, the session format of agents' traces, and ours, which `recorder` writes.
 
-All three are JSON lines; a name may end in .gz. A file's first line shows its format.
+All three are JSON lines, and a file name may end in .gz. The format is recognized from the file's first line.
 
 Mooncake's: `{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}`: milliseconds, tokens of
 the prompt and of the answer, and one id for each 512 tokens of the prompt. The last id may stand for a partial block,
@@ -15,10 +15,10 @@ their session only. Then comes a line for each request. Other fields than these 
 - s: why it ended: "tool_use", "end_turn", or "".
 - in, out: the numbers of tokens of the prompt and of the answer.
 - p: its prompt begins with the first p block ids of the request before it.
-- h: the block ids behind those, as a list of ranges [start, count].
+- h: the block ids after those, as a list of ranges [start, count].
 
-Ours: the first line is `{"kvblocks_trace": 1, "block_size": 16}`, which comes again where a file was continued. Then
-comes a line for each request. If the last line is cut off in the middle, it is left out with a warning.
+Ours: the first line is `{"kvblocks_trace": 1, "block_size": 16}`, which is repeated where a file was continued. Then
+comes a line for each request. If the last line is cut off in the middle, it is skipped with a warning.
 
 - t: when it came, in seconds since any fixed moment. Lines need not be in order.
 - a: seconds that it ran. Left out: unknown.
@@ -49,9 +49,9 @@ from kvblocks.replay.trace import Numbers, Trace, TraceError, ends_of, number_de
 
 MOONCAKE_BLOCK_SIZE = 512
 MAX_BLOCKS = 2**24
-"""Blocks in one prompt: far above any real prompt, and small enough for memory."""
+"""The most blocks of one prompt: far more than any real prompt has, but few enough for memory."""
 MAX_COUNT = 2**40
-"""Tokens in a prompt, and similar counts: far above any real one, and sums of them fit into 64 bits."""
+"""The most tokens of a prompt, and similar counts: far above any real one, and sums still fit into 64 bits."""
 VERSION = 1
 """Version of our own format: the value of `kvblocks_trace` in its first line."""
 
@@ -62,7 +62,7 @@ _NONE: Any = object()
 
 
 class TraceLine:
-    """A line of a trace. Its methods return a field, or raise TraceError."""
+    """A line of a trace. Its methods return a field's value or raise TraceError."""
 
     def __init__(self, where: str, row: dict[str, Any]) -> None:
         self.where = where
@@ -113,7 +113,7 @@ class TraceLine:
         if type(value) is not str:
             raise self.wrong(field, "a string")
         if _SURROGATE.search(value):
-            raise self.wrong(field, "a string without halves of surrogate pairs")
+            raise self.wrong(field, "a string without lone surrogates")
         return value
 
     def items(self, field: str) -> list[Any]:
@@ -207,10 +207,10 @@ class _Tree:
 
 
 def read_trace(path: Path, block_size: int | None = None) -> Trace:
-    """Return the trace in a file. Raises TraceError, and OSError if the file can't be read.
+    """Read the trace in a file. Raises TraceError, and OSError if the file can't be read.
 
-    block_size: a multiple of the file's own. The blocks of a prompt are then joined to blocks of so many tokens; a rest
-    at the end is in no block. None: the file's own. O(references).
+    block_size: a multiple of the file's own block size, or None for that one. The blocks of a prompt are joined to
+    blocks of this many tokens; a rest at the end belongs to no block. O(references).
     """
     lines = _lines(path)
     first = next(lines, None)

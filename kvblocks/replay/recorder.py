@@ -1,8 +1,8 @@
-"""Records requests as a trace that `kvblocks replay` reads: for engine authors, and for `kvblocks serve --record`.
+"""Records requests as a trace for `kvblocks replay`. For engine authors, and for `kvblocks serve --record`.
 
-One line of JSON per request; `kvblocks.replay.readers` describes it. No text and no token leaves the process. A block
-is named by a keyed hash of its tokens and all before them; tenants and sessions are named by keyed hashes too. The key
-is random, and lost when the process ends. So nobody can guess a prompt and look for its hash.
+There is one line of JSON per request, which `kvblocks.replay.readers` describes. No text and no token leaves the
+process. A block is named by a keyed hash of its tokens and all before them, and tenants and sessions are named by keyed
+hashes, too. The key is random, and lost when the process ends, so nobody can guess a prompt and look for its hash.
 """
 
 import errno
@@ -33,15 +33,16 @@ _log = logging.getLogger(__name__)
 class TraceRecorder:
     """Appends a line for each request to a file, from one process at a time.
 
-    path: made readable for its owner only. A trace with the same block size is continued; a torn last line, which a
-    killed recorder leaves, is cut off. block_size: of the blocks that are named. key: 16 to 64 bytes. Recorders with
-    equal keys give equal names, which several processes need if their traces belong together. None: a random key.
-    InvalidArgumentError is raised for a file that can't be opened, that another recorder has open, or that holds
-    anything else; such a file stays as it is.
+    path: the file, which is made readable for its owner only. An existing trace with the same block size is continued,
+    after cutting off an incomplete last line that a killed recorder may have left. block_size: the tokens of a block in
+    the trace. key: 16 to 64 bytes; None: a random key. Recorders with equal keys give equal names, which several
+    processes need if their traces belong together. Raises InvalidArgumentError for a file that can't be opened, that
+    another recorder has open, or that contains anything else; such a file stays unchanged.
 
-    A failure to write later (a full disk) raises nothing. The request is left out as a whole, counted in `num_lost`,
-    and logged once a minute. So the file has whole lines only. Every line is passed to the system at once: a killed
-    process loses none. If somebody empties the file meanwhile, to rotate it, it begins anew. Thread-safe.
+    A later failure to write (such as a full disk) raises nothing. The request is left out completely, counted in
+    `num_lost`, and logged at most once a minute. So the file only has complete lines. Every line is passed to the
+    system at once, so a killed process loses none. If somebody empties the file, to rotate it, it begins anew.
+    Thread-safe.
     """
 
     def __init__(self, path: Path | str, block_size: int, *, key: bytes | None = None) -> None:
@@ -80,10 +81,10 @@ class TraceRecorder:
     ) -> bool:
         """Record a request that has ended. Returns whether it was written. Does not change the sequence.
 
-        The prompt is what the sequence was made with; the answer is the tokens after it. Salt, LoRA and extra keys
-        count as for the cache; the salt is the tenant. arrived_s: when the request came, on `time.time`'s clock.
-        seconds: roughly how long it held blocks. stop: why it ended, such as "tool_use" or "stop". think_s: how long
-        its session paused before it, if known. Raises InvalidArgumentError. O(tokens).
+        The prompt is what the sequence was made with, and the answer is the tokens after it. Salt, LoRA and extra keys
+        count as in the cache, and the salt is the tenant. arrived_s: when the request came, by `time.time`. seconds:
+        roughly how long it held blocks. stop: why it ended, such as "tool_use" or "stop". think_s: how long its session
+        paused before it, if known. Raises InvalidArgumentError. O(tokens).
         """
         own = as_sequence("record", sequence)
         times = {"t": _seconds("arrived_s", arrived_s), "a": max(0.0, _seconds("seconds", seconds))}

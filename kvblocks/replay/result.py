@@ -1,7 +1,7 @@
-"""The results of a replay: plain dataclasses. `to_json` turns them into what JSON can hold.
+"""The results of a replay, as plain dataclasses. `to_json` converts them to JSON values.
 
 A block here is a block of the trace: `TraceFacts.block_size` tokens. A reference is one block of one request's prompt.
-Shares are between 0.0 and 1.0. Times are seconds of the modelled clock.
+Shares are from 0.0 to 1.0. Times are in seconds of the modelled clock.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -18,11 +18,11 @@ class TraceFacts:
     """One of "mooncake", "sessions" and "kvblocks"."""
     num_requests: int
     num_sessions: int
-    """Different sessions. A request without one counts as a session."""
+    """The number of different sessions. A request without one counts as a session."""
     num_references: int
     """Blocks of all prompts together."""
     num_unique_blocks: int
-    """Different blocks: what an infinite cache would hold at the end."""
+    """The number of different blocks, which an infinite cache would hold at the end."""
     block_size: int
     """Tokens in a block."""
     duration_s: float
@@ -35,22 +35,22 @@ class TraceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The options of a replay. With the same options, the same version finds the same numbers."""
+    """The options of a replay. The same options and version give the same numbers."""
 
     version: str
-    """Of kvblocks."""
+    """The version of kvblocks."""
     compiled: bool
-    """Whether kvblocks was compiled. That changes the replay's speed, and no other number."""
+    """Whether kvblocks was compiled, which changes the replay's speed but no other number."""
     python: str
     """The version of Python, such as "3.12.4"."""
     arrivals: str
-    """As --arrivals says: "recorded", or "poisson": sessions begin at random, and keep the times inside them."""
+    """By --arrivals: "recorded", or "poisson", where sessions begin at random and keep their inner times."""
     mean_arrival_s: float | None
     """Mean time between the beginnings of two sessions; None for recorded arrivals."""
     seed: int
-    """Of the arrivals."""
+    """The seed of the arrivals."""
     closed_loop: bool
-    """Whether a session sends its next request one think time after the last one *ended*, not when the trace says."""
+    """Whether a session sends each request one think time after the previous one *ended*, not when the trace says."""
     groups: str | None
     """The model's groups of layers, such as "gemma3-4b"; None: full attention only."""
     host_blocks: int | None
@@ -71,22 +71,22 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Requests that did not fit when they came."""
+    """The waits of requests that did not fit when they came."""
 
     count: int
-    """Requests that waited at all."""
+    """The number of requests that waited at all."""
     mean_s: float
-    """Mean wait over all requests that ran; a request that did not wait counts as 0."""
+    """The mean wait over all requests that ran, where a request that did not wait counts as 0."""
     p99_s: float
-    """99th percentile over the same requests."""
+    """The 99th percentile over the same requests."""
     max_s: float
     refused: int
-    """Requests that are larger than the whole pool: they never ran, and their references are misses."""
+    """The number of requests larger than the whole pool. They never ran, and their references are misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bar of a histogram: `count` values up to `upto` (None: no limit), and above the `upto` of the bar before."""
+    """A bar of a histogram: `count` values above the previous bar's `upto` and up to this `upto` (None: no limit)."""
 
     upto: float | None
     count: int
@@ -94,7 +94,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Where missed references come from: references = hits + the sum of the seven counts here."""
+    """The causes of missed references: references = hits + the sum of the seven counts here."""
 
     first_time: int
     """Blocks that no request had before. No cache can hit them."""
@@ -105,11 +105,11 @@ class Misses:
     other_tenant: int
     """Cached before, and evicted for another tenant."""
     dropped: int
-    """Cached before, and given up without being evicted: dropped by the policy, such as superseded blocks."""
+    """Cached before, and dropped by the policy without an eviction, such as superseded blocks."""
     refused: int
-    """References of requests that are larger than the pool, and to blocks that only such a request had before."""
+    """References of requests that are larger than the pool, or to blocks that only such requests had before."""
     window: int
-    """Cached for layers with full attention, but layers with windows had lost what the next token sees."""
+    """Cached for layers with full attention, while layers with windows had lost what the next token sees."""
     ages: list[Bucket]
     """For the three evicted kinds together: seconds from the eviction to the miss."""
 
@@ -138,11 +138,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """The same run, except that no request waits: all are admitted when they come, by the trace and --arrivals.
+    """The same run without waiting: all requests are admitted when they come, by the trace and --arrivals.
 
-    A request that doesn't fit is served outside the pool. It reads what is cached, leaves as many of its first blocks
-    in the pool as fit, and holds none. The order is the same for all policies and sizes. So these numbers compare
-    policies and nothing else.
+    A request that doesn't fit is served outside the pool. It reads what is cached, leaves as many of its leading blocks
+    in the pool as fit, and holds none. The order is the same for all policies and sizes, so these numbers compare only
+    policies.
     """
 
     hit_rate: float
@@ -162,49 +162,52 @@ class Row:
     share: float
     """num_blocks as a share of the trace's unique blocks."""
     hit_rate: float
-    """Hit references as a share of all. Those loaded from a host tier count as hits; see `device_hit_rate`."""
+    """The share of references that were hit. Those loaded from a host tier count as hits; see `device_hit_rate`."""
     device_hit_rate: float
-    """Hit on the device."""
+    """The share of references that were hit on the device."""
     bound: float
-    """MIN with bypass on single blocks: an upper bound for any policy, for this run's order of requests."""
+    """An upper bound for any policy, given this run's order of requests: MIN with bypass on single blocks."""
     attainable: float | None
-    """The best schedule found that knows the future: leaf-first, with holds, at this size; the same for all policies.
-    It is the better of two: requests that don't fit wait, or are served outside the pool (see `FixedOrder`). None: it
-    was not asked for. It is not a bound: another schedule may be better."""
+    """The hit rate of the best schedule found that knows the future (leaves first, with holds) at this size; the same
+    for all policies.
+
+    It is the better of two, in which requests that don't fit wait, or are served outside the pool (see `FixedOrder`).
+    It is not a bound: another schedule may be better. None if it was not asked for.
+    """
     tokens: Tokens
     waits: Waits
     misses: Misses
     moments: list[Moment]
     """The run over time, in at most 120 buckets of equal length."""
     fixed_order: FixedOrder | None
-    """None: it was not asked for."""
+    """None if it was not asked for."""
     num_evicted: int
     num_policy_failures: int
-    """How often the policy raised, or named no usable block."""
+    """How often the policy raised or named no usable block."""
     wall_s: float
-    """Seconds that the replay took by the machine's clock, without the optima. Only this number varies between runs."""
+    """Real seconds that the replay took, without the optima. Only this number varies between runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixNode:
-    """A run of blocks that the same requests have, in the tree of all prompts; a node of an icicle picture."""
+    """A node of the tree of all prompts, for an icicle picture: a run of blocks that the same requests have."""
 
     depth: int
-    """Blocks above it."""
+    """The number of blocks above it."""
     num_blocks: int
     """Blocks in the run. 0 for the root."""
     num_requests: int
     """Requests that have this run. It has num_blocks * num_requests references."""
     num_sessions: int
-    """Different sessions among them."""
+    """The number of different sessions among them."""
     label: str
-    """A name for people: of the only session that it belongs to, else the number of sessions."""
+    """A readable name: the only session that it belongs to, or else the number of sessions."""
     num_hidden_blocks: int = 0
-    """Unique blocks below it that are in no child, since the tree's size is limited."""
+    """Unique blocks below it that are in no child, because the tree's size is limited."""
     num_hidden_references: int = 0
     """The references to those blocks."""
     children: list["PrefixNode"] = field(default_factory=list)
-    """The largest first, by the references in the whole subtree."""
+    """The children, by the references in the whole subtree, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +217,12 @@ class Result:
     trace: TraceFacts
     conditions: Conditions
     rows: list[Row]
-    """By size, then by policy, in the order asked for."""
+    """One row per size and policy, in the order asked for."""
     prefixes: PrefixNode
     """The root of the prefix structure: at most 2,000 nodes, at most 64 deep."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as dicts, lists and numbers."""
+        """Return everything as dicts, lists and numbers."""
         return asdict(self)
 
     def to_rows(self) -> list[dict[str, Any]]:

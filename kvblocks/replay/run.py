@@ -1,15 +1,15 @@
 """One run: a trace through a manager, on a modelled clock.
 
 A request comes, waits until the manager has room for its prompt, and is admitted. It then holds its blocks for as long
-as the trace says that it ran, and frees them. Requests are admitted in the order in which they come: one that doesn't
-fit holds up those after it. In a closed loop a session waits its think time after one request ends, and then sends the
-next.
+as it ran according to the trace, and frees them. Requests are admitted in the order in which they come, so one that
+doesn't fit holds up those after it. In a closed loop a session waits its think time after a request ends, and then
+sends the next one.
 
-The manager is the production one (`pools.ManagerPool`), or arrays that decide the same (`pools.ArrayRunPool`). It gets
-each block of the trace as one token, whose id is the block's number, and its own blocks have one token each. Equal
+The manager is the production one (`pools.ManagerPool`), or arrays that decide the same (`pools.ArrayRunPool`). Each
+block of the trace is one token for it, whose id is the block's number, and its own blocks have one token each. Equal
 numbers mean equal prefixes, so the manager finds exactly the hits that the trace has. Hits are counted in blocks. When
-a whole prompt is cached, its last block counts as hit too: an engine computes only the prompt's last token again, one
-of the 512 or so in that block.
+a whole prompt is cached, its last block also counts as hit, since an engine computes only the last token again, one of
+about 512 in that block.
 """
 
 import heapq
@@ -36,14 +36,15 @@ POLICIES: dict[str, str | None] = {
     **{name: None if name == "lru" else name for name in NAMED},
     DROPPING: None,
 }
-"""Values of `Setup.policy`. lru: the manager's own queue, which equals its policy of that name block for block.
+"""The values of `Setup.policy`.
 
-lru-drop: as lru. In addition, blocks that a session's next request no longer has are dropped at once, unless the last
-request of another live session has them.
+lru: the manager's own queue, which evicts exactly the blocks that its policy "lru" does. lru-drop: like lru, but blocks
+that a session's next request no longer has are dropped at once, unless the last request of another live session has
+them.
 """
 
 END, ARRIVAL = 0, 1
-"""Kinds of events of a request. Of two at the same time an END comes first."""
+"""The kinds of events of a request. At the same time, an END comes before an ARRIVAL."""
 
 _EVERY = 64  # requests between two calls of `progress`
 
@@ -52,14 +53,15 @@ _EVERY = 64  # requests between two calls of `progress`
 class Setup:
     """The settings of a run.
 
-    - groups: of the model's layers, in which a token stands for a block of the trace; None: one with full attention.
-    - host_blocks: of a tier below the device; None: no tier.
-    - is_closed: whether a session waits its think time after one request ends before it sends the next.
-    - never_waits: all requests are admitted when they come. So their order is the same for all policies and sizes. A
-      request that doesn't fit is served outside the pool: it reads what is cached when it comes, leaves as many of its
-      first blocks in the pool as fit, and holds none.
-    - tells_ends: whether the manager is told when a session's last request has ended. The trace knows that; a server
-      may not.
+    - groups: the groups of the model's layers, where a token stands for a block of the trace; None: one with full
+      attention.
+    - host_blocks: the blocks of a tier below the device; None: no tier.
+    - is_closed: whether a session waits its think time after a request ends before it sends the next one.
+    - never_waits: whether all requests are admitted when they come, so that their order is the same for all policies
+      and sizes. A request that doesn't fit is served outside the pool: it reads what is cached when it comes, leaves as
+      many of its leading blocks in the pool as fit, and holds none.
+    - tells_ends: whether the manager is told when a session's last request has ended, which the trace knows but a
+      server may not.
     """
 
     policy: str
@@ -73,8 +75,10 @@ class Setup:
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of a run. order: the requests in the order of admission. hits: of each request of the trace, the
-    blocks found on the device. loaded: those found in the host tier. waits_s: of each admitted request.
+    """The results of a run. order: the requests in the order of admission.
+
+    hits: for each request of the trace, the blocks found on the device. loaded: those found in the host tier. misses,
+    waits and moments: see `result`.
     """
 
     order: list[int]
@@ -89,7 +93,7 @@ class Outcome:
 
 
 def make_manager(setup: Setup) -> KVCacheManager:
-    """Return the manager for a run. Raises InvalidArgumentError."""
+    """Make the manager for a run. Raises InvalidArgumentError."""
     if setup.policy not in POLICIES:
         raise InvalidArgumentError(f"policy: expected one of {', '.join(POLICIES)}, got {setup.policy}")
     options: dict[str, Any] = {"eviction": POLICIES[setup.policy]}
@@ -101,7 +105,7 @@ def make_manager(setup: Setup) -> KVCacheManager:
 
 
 def can_use_arrays(trace: Trace, setup: Setup) -> bool:
-    """Return whether arrays stand in for the manager: one group of layers, no tier, and nothing is dropped."""
+    """Return whether arrays can replace the manager: with one group of layers, no tier, and no dropped blocks."""
     if setup.host_blocks is not None or setup.groups is not None or setup.policy not in (POLICIES.keys() - {DROPPING}):
         return False
     return has_own_blocks(trace)
@@ -115,18 +119,18 @@ def run(
     progress: Callable[[int], object] = lambda _: None,
     manager: KVCacheManager | None = None,
 ) -> Outcome:
-    """Run a trace. arrivals, thinks: from `arrival_times` and `think_times`. progress: called with the requests done.
+    """Run a trace. arrivals, thinks: the results of `arrival_times` and `think_times`.
 
-    manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`,
-    or arrays in its place.
-    A duration that the trace doesn't have is 0. O(references), and O(log requests) for each.
+    progress: called with the number of requests done. manager: an empty manager with blocks of one token, for example
+    with your own policy; None: `make_manager(setup)`, or arrays in its place.
+    A duration that the trace doesn't have is 0. O(references), and O(log requests) for each request.
     """
     place = None if manager is None else FleetMember(Agenda(), manager)
     return TraceRun(trace, arrivals, thinks, setup, place=place).run(progress)
 
 
 class Agenda:
-    """Future events: arrivals and ends of requests. Several runs may share one, and so one clock."""
+    """Future events: arrivals and ends of requests. Runs that share an agenda share a clock."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, int, int]] = []  # when, which kind, number, request
@@ -140,16 +144,16 @@ class Agenda:
         heapq.heappush(self._events, (when, kind, next(self._numbers), request))
 
     def pop(self) -> tuple[float, int, int]:
-        """Remove and return the next event: when, which kind, and of which request. O(log events)."""
+        """Remove and return the next event: its time, its kind, and its request. O(log events)."""
         when, kind, _, request = heapq.heappop(self._events)
         return when, kind, request
 
 
 @dataclass(frozen=True, slots=True)
 class FleetMember:
-    """What one of several runs on one clock needs. agenda: shared by all. manager: of this run, not made by the setup.
+    """What one of several runs on one clock needs. agenda: shared by all of them. manager: this run's own.
 
-    store: shared by all; the manager then has one tier, named STORE, which is shared.
+    store: shared by all of them, or None. With a store, the manager has one tier, named STORE, which is shared.
     """
 
     agenda: Agenda
@@ -158,7 +162,7 @@ class FleetMember:
 
 
 class TraceRun:
-    """The state of a run: one manager, and all requests of a trace, or those of them that come to this place."""
+    """The state of a run: one manager, and all requests of a trace, or those that come to this member of a fleet."""
 
     def __init__(
         self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, *, place: FleetMember | None = None
@@ -212,7 +216,7 @@ class TraceRun:
         return self.outcome()
 
     def happen(self, when: float, kind: int, request: int) -> None:
-        """Handle a request's arrival or end here, then admit all requests that have room."""
+        """Handle a request's arrival or end, then admit all requests for which there is room."""
         if when > self.timeline.next_s:
             self.timeline.note(self.state(), when)
         self.now = when
@@ -250,7 +254,7 @@ class TraceRun:
             self.waiting.append((request, self.now))
 
     def state(self) -> State:
-        """Return the state of the run now."""
+        """Return the current state of the run."""
         num_held, num_cached = self.pool.levels()
         return State(
             live_sessions=len(self.live),
@@ -305,7 +309,7 @@ class TraceRun:
         self.finish(request)
 
     def finish(self, request: int) -> None:
-        """Count a request that ended, and have the next one of its session come."""
+        """Count a request that ended, and schedule the next one of its session."""
         session = self.sessions[request]
         self.unfinished[session] -= 1
         self.tell(request, session, has_ended=not self.unfinished[session])
@@ -316,7 +320,7 @@ class TraceRun:
             self.agenda.push(self.now + self.thinks[follower], ARRIVAL, follower)
 
     def tell(self, request: int, session: int, *, has_ended: bool) -> None:
-        """Tell the cache that a session has ended, or that it pauses, and why."""
+        """Tell the cache that a session has ended, or that it pauses and why."""
         if self.names[session] is None:
             return
         salt = None if self.salts is None else self.salts[session]
@@ -327,7 +331,7 @@ class TraceRun:
 
 
 class Drops:
-    """By session, the blocks of its last request; by block, how many live sessions' last requests have it."""
+    """The blocks of each session's last request, and for each block, how many live sessions' last requests have it."""
 
     def __init__(self, trace: Trace) -> None:
         self._last: dict[int, Numbers] = {}
@@ -346,21 +350,21 @@ class Drops:
 
 
 def push_arrivals(agenda: Agenda, arrivals: list[float], left_out: Collection[int] = ()) -> None:
-    """Add the arrivals of all requests, in their order, except those that come when another request has ended."""
+    """Add the arrivals of all requests, in order, except those in `left_out`, which come when another request ends."""
     coming = [request for request in range(len(arrivals)) if request not in left_out]
     for request in sorted(coming, key=lambda request: (arrivals[request], request)):
         agenda.push(arrivals[request], ARRIVAL, request)
 
 
 def num_common(one: Numbers, other: Numbers) -> int:
-    """Return how many blocks two prompts have in common at their beginning."""
+    """Return how many leading blocks two prompts have in common."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
 
 
 def followers(trace: Trace) -> dict[int, int]:
-    """Return the next request of the same session, for each request that has one."""
+    """Return, for each request that has one, the next request of the same session."""
     last: dict[int, int] = {}
     found: dict[int, int] = {}
     for request, session in enumerate(trace.sessions.tolist()):

@@ -1,17 +1,17 @@
 """The trace that ships with the project, and its generator. `python -m kvblocks.replay.sample FILE` writes it again.
 
-It is made up, from one seed: agents of four tenants, whose sessions begin within two hours. It proves nothing about a
-policy; only real traces do. With it a replay shows something at once. It has what makes real traces hard:
+It is synthetic and made from one seed: agents of four tenants, whose sessions begin within two hours. It proves nothing
+about a policy, as only real traces do, but a replay works without any download. It has what makes real traces hard:
 
 - Sessions of a tenant share the system prompt and the tools of their application. Tenants share nothing.
-- An agent calls tools. Each call adds the answer and the tool's result to the prompt, after a pause of seconds, rarely
-  of minutes. After an end of turn a person thinks, for minutes.
-- A prompt that gets too long is compacted: the next one has the system prompt and a summary. The rest of the old one is
-  never asked for again.
+- An agent calls tools. Each call adds the answer and the tool's result to the prompt, after a pause of seconds, or
+  rarely of minutes. After the end of a turn a person thinks for minutes.
+- A prompt that gets too long is compacted: the next one has the system prompt and a summary, and the rest of the old
+  one is never asked for again.
 - An agent may wait for a sub-agent: a session of its own, with a shorter system prompt.
-- One tenant sends documents, each read once. Such scans evict what others come back for.
+- One tenant sends documents that are read once. Such scans evict what others come back for.
 
-Pauses are log-normal, as those of real agents: 9 s in the median after a tool call, 127 s after an end of turn.
+Pauses are log-normal, as with real agents: the median is 9 s after a tool call, and 127 s after the end of a turn.
 """
 
 import gzip
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
-"""Where the sample is."""
+"""The path of the sample."""
 BLOCK_SIZE = 512
 SEED = 20
 NUM_AGENTS = 320
@@ -62,7 +62,7 @@ SUB_SYSTEM = 4_200
 
 @dataclass
 class SampleRequest:
-    """A request of the trace. Times are seconds, sizes tokens; `blocks` are the numbers of its full blocks."""
+    """A request of the trace. Times are in seconds, sizes in tokens; `blocks` are the numbers of its full blocks."""
 
     tenant: str
     session: str
@@ -210,7 +210,7 @@ def make_sample() -> list[SampleRequest]:
 
 
 def lines(requests: list[SampleRequest]) -> Iterator[str]:
-    """Yield the lines of a trace in the project's own format. Each names the blocks that no earlier line has."""
+    """Yield the lines of a trace in the project's own format. Each line names the blocks that no earlier one has."""
     yield json.dumps({"kvblocks_trace": 1, "block_size": BLOCK_SIZE})
     known = set[int]()
     for request in requests:

@@ -1,12 +1,12 @@
-"""What recurrent states do to the hit rate: a trace under several ways to keep them, each with the same memory.
+"""How recurrent states affect the hit rate: a trace with several ways to keep them in the same memory.
 
-For models whose layers keep one state a sequence (see docs/states.md). A state takes as much memory as thousands of
-tokens of K and V, and a hit ends only where one was saved. So two questions decide the hit rate: where states are
-saved, and how memory is shared. `DESIGNS` has the answers that are compared.
+This is for models whose layers keep one state per sequence (see docs/states.md). A state takes as much memory as
+thousands of tokens of K and V, and a hit can end only where one was saved. So two things decide the hit rate: where
+states are saved, and how memory is shared. `DESIGNS` has the combinations to compare.
 
 Requests come one after another, in the order of their times, and hold nothing once their prompt is computed. Answers
 take no room. The managers are the production ones, with the trace's lengths in tokens: each block of the trace becomes
-as many equal tokens as it has, and the tokens behind the last full block belong to their request alone.
+as many equal tokens as it has, and the tokens after the last full block belong to their request alone.
 """
 
 import platform
@@ -29,16 +29,16 @@ from kvblocks.replay.trace import Numbers, Trace, arrival_times
 from kvblocks.version import __version__
 
 MAX_BLOCK_SIZE = 16
-"""Tokens in a block, at most; it divides the trace's blocks."""
+"""The most tokens in a block. The block size divides that of the trace."""
 
 LARGER_BLOCK = 64
-"""Tokens in a block that has room for a small state, too."""
+"""Tokens in a block that also has room for a small state."""
 
 CHUNK_TOKENS = 8192
-"""How often "dense" saves a state."""
+"""The number of tokens after which "dense" saves another state."""
 
 SPLITS = {"split 5 %": 0.05, "split 15 %": 0.15, "split 47 %": 0.9 / 1.9}
-"""The shares of memory that two separate pools give to states. The last is SGLang's default: 0.9 parts to 1."""
+"""The shares of memory that separate pools give to states. The last is SGLang's default: 0.9 parts to 1."""
 
 IN_EACH = "in each "
 
@@ -52,15 +52,15 @@ DESIGNS: dict[str, str] = {
     f"in each {LARGER_BLOCK}": f"the same with blocks of {LARGER_BLOCK} tokens",
     **dict.fromkeys(SPLITS, "two pools, of which states have this share; saved as by exact"),
 }
-"""What is compared: the name, and where states are and when they are saved."""
+"""The designs to compare: their names, and where states are and when they are saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateModel:
-    """A model's sizes in bytes. kv_bytes: K and V of a token, in all layers. state_bytes: a state, of all layers.
+    """A model's sizes. kv_bytes: the bytes of K and V of a token in all layers.
 
-    large_block: tokens in a block of the design "large blocks", which is left out if this is None. Raises
-    InvalidArgumentError.
+    state_bytes: those of a state in all layers. large_block: the tokens in a block of the design "large blocks", which
+    is left out if this is None. Raises InvalidArgumentError.
     """
 
     kv_bytes: int
@@ -81,7 +81,7 @@ class StateModel:
     def designs(self) -> list[str]:
         """Return the names of the designs that this model is replayed with.
 
-        A state in each block is of use only if it is small: for states smaller than a block of 64 tokens.
+        Designs with a state in each block are only included for states smaller than a block of 64 tokens.
         """
         is_small = self.state_bytes < self.kv_bytes * LARGER_BLOCK
         left_out = {"large blocks"} if self.large_block is None else set()
@@ -90,7 +90,7 @@ class StateModel:
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """What is replayed. sizes: bytes for K, V and states at rest. mean_arrival_s, seed: as in `sweep.SweepOptions`."""
+    """What to replay. sizes: bytes for K, V and saved states. mean_arrival_s, seed: as in `sweep.SweepOptions`."""
 
     model: StateModel
     sizes: tuple[int, ...]
@@ -113,34 +113,34 @@ class StateJob:
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """One run."""
+    """The results of one run."""
 
     design: str
     num_bytes: int
-    """Memory for K, V and states at rest. Live states are in slots of their own, and count nowhere."""
+    """The memory for K, V and saved states. Live states are in slots of their own, and don't count."""
     num_blocks: int
-    """Blocks of the pool; of the pool of K and V if states have one of their own."""
+    """The blocks of the pool, or of the pool of K and V if states have a separate one."""
     block_size: int
     """Tokens in a block."""
     num_tokens: int
-    """Of all prompts."""
+    """The tokens of all prompts."""
     num_hit: int
-    """Those of them that need no computing."""
+    """How many of them needn't be computed."""
     num_cached: int
-    """Those of them whose K and V were cached. Behind the last state that was saved they are of no use."""
+    """How many of them had cached K and V, which are of no use after the last saved state."""
     hit_rate: float
     """num_hit as a share of num_tokens."""
     num_saved: int
-    """States that were saved."""
+    """The number of saved states."""
     num_without_room: int
-    """States that weren't, since too few blocks were free."""
+    """The number of states that weren't saved, because too few blocks were free."""
     wall_s: float
-    """Seconds that the run took by the machine's clock."""
+    """The real seconds that the run took."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateConditions:
-    """The options of a replay. The same ones give the same numbers, but for times."""
+    """The options of a replay. The same options give the same numbers, except for times."""
 
     version: str
     compiled: bool
@@ -154,7 +154,7 @@ class StateConditions:
 
 @dataclass(frozen=True, slots=True)
 class StateResult:
-    """A comparison of designs. rows: by size, then by design."""
+    """A comparison of designs. rows: in the order of sizes, then of designs."""
 
     trace: TraceFacts
     conditions: StateConditions
@@ -177,7 +177,7 @@ class StateWorkload:
         self.first_own = trace.num_unique_blocks
 
     def do(self, job: StateJob, progress: Callable[[float], object]) -> StateRow:
-        """Replay the trace by a design. O(tokens)."""
+        """Replay the trace with a design. O(tokens)."""
         cache = make_cache(job, self.options.model, self.block_size)
         begin = time.perf_counter()
         num_hit = num_cached = 0
@@ -205,7 +205,7 @@ class StateWorkload:
         )
 
     def tokens_of(self, request: int) -> Numbers:
-        """Return the tokens of a request's prompt: each block's number, and one of its own for what is behind them."""
+        """Return the tokens of a request's prompt: repeated numbers of its blocks, then its own number for the rest."""
         trace = self.trace
         blocks = np.repeat(trace.blocks_of(request), trace.block_size)
         own = [self.first_own + request] * (int(trace.tokens[request]) > len(blocks))
@@ -213,9 +213,9 @@ class StateWorkload:
 
 
 class Prompt(NamedTuple):
-    """A prompt that is served. found: of how many tokens K and V are cached. last: where its last full block ends.
+    """A prompt to serve. found: the number of tokens with cached K and V. last: where its last full block ends.
 
-    Both are in front of the prompt's last token, which is always computed, for its logits.
+    Both are before the prompt's last token, which is always computed, for its logits.
     """
 
     sequence: Sequence
@@ -225,16 +225,16 @@ class Prompt(NamedTuple):
 
 
 class FreeStates:
-    """The design "free states": a manager without any. room: how many of its blocks a prompt may take."""
+    """The design "free states": a manager without states. room: how many of its blocks a prompt may take."""
 
     def __init__(self, manager: KVCacheManager, block_size: int, room: int) -> None:
         self.manager, self.block_size, self.room = manager, block_size, room
         self.num_saved = self.num_without_room = 0
 
     def serve(self, request: int, tokens: Numbers, salt: str | None) -> tuple[int, int]:
-        """Compute a prompt, and return how many of its tokens are hit, and of how many K and V are cached.
+        """Compute a prompt. Return how many of its tokens are hit, and how many have cached K and V.
 
-        Of a prompt that is larger than the pool, the beginning is cached.
+        If a prompt is larger than the pool, its beginning is cached.
         """
         sequence = Sequence(request, tokens[: self.room * self.block_size], salt=salt)
         hit = self.manager.get_computed_blocks(sequence)
@@ -250,7 +250,7 @@ class FreeStates:
         return prompt.found
 
     def allocate(self, prompt: Prompt, start: int, end: int) -> None:
-        """Make room for the tokens `start` to `end` - 1. There is some, since nothing else runs."""
+        """Make room for the tokens `start` to `end` - 1. There is enough, since nothing else runs."""
         hit = None if prompt.sequence.is_allocated else prompt.hit
         if self.manager.allocate_slots(prompt.sequence, end - start, hit) is None:
             raise AssertionError(f"{prompt.sequence}: expected room for it, got {self.manager.last_refusal}")
@@ -277,7 +277,7 @@ class OnePool(FreeStates):
 
 
 class Exact(OnePool):
-    """The designs "exact" and "large blocks": chunks end at the places themselves, and run over the rounded ones."""
+    """The designs "exact" and "large blocks": chunks end exactly where states are wanted, not at rounded positions."""
 
     def next_cut(self, prompt: Prompt, start: int) -> int:
         """As in `OnePool`."""
@@ -288,7 +288,7 @@ class Exact(OnePool):
 
 
 class TwoPools(FreeStates):
-    """The designs with two pools: a manager of K and V, and states beside it, least recently used first."""
+    """The designs with two pools: a manager for K and V, and a separate LRU pool for states."""
 
     def __init__(self, manager: KVCacheManager, block_size: int, room: int, num_states: int) -> None:
         super().__init__(manager, block_size, room)
@@ -312,17 +312,17 @@ class TwoPools(FreeStates):
         return num_hit
 
     def name(self, prompt: Prompt, place: int) -> tuple[str | None, int, int]:
-        """Return what a state is after: the number of a trace's block says what is before it."""
+        """Return the name of the state at `place`. A trace's block number identifies everything before it."""
         tokens: Any = prompt.sequence.tokens
         return prompt.sequence.salt, tokens[place - 1], place
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """How a design divides memory: blocks of `block_size` tokens, of which a prompt may take `room`, and states.
+    """How a design divides memory between blocks of `block_size` tokens, of which a prompt may take `room`, and states.
 
-    num_state_blocks: what a state takes in the pool; 0 where states have no room there. num_states: in a pool of their
-    own.
+    num_state_blocks: the blocks that a state takes in the pool, 0 if states aren't there. num_states: how many states a
+    separate pool has.
     """
 
     block_size: int
@@ -332,12 +332,12 @@ class MemoryShares:
 
     @property
     def room(self) -> int:
-        """The blocks that a prompt may take: beside it there is room for the state that it hits."""
+        """The blocks that a prompt may take, which leaves room for the state that it hits."""
         return self.num_blocks - self.num_state_blocks
 
 
 def shares_of(job: StateJob, model: StateModel, block_size: int) -> MemoryShares:
-    """Return how a design divides memory. Raises InvalidArgumentError if not even a state and a block fit."""
+    """Return how a design divides memory. Raises InvalidArgumentError if one state and one block don't fit."""
     if job.design == "large blocks" and model.large_block is not None:
         block_size = model.large_block
     if job.design == f"{IN_EACH}{LARGER_BLOCK}":
@@ -358,7 +358,7 @@ def shares_of(job: StateJob, model: StateModel, block_size: int) -> MemoryShares
 
 
 def make_cache(job: StateJob, model: StateModel, block_size: int) -> FreeStates:
-    """Return an empty cache of a design. Raises InvalidArgumentError as `shares_of`."""
+    """Make an empty cache of a design. Raises InvalidArgumentError as `shares_of` does."""
     shares = shares_of(job, model, block_size)
     size, room = shares.block_size, shares.room
     if not shares.num_state_blocks:
@@ -375,9 +375,9 @@ def make_cache(job: StateJob, model: StateModel, block_size: int) -> FreeStates:
 def compare_states(
     trace: Trace, options: StateOptions, num_processes: int | None = None, progress: Progress | None = None
 ) -> StateResult:
-    """Replay a trace by all designs and sizes. num_processes: None: one for each core.
+    """Replay a trace with all designs and sizes. num_processes: None: one per core.
 
-    Ctrl-C ends all processes, and raises KeyboardInterrupt. Raises InvalidArgumentError before anything runs.
+    Raises InvalidArgumentError before anything runs. Ctrl-C ends all processes, and raises KeyboardInterrupt.
     """
     workload, model = StateWorkload(trace, options), options.model
     jobs = [StateJob(design, size) for size in options.sizes for design in model.designs()]

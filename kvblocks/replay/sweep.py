@@ -1,4 +1,4 @@
-"""A sweep: a trace under several policies and sizes, on all cores, each run in its own process."""
+"""A sweep: replays a trace with several policies and sizes, on all cores, with each run in its own process."""
 
 import gc
 import multiprocessing
@@ -35,16 +35,16 @@ MODELS: dict[str, tuple[int, list[KVLayer]]] = {
     # 34 layers with 4 KV heads of 256; for each with full attention, five with a window of 1,024 tokens
     "gemma3-4b": (1024, [KVLayer(0 if (layer + 1) % 6 == 0 else 1, 4, 256) for layer in range(34)]),
 }
-"""By name: tokens in the window, and the layers, of kind 0 (full attention) or 1 (window)."""
+"""For each model name, the tokens in the window, and the kind of each layer: 0 (full attention) or 1 (window)."""
 _BF16_BYTES = 2
 _GIB = 2**30
 
 
 def model_groups(name: str, block_size: int) -> tuple[Group, ...]:
-    """Return a model's groups of layers, in which one token stands for a block of `block_size` tokens.
+    """Return a model's groups of layers, where one token stands for a block of `block_size` tokens.
 
     A hit ends at the end of a block, and the next token sees the window - 1 tokens before it. The window in blocks is
-    the number of blocks that these tokens are in. Raises InvalidArgumentError.
+    the number of blocks that contain these tokens. Raises InvalidArgumentError.
     """
     if name not in MODELS:
         raise InvalidArgumentError(f"groups: expected one of {', '.join(MODELS)}, got {shown(name)}")
@@ -55,10 +55,10 @@ def model_groups(name: str, block_size: int) -> tuple[Group, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """What a sweep runs. sizes: blocks of the pool. mean_arrival_s: None: arrivals as recorded.
+    """What a sweep runs. sizes: numbers of blocks of the pool. mean_arrival_s: None for arrivals as recorded.
 
-    host_blocks: of a tier below the device; None: no tier. groups: a model of `MODELS`. optima: whether to
-    compute `Row.attainable` and `Row.fixed_order`. tells_ends: as in `run.Setup`.
+    host_blocks: the blocks of a tier below the device, or None. groups: a model of `MODELS`, or None. optima: whether
+    to compute `Row.attainable` and `Row.fixed_order`. tells_ends: as in `run.Setup`.
     """
 
     policies: tuple[str, ...]
@@ -79,7 +79,7 @@ class SweepOptions:
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """A part of a sweep: a run; or, without a policy, the attainable hits of a size (waiting, never waiting)."""
+    """A part of a sweep: a run, or without a policy the attainable hits of a size (with and without waiting)."""
 
     policy: str | None
     num_blocks: int
@@ -91,7 +91,7 @@ class SweepJob:
 
 
 class ReplayJob(Protocol):
-    """A part of a sweep, which a process carries out. It is compared by its values."""
+    """A part of a sweep that one process carries out. Jobs are compared by value."""
 
     @property
     def title(self) -> str:
@@ -99,11 +99,11 @@ class ReplayJob(Protocol):
 
 
 Progress = Callable[[list[tuple[Any, float]]], object]
-"""Called from time to time with each `ReplayJob` and the share of it that is done, 0.0 to 1.0."""
+"""Called from time to time with a `ReplayJob` and the share of it that is done, 0.0 to 1.0."""
 
 
 class ReplaySource(Protocol):
-    """What several processes need for jobs. Each has one of its own, made by the same class of the same values."""
+    """The data that processes need for jobs. Each process makes its own, by the same class from the same values."""
 
     trace: Trace
     options: Any
@@ -115,7 +115,7 @@ class ReplaySource(Protocol):
 
 
 class Workload:
-    """A trace with its times, and data that several jobs need."""
+    """A trace with its times, and data that several jobs share."""
 
     def __init__(self, trace: Trace, options: SweepOptions) -> None:
         self.trace, self.options = trace, options
@@ -125,7 +125,7 @@ class Workload:
         self._bounds: dict[tuple[bytes, int], int] = {}
 
     def bound(self, order: list[int], num_blocks: int) -> int:
-        """Return `max_hits` of an order of requests. It is kept, since most policies have the same order."""
+        """Return `max_hits` for an order of requests. The result is cached, since most policies have the same order."""
         name = np.array(order, np.int64).tobytes()
         if (name, num_blocks) not in self._bounds:
             if name not in self._uses:
@@ -196,9 +196,9 @@ class Workload:
 def sweep(
     trace: Trace, options: SweepOptions, num_processes: int | None = None, progress: Progress | None = None
 ) -> Result:
-    """Run a trace under all policies and sizes. num_processes: None: one for each core.
+    """Replay a trace with all policies and sizes. num_processes: None: one per core.
 
-    Ctrl-C ends all processes, and raises KeyboardInterrupt. Raises InvalidArgumentError before anything runs.
+    Raises InvalidArgumentError before anything runs. Ctrl-C ends all processes, and raises KeyboardInterrupt.
     """
     if not options.policies or not options.sizes:
         raise InvalidArgumentError(f"expected policies and sizes, got {options.policies} and {options.sizes}")
@@ -243,9 +243,9 @@ def _with_optima(row: Row | tuple[int, int], attainable: Row | tuple[int, int] |
 def do_all(
     workload: ReplaySource, jobs: list[Any], num_processes: int | None, progress: Progress | None
 ) -> dict[Any, Any]:
-    """Carry out each `ReplayJob`, in order; in this process if one is enough. Ctrl-C ends all processes.
+    """Carry out each `ReplayJob`, in order, in this process if one is enough. Ctrl-C ends all processes.
 
-    num_processes: None: one for each core.
+    num_processes: the most processes at once, with one run in each; None: one for each core.
     """
     num_processes = num_processes or os.cpu_count() or 1
     progress = progress or (lambda _: None)
@@ -303,7 +303,7 @@ def _pool(context: Any, num_processes: int, arguments: tuple[Any, ...]) -> Itera
 
 
 _worker: list[Any] = []
-"""In a process of a pool: its workload, and the done shares of all jobs."""
+"""In a process of a pool: its workload, and the finished shares of all jobs."""
 
 
 def _begin(kind: type[ReplaySource], trace: Trace, options: Any, shares: Any) -> None:

@@ -1,8 +1,7 @@
 """A trace in memory: requests, and the blocks of their prompts, in a few flat arrays.
 
-A block is a number from 0 on. Equal numbers mean equal prefixes: a block's number stands for its tokens and for all
-tokens before them. So a prompt is a path in a tree, and a block manager needs only this number in place of a block's
-tokens.
+A block is a number from 0 on. Equal numbers mean equal prefixes: a block's number stands for its tokens and all tokens
+before them. So a prompt is a path in a tree, and a block manager only needs this number instead of a block's tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class TraceError(KVBlocksError, ValueError):
-    """A trace that can't be read. The message names file, line and field, and what was expected and got."""
+    """A trace can't be read. The message names the file, line and field, and what was expected and got."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,15 +27,15 @@ class Trace:
 
     - blocks: all prompts' blocks, one prompt after another, uint32.
     - ends: int64; request i has blocks[ends[i]:ends[i + 1]], so ends[0] is 0.
-    - sessions: by request, the number of its session.
-    - times: by request, when it came: seconds from the trace's beginning, or from the session's if
+    - sessions: for each request, the number of its session.
+    - times: for each request, when it came, in seconds from the trace's beginning, or from the session's if
       `times_are_relative`.
-    - durations: by request, the seconds that it ran; NaN if not known.
-    - thinks: by request, the seconds since the session's last request ended; NaN if not known.
-    - tokens, outputs: by request, the numbers of tokens of prompt and answer.
-    - stops: by request, why it ended.
-    - session_names: by session; None for a request without a session, which counts as a session.
-    - tenants: by session; None for no tenant. All sessions with None count as one tenant's.
+    - durations: for each request, the seconds that it ran; NaN if unknown.
+    - thinks: for each request, the seconds since the session's previous request ended; NaN if unknown.
+    - tokens, outputs: for each request, the numbers of tokens of prompt and answer.
+    - stops: for each request, why it ended.
+    - session_names: for each session; None for a request without a session, which counts as one.
+    - tenants: for each session; None for no tenant. All sessions with None count as one tenant's.
     """
 
     name: str
@@ -66,11 +65,11 @@ class Trace:
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def blocks_of(self, request: int) -> Numbers:
-        """Return the blocks of a request's prompt, a view. O(1)."""
+        """Return the blocks of a request's prompt, as a view. O(1)."""
         return self.blocks[self.ends[request] : self.ends[request + 1]]
 
     def with_durations(self, seconds_per_token: float) -> "Trace":
-        """Return the trace with missing durations filled in: so many seconds for each token of the answer."""
+        """Return the trace with missing durations filled in: `seconds_per_token` for each token of the answer."""
         missing = np.isnan(self.durations)
         return replace(self, durations=np.where(missing, self.outputs * seconds_per_token, self.durations))
 
@@ -99,7 +98,7 @@ class Trace:
         )
 
     def facts(self, arrivals: Numbers) -> TraceFacts:
-        """Return facts about the trace. arrivals: from `arrival_times`. O(1)."""
+        """Return facts about the trace. arrivals: the result of `arrival_times`. O(1)."""
         num_references, num_unique = len(self.blocks), self.num_unique_blocks
         num_tokens = int(self.tokens.sum())
         return TraceFacts(
@@ -117,12 +116,12 @@ class Trace:
 
 
 def ends_of(lengths: Numbers) -> Numbers:
-    """Return the sums of the first lengths: of none of them (0), of one, of two, and so on."""
+    """Return the cumulative sums of lengths, beginning with 0."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def number_densely(blocks: Numbers) -> Numbers:
-    """Return the blocks numbered from 0 on without gaps, in the order of their numbers, as uint32.
+    """Return the blocks renumbered from 0 on without gaps, in the order of their numbers, as uint32.
 
     O(references + largest number), or O(references x log(references)) if that number is much larger.
     """
@@ -136,11 +135,11 @@ def number_densely(blocks: Numbers) -> Numbers:
 
 
 def arrival_times(trace: Trace, mean_s: float | None, seed: int) -> Numbers:
-    """Return when each request comes, in seconds. In a closed loop only sessions' first requests come at these times.
+    """Return when each request comes, in seconds. In a closed loop this is only true of sessions' first requests.
 
     mean_s: the mean time between the beginnings of two sessions. Sessions begin in their order; the times between are
-    drawn by `random.Random(seed).expovariate(1 / mean_s)`. Times inside a session stay. None: as recorded; then all
-    sessions begin at 0 if the trace has only times inside sessions.
+    drawn by `random.Random(seed).expovariate(1 / mean_s)`. Times inside a session stay. None: as recorded, where all
+    sessions begin at 0 if the trace only has times inside sessions.
     """
     if mean_s is None:
         return trace.times.copy()
@@ -155,7 +154,7 @@ def arrival_times(trace: Trace, mean_s: float | None, seed: int) -> Numbers:
 
 
 def think_times(trace: Trace) -> Numbers:
-    """Return the seconds between the end of a session's request and the next one; 0 for the first.
+    """Return, for each request, the seconds since its session's previous request ended; 0 for the first one.
 
     If the trace doesn't have them, they are computed from times and durations. Never less than 0.
     """

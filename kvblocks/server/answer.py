@@ -1,7 +1,7 @@
 """The answer to one request: what was generated so far, and its form in OpenAI's JSON.
 
-An answer belongs to the event loop. The engine's thread only passes it on, and reads what never changes: its id and its
-request.
+An answer belongs to the event loop. The engine's thread only passes it on, and only reads its id and its request, which
+never change.
 """
 
 import asyncio
@@ -27,15 +27,16 @@ _NO_TOKEN = -1
 
 
 class Answer:
-    """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
+    """The answer to the request `asked`, with one choice for each sample of each prompt.
 
-    tiers: names of the engine's tiers below the device; cached tokens are counted for each. tokenizer: decodes the
-    tokens of log probabilities and echoes.
+    tiers: the names of the engine's tiers below the device, for which cached tokens are counted separately. tokenizer:
+    decodes the tokens of log probabilities and echoes.
 
-    answer_id: its name for clients and logs. start_s: when its request came, on `time.monotonic`; None: now. prompts:
-    as tokens, once it is submitted. has_begun: whether any token has been generated. outcome: None until it ends.
-    timer: ends it after the time limit. compared: with what its request named, before the first piece comes. marked:
-    what became of its request's marks, likewise. model: its name.
+    model: the model's name. answer_id: the answer's name for clients and logs. start_s: when its request came, by
+    `time.monotonic`; None: now. prompts: the prompts as tokens, once it is submitted. has_begun: whether any token has
+    been generated. outcome: None until it ends. timer: ends it after the time limit. compared: the comparison with the
+    request that its own request named; marked: what became of its request's marks. Both are set before the first piece
+    comes.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all choices have come to their end. O(1)."""
+        """Whether all choices have ended. O(1)."""
         return len(self._completions) == self.asked.num_choices
 
     def put(self, piece: Piece) -> None:
@@ -83,7 +84,7 @@ class Answer:
         self._news.set()
 
     def put_warmed(self, prompt_index: int, completion: Completion) -> None:
-        """Note that a prompt was computed for which nothing is generated. O(1)."""
+        """Note that a prompt was computed and that nothing is generated for it. O(1)."""
         self._completions[prompt_index] = completion
         if self.asked.kind != "warm":  # the answer is only an echo
             of_prompt = completion.prompt_logprobs
@@ -91,7 +92,7 @@ class Answer:
             self._news.set()
 
     def end(self, outcome: RequestOutcome, error: ApiError | None = None) -> None:
-        """End the answer, once. error: why it isn't whole, for the client. O(1)."""
+        """End the answer; call it only once. error: tells the client why it isn't complete. O(1)."""
         self.outcome = outcome
         self._error = error
         if self.timer is not None:
@@ -99,7 +100,10 @@ class Answer:
         self._news.set()
 
     async def take(self) -> list[Piece]:
-        """Wait for pieces and return all there are; [] when the answer has ended. Raises its error after the pieces."""
+        """Wait for pieces and return all; [] when the answer has ended.
+
+        If it has an error, raise that after the pieces.
+        """
         while not self._pieces and self.outcome is None:
             self._news.clear()
             await self._news.wait()
@@ -114,7 +118,7 @@ class Answer:
         return [completion for _, completion in sorted(self._completions.items())]
 
     def stop_string(self, completion: Completion) -> str | None:
-        """Return the stop string that has ended a choice; None if none has. O(text)."""
+        """Return the stop string that has ended a choice, or None. O(text)."""
         stops = self.asked.options.get("stop") or ()
         if not stops or completion.finish_reason != "stop" or self._tokenizer is None:
             return None
@@ -124,7 +128,7 @@ class Answer:
         return min(found)[2] if found else None
 
     def body(self) -> Json:
-        """Return the whole answer; it must be whole. O(tokens)."""
+        """Return the complete answer as JSON. Requires `is_whole`. O(tokens)."""
         if self.asked.kind == "warm":
             return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
         choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
@@ -145,7 +149,7 @@ class Answer:
         return self._with_ids(choice, completion.token_ids)
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """Return a stream's chunks for a piece, in order: none if it is only a part of a character. O(1)."""
+        """Return a stream's chunks for a piece, in order; none if the piece is only a part of a character. O(1)."""
         choice, completion, is_chat = self._choice(piece), piece.completion, self.asked.kind == "chat"
         chunks = []
         if choice not in self._writers:
@@ -188,7 +192,10 @@ class Answer:
         return [*deltas, {"delta": {}}] if is_last and (calls or not deltas) else deltas
 
     def read(self, choice: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Return the text and the calls that are certain with a choice's next text; without tools it is all text."""
+        """Take a choice's next text.
+
+        Return the text and the tool calls that are now certain; without tools all is text.
+        """
         tools = self.asked.tools
         if tools is None or not tools.is_read:
             return text, []
@@ -197,13 +204,13 @@ class Answer:
         return self._readers[choice].feed(text, is_last=is_last)
 
     def reason(self, choice: int, completion: Completion) -> str:
-        """Return why a choice ended, as Chat Completions says it."""
+        """Return why a choice ended, in the terms of Chat Completions."""
         reader = self._readers.get(choice)
         has_called = reader is not None and reader.num_calls > 0
         return "tool_calls" if has_called and completion.finish_reason == "stop" else completion.finish_reason
 
     def usage_chunk(self) -> Json:
-        """Return the last chunk, which a client asks for by `include_usage`. O(choices)."""
+        """Return the last chunk, with the usage, which clients request by `include_usage`. O(choices)."""
         return {**self._chunk([]), "usage": self._usage(), **self._told()}
 
     def _told(self) -> Json:
@@ -269,7 +276,7 @@ class Answer:
         }
 
     def by_tier(self, completions: list[Completion]) -> dict[str, int]:
-        """Return the cached tokens of prompts, by the tier where they were found."""
+        """Return the cached tokens of prompts, by the tier that they were loaded from."""
         loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
         num_cached_tokens = sum(one.num_cached_tokens for one in completions)
         return {"device": num_cached_tokens - sum(loaded.values()), **loaded}

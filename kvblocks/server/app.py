@@ -1,7 +1,7 @@
 """The routes, who may use them, and how answers and errors are sent.
 
 A failure before the first token is an HTTP error. A failure later in a stream is the stream's last event. When a client
-disconnects, its answer is dropped at once, in whatever state it is.
+disconnects, its answer is dropped at once, whatever its state.
 """
 
 import asyncio
@@ -58,13 +58,13 @@ STOP_TIMEOUT_S = 30.0
 Parse = Callable[[Any], AnswerRequest]
 Voiced = Callable[[Answer], Voice]
 Prepared = tuple[AnswerRequest, list[list[int]]]
-"""A request, ready for the engine, and its prompts as tokens."""
+"""A request that is ready for the engine, and its prompts as tokens."""
 
 
 def make_app(service: Service, model: str) -> Starlette:
     """Return the application that serves `service`. It starts and stops the service.
 
-    model: the served name, unless the settings have others.
+    model: the served name, unless the settings name others.
     """
 
     @asynccontextmanager
@@ -168,7 +168,7 @@ class Api:
         return Response(status_code=200 if self._service.is_healthy else 503)
 
     async def load(self, request: Request) -> Response:
-        """How many answers are unfinished, in vLLM's shape."""
+        """How many answers are unfinished, in vLLM's format."""
         del request
         return json_response({"server_load": self._service.num_open})
 
@@ -188,12 +188,12 @@ class Api:
         return partial(self._respond, parse_chat, Voice)
 
     async def responses(self, request: Request) -> ASGIApp:
-        """Answer a chat, as OpenAI's Responses do."""
+        """Answer a chat in the form of OpenAI's Responses."""
         parse = partial(parse_response, store=self._store, caller=caller_of(request.scope))
         return partial(self._respond, parse, partial(ResponsesVoice, self._store))
 
     async def response(self, request: Request) -> Response:
-        """A response that is kept."""
+        """Return a stored response."""
         response_id, caller = request.path_params["response_id"], caller_of(request.scope)
         found = self._store.find(response_id, caller.tenant)
         if found is None:
@@ -201,19 +201,19 @@ class Api:
         return Response(found.body, media_type="application/json")
 
     async def drop_response(self, request: Request) -> Response:
-        """Drop a response that is kept."""
+        """Delete a stored response."""
         response_id, caller = request.path_params["response_id"], caller_of(request.scope)
         if not self._store.drop(response_id, caller.tenant):
             raise _no_such_response(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def messages(self, request: Request) -> ASGIApp:
-        """Answer a chat, as Anthropic's Messages do."""
+        """Answer a chat in the form of Anthropic's Messages."""
         del request
         return partial(self._respond, parse_message, MessagesVoice)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens that a message would have as its prompt."""
+        """Count the tokens of the prompt that a Messages request would have."""
         asked, load = await self._read(parse_count, request)
         seconds = self._service.settings.request_timeout_s
         try:
@@ -225,7 +225,7 @@ class Api:
         return json_response({"input_tokens": len(tokens)})
 
     async def warm(self, request: Request) -> ASGIApp:
-        """Cache prompts, and generate nothing. The limits and the cancellation of other requests apply."""
+        """Cache prompts, and generate nothing. Limits and cancellation are those of other requests."""
         del request
         return partial(self._respond, parse_warm, Voice)
 

@@ -1,7 +1,7 @@
-"""What the cache had for a request when it arrived: how long the lookup took, and why it found no more.
+"""What the cache had for a request when it arrived, how long the lookup took, and why it found no more.
 
-The scheduler admits a request later, when the cache may hold more or less. A client knows only when its request
-arrived. Once a request is computed its own blocks are cached, so the reason for a miss must be found before.
+The scheduler admits a request later, when the cache may hold more or less, but a client only knows when its request
+arrived. Once a request is computed its own blocks are cached, so the reason for a miss must be found before that.
 """
 
 import json
@@ -32,9 +32,9 @@ _MAX_TAKERS = 4096
 
 @dataclass(slots=True)
 class Arrival:
-    """One prompt when it came. explanation: None unless reasons are kept. completion: its first sample's, once done.
+    """One prompt as it arrived. explanation: None unless reasons are kept. completion: the first sample's, once done.
 
-    around: the cache then. key: of the kept prompt; None: it isn't kept for comparisons.
+    around: the state of the cache at that time. key: the key of the kept prompt; None if it isn't kept for comparisons.
     """
 
     num_prompt_tokens: int
@@ -46,10 +46,10 @@ class Arrival:
 
 
 class Arrivals:
-    """The last MAX_KEPT requests, by id, and counts of all lookups. Owned by the engine's thread.
+    """The last MAX_KEPT requests by id, and counts of all lookups. Owned by the engine's thread.
 
-    keep_reasons: explain each miss when it comes, which costs O(runs in the cache + tokens) a prompt, and keep prompts
-    for comparisons. tokenizer: decodes what is compared. times: when blocks were taken.
+    keep_reasons: whether to explain each miss on arrival, which costs O(runs in the cache + tokens) per prompt, and to
+    keep prompts for comparisons. tokenizer: decodes what is compared. times: records when blocks were taken.
     """
 
     def __init__(self, lookups: Lookups, tokenizer: Tokenizer | None, *, keep_reasons: bool) -> None:
@@ -64,7 +64,7 @@ class Arrivals:
         self.num_lookups_and_seconds: tuple[int, float] = (0, 0.0)
 
     def note(self, key: str, asked: AnswerRequest, prompts: Items[Request]) -> None:
-        """Look up a request's new prompts, each by its first sample. Call it before the next step."""
+        """Look up a request's new prompts, each by its first sample. Call this before the next step."""
         arrivals = [self._look_up(request, asked.caller.tenant) for request in prompts]
         self._kept[key] = (asked.caller.tenant, arrivals)
         if self._keep_reasons and arrivals:
@@ -82,20 +82,20 @@ class Arrivals:
     def find(self, key: str, caller: Caller) -> list[Arrival] | None:
         """Return the arrivals of a request's prompts.
 
-        None if the request is unknown or too old, or another tenant's and the caller is no operator.
+        None if the request is unknown or too old, or belongs to another tenant and the caller is no operator.
         """
         tenant, arrivals = self._kept.get(key, (None, None))
         return arrivals if tenant == caller.tenant or caller.is_operator else None
 
     def find_last(self, caller: Caller, salt: str | None, session: str | None) -> str | None:
-        """Return the id of a caller's last request under a salt, and of a session if it names one. O(requests)."""
+        """Return the id of a caller's last request under a salt, and in a session if one is named. O(requests)."""
         found = self.prompts.last(caller.tenant, salt, session)
         return None if found is None else found.key
 
     def compare(self, arrival: Arrival, with_key: str | None = None) -> Comparison | None:
-        """Compare a prompt with the one before it in its conversation, or with that of an answer's id.
+        """Compare a prompt with the previous one in its conversation, or with that of another answer, by its id.
 
-        None if there is none, or it isn't of the same tenant and salt.
+        None if there is no such prompt, or if it has another tenant or salt.
         """
         kept = self.prompts
         prompt = None if arrival.key is None else kept.get(arrival.key)
@@ -133,7 +133,10 @@ class Arrivals:
     def look_around(
         self, explanation: Explanation, salt: str | None, tenant: str | None, num_pending_tokens: int
     ) -> Surroundings:
-        """Return the cache as it is now, for a prompt of this salt and tenant that missed. O(pins + quotas)."""
+        """Return the current state of the cache, as far as it can explain a miss of this salt and tenant.
+
+        O(pins + quotas).
+        """
         behind, manager = explanation.behind_tiers, self._lookups.manager
         if explanation.removal is None and behind is None:
             return Surroundings(num_pending_tokens=num_pending_tokens)

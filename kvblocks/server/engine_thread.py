@@ -1,9 +1,9 @@
-"""The one thread that touches the engine. Other threads queue commands for it, and it publishes the results.
+"""The only thread that touches the engine. Other threads queue commands for it, and it publishes the results.
 
-Commands run between two steps, in order. So nothing in the engine needs a lock, and only callers that need a result
-wait for a step.
+Commands run between two steps, in order. So the engine needs no locks, and only callers that need a result wait for a
+step.
 
-Invariant: for each answer that was submitted, CLOSED is published last, and once, whether its choices finished, it
+Invariant: for each submitted answer, CLOSED is published exactly once and last, whether its choices finished, it
 failed, or it was cancelled.
 """
 
@@ -40,21 +40,21 @@ logger = logging.getLogger("kvblocks.server")
 T = TypeVar("T")
 
 _USAGE_S = 1.0
-"""How often tenants' usage is read for metrics, at most."""
+"""The least number of seconds between two readings of tenants' usage for metrics."""
 
 _GLANCE_S = 0.1
-"""While `stop` waits for the thread's end, it checks every so many seconds whether `close_by` has changed."""
+"""How often, in seconds, `stop` checks whether `close_by` has changed while it waits for the thread's end."""
 
 
 class Mark(Enum):
-    """CLOSED: the engine holds nothing of this answer any more."""
+    """Marks the end of an answer. CLOSED: the engine holds nothing of it any more."""
 
     CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A prompt was computed for which nothing is generated."""
+    """A prompt was computed, and nothing is generated for it."""
 
     prompt_index: int
     completion: Completion
@@ -62,7 +62,7 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A prompt was compared with the one that its request named; None: that isn't known."""
+    """A prompt was compared with the one that its request named; None if that one is unknown."""
 
     found: Comparison | None
 
@@ -82,11 +82,11 @@ class EngineThread:
     """Owns an engine from `start` to `stop`, which closes the engine.
 
     publish: called on this thread with batches of (answer, item); it must neither block nor raise. on_death: called on
-    this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins, hints:
-    for functions given to `call`. `arrivals.num_lookups_and_seconds` and `hint_stats`, both of the last step, may be
-    read by any thread. close_by: how long the end waits for the tiers to store blocks, as a time on `time.monotonic`;
-    any thread may change it. usage: of tenants; publishes_usage: whether it is read about once a second for metrics, to
-    be set before the start. recorder: told of each prompt that was begun, when its first sample ends.
+    this thread when it ends because of an error, which is a bug; all answers have been closed by then. arrivals, pins,
+    hints: only for functions given to `call`, except that any thread may read `arrivals.num_lookups_and_seconds` and
+    `hint_stats`, both as of the last step. close_by: until when, by `time.monotonic`, the end waits for the tiers to
+    store blocks; any thread may change it. usage: the tenants' usage; publishes_usage: whether it is read about once a
+    second for metrics, to be set before the start. recorder: is told of each begun prompt when its first sample ends.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Close all answers after the present step, close the engine, and end. Return whether it has ended in time.
+        """Close all answers after the current step, close the engine, and end. Return whether that happened in time.
 
-        timeout_s: seconds to wait, added to the time until `close_by`; None: as long as it takes.
+        timeout_s: how many seconds to wait beyond `close_by`; None: as long as it takes.
         """
         self._commands.put(self._stop)
         start_s = time.monotonic()
@@ -139,15 +139,15 @@ class EngineThread:
         return True
 
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
-        """Queue an answer's prompts. Errors in them are published."""
+        """Queue an answer's prompts. Errors in them are published, not raised."""
         self._commands.put(lambda: self._submit(answer, prompts))
 
     def cancel(self, answer: Answer) -> None:
-        """Cancel an answer; its blocks are free before the next step. Does nothing if the answer has ended."""
+        """Cancel an answer. Its blocks are freed before the next step. Does nothing if the answer has ended."""
         self._commands.put(lambda: self._cancel(answer))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a function on this thread, between two steps, and return its result or exception in a future."""
+        """Run a function on this thread, between two steps. Returns a future of its result or exception."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""The errors that a client sees: a status and OpenAI's shape, {"error": {message, type, param, code}}."""
+"""The errors that a client sees: a status, and a body in OpenAI's format, {"error": {message, type, param, code}}."""
 
 from collections.abc import Mapping
 
@@ -25,14 +25,14 @@ _ANTHROPICS = {
     504: "timeout_error",
 }
 MESSAGES = "/v1/messages"
-"""The paths that begin so are Anthropic's."""
+"""Paths that begin with this get errors in Anthropic's format."""
 
 
 class ApiError(KVBlocksError):
-    """A request that gets an error instead of an answer.
+    """An error that a request gets instead of an answer.
 
-    status: the HTTP status, also where a stream has begun and the error is its last event. param: the field that is
-    wrong. code: a word that programs can act on. headers: of the response.
+    status: the HTTP status, even if a stream has begun and the error is its last event. param: the wrong field. code: a
+    word that programs can act on. headers: further headers of the response.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class ApiError(KVBlocksError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def to_anthropics(self) -> dict[str, object]:
-        """Return the body of the response in Anthropic's shape."""
+        """Return the body of the response in Anthropic's format."""
         kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def to_json_for(self, path: str) -> dict[str, object]:
-        """Return the body of the response to a request of this path."""
+        """Return the body of the response to a request for this path."""
         return self.to_anthropics() if path.startswith(MESSAGES) else self.to_json()
 
 
 def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
-    """Return the error that a client sees. The client's mistakes are told in full; bugs without details."""
+    """Return the error that a client sees: the client's mistakes in full, bugs without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PinBudgetError):
@@ -94,24 +94,24 @@ def step_error(error: Exception) -> ApiError:
 
 
 def stopping_error() -> ApiError:
-    """The error of requests that are new or unfinished when the server stops."""
+    """The error for requests that are new or unfinished when the server stops."""
     return ApiError(503, "expected a running server, got one that is stopping", code="stopping")
 
 
 def busy_error(message: str, code: str, retry_after_s: int) -> ApiError:
-    """The error of a request for which there is no room now. OpenAI's clients retry by themselves."""
+    """The error for a request that there is no room for now. OpenAI's clients retry by themselves."""
     return ApiError(429, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def length_error(message: str, param: str | None) -> ApiError:
-    """The error of a prompt that the model's context has no room for."""
+    """The error for a prompt that doesn't fit into the model's context."""
     # litellm recognizes such errors by these words, not by the code.
     full = f"{message}, which is over this model's maximum context limit"
     return ApiError(400, full, param=param, code="context_length_exceeded")
 
 
 def late_error(seconds: float) -> ApiError:
-    """The error of a request whose time is over."""
+    """The error for a request that exceeded its time limit."""
     # OpenAI's clients would retry by themselves, and that would take as much time again.
     headers = {"x-should-retry": "false"}
     return ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)

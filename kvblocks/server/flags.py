@@ -1,4 +1,4 @@
-"""`flag`: a field of settings that is also an option of the command line. It is named, explained and bounded once."""
+"""`flag`: a settings field that is also an option of the command line, with its name, help and range in one place."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -9,11 +9,12 @@ from kvblocks.arguments import check_count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """An option, beside its field. help, panel: for people.
+    """How a field is an option of the command line.
 
-    name: the option's; None: the field's, with dashes. kind: the type that the command line reads; None: the field's.
-    read: from what it reads to the field's value; None: that is the value. envvar: an environment variable with the
-    value. least, most: of a count. is_secret: not shown by `repr`.
+    help, panel: its text in `--help`, and the group that it is shown in. name: the option's name; None: the field's,
+    with dashes. kind: the type that the command line reads; None: the field's type. read: converts what it reads to the
+    field's value; None: no conversion. envvar: an environment variable that may hold the value. least, most: the range
+    of a count. is_secret: `repr` doesn't show the value.
     """
 
     help: str
@@ -29,7 +30,10 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag as the command line has it. field: of the settings. default: if it isn't given."""
+    """A flag as the command line needs it. field: the field's name in the settings.
+
+    default: the value if it isn't given.
+    """
 
     field: str
     name: str
@@ -39,13 +43,13 @@ class Option:
 
 
 def flag(text: str, panel: str, *, default: Any = None, **more: Any) -> Any:
-    """Return a dataclass's field that is an option, too. text: its help. more: of `Flag`. O(1)."""
+    """Return a dataclass field that is also an option. text: its help. more: further fields of `Flag`. O(1)."""
     made = Flag(help=text, panel=panel, **more)
     return field(default=default, repr=not made.is_secret, metadata={"flag": made})
 
 
 def options_of(settings: Any) -> Iterator[Option]:
-    """Yield the options of settings, or of their class, in the order of the fields."""
+    """Yield the options of settings or of a settings class, in the order of the fields."""
     for one in fields(settings):
         made = one.metadata.get("flag")
         if made is not None:
@@ -55,12 +59,12 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def name_of(settings: Any, field: str) -> str:
-    """Return the name of a field's option, for errors: "--num-blocks". O(fields)."""
+    """Return the name of a field's option, such as "--num-blocks", for errors. O(fields)."""
     return next(option.name for option in options_of(settings) if option.field == field)
 
 
 def values_of(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of fields, for what the command line has by field. An option that isn't given has none."""
+    """Convert what the command line read, by field, to the fields' values. Options that weren't given are left out."""
     return {
         option.field: given[option.field] if option.flag.read is None else option.flag.read(given[option.field])
         for option in options_of(settings)
@@ -69,7 +73,7 @@ def values_of(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_ranges(settings: Any) -> None:
-    """Raise InvalidArgumentError, which names the option, unless all counts are in their ranges. O(fields)."""
+    """Raise InvalidArgumentError, naming the option, unless all counts are in their ranges. O(fields)."""
     for option in options_of(settings):
         value = getattr(settings, option.field)
         if option.flag.least is not None and value is not None:

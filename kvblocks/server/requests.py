@@ -1,8 +1,8 @@
-"""Reads and checks the bodies of requests that are to be computed. Nothing here computes, or knows of HTTP.
+"""Reads and checks the bodies of requests to compute. Nothing here computes, or knows about HTTP.
 
 A field that this engine doesn't have and that would change an answer is refused by name, unless its value asks for
-nothing. Fields that change nothing are ignored. The fields are OpenAI's; extras, such as `cache_salt`, `top_k`,
-`min_tokens` and `return_token_ids`, are named as vLLM names them.
+nothing. Fields that change nothing are ignored. The fields are OpenAI's; extra ones, such as `cache_salt`, `top_k`,
+`min_tokens` and `return_token_ids`, have vLLM's names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ _PREFIX_KINDS: tuple[PrefixKind, ...] = ("text", "system", "messages", "token_id
 
 @dataclass(frozen=True, slots=True)
 class PrefixBody:
-    """The tokens that a body is about, in one of four forms. value: the field's value, checked.
+    """The tokens that a body names, in one of four forms. value: the field's value, checked.
 
     num_chars: the length of its text, 0 for token ids.
     """
@@ -86,18 +86,17 @@ class PrefixBody:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One body, checked. `kind` says which one of `prompts`, `messages` and `prefixes` isn't empty.
+    """A checked body. `kind` says which one of `prompts`, `messages` and `prefixes` isn't empty.
 
-    num_chars: the length of each prompt's text, in characters; 0 for token ids. It is counted where the body is read.
-    options: the same for each prompt. salts: one for each prefix. caller: who sent it. include_usage: tell the usage at
-    a stream's end; continuous_usage: in each of its chunks too. template_values: values that a chat's template may
-    read. add_special_tokens: whether texts get the tokens that the tokenizer adds to prompts. request_id: the client's
-    own, for logs. echo: whether answers begin with their prompts. form: the form of the answers' texts, not compiled.
-    tools: what it says of tools; tool_format: how the model writes calls. warnings: fields that weren't carried out.
-    compares_with: the id of an earlier answer, if the answer is to say where the two prompts part. id_prefix: of the
-    answer's id; "": that of its kind. marks: prefixes to keep cached; marked_tokens: how many tokens each has.
-    clamps: whether an answer for which the context has less room than max_tokens is given, and ends there. origin: what
-    a body of Responses said; None for others.
+    num_chars: the length of each prompt's text in characters, 0 for token ids. options: the same for all prompts.
+    salts: one for each prefix. caller: who sent it. include_usage, continuous_usage: whether to send the usage at a
+    stream's end, and in each chunk. template_values: for a chat's template. add_special_tokens: whether texts get the
+    tokens that the tokenizer adds to prompts. request_id: the client's own id, for logs. echo: whether answers begin
+    with their prompts. form: the form of the answers' texts, not yet compiled. tools: what it says about tools;
+    tool_format: how the model writes calls. warnings: about fields that aren't honored. compares_with: an earlier
+    answer's id, to report where the prompts differ. id_prefix: how the answer's id begins; "": as usual for its kind.
+    marks: prefixes to keep cached; marked_tokens: their lengths. clamps: whether max_tokens is reduced to the room in
+    the context, instead of an error. origin: what else a body of Responses said; None for other bodies.
     """
 
     kind: Kind
@@ -129,12 +128,12 @@ class AnswerRequest:
     caller: Caller = ANYONE
 
     def asked_by(self, caller: Caller) -> Self:
-        """Return the request with this caller and its salts. Raises ApiError for a salt that the caller may not use."""
+        """Return a copy with this caller and its salts. Raises ApiError for a salt that the caller may not use."""
         options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
         return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
 
     def speaking(self, tool_format: ToolFormat, *, has_special_marks: bool) -> Self:
-        """Return the request for a model that writes calls like this. has_special_marks: with special tokens."""
+        """Return a copy for a model that writes calls like this. has_special_marks: whether with special tokens."""
         if self.tools is None:
             return replace(self, tool_format=tool_format)
         form = CallsForm(self.tools, tool_format) if self.tools.choice == "required" else self.form
@@ -144,26 +143,26 @@ class AnswerRequest:
         return replace(self, tool_format=tool_format, form=form, options=options)
 
     def constrained(self, grammar: Grammar) -> Self:
-        """Return the request with its form compiled to a grammar."""
+        """Return a copy with its form compiled to a grammar."""
         return replace(self, options=OptionValues(**{**self.options, "grammar": grammar}))
 
     @property
     def slots(self) -> AnswerSlots:
-        """The slots that it takes, out of those for unfinished answers."""
+        """The slots for unfinished answers that it takes."""
         return AnswerSlots(self.caller, self.num_choices)
 
     @property
     def is_long(self) -> bool:
-        """Whether its answer may have megabytes: with log probabilities, or with the prompt in each choice."""
+        """Whether its answer may have megabytes, because of log probabilities, or of the prompt in each choice."""
         return self.echo or self.options.get("logprobs") is not None
 
     @property
     def num_choices(self) -> int:
-        """How many answers it asks for."""
+        """How many choices (samples of all prompts) it asks for."""
         return self.options["n"] * max(1, len(self.prompts), len(self.prefixes))
 
     def options_of(self, index: int, room: Callable[[], int]) -> OptionValues:
-        """Return the options of a prompt. room: returns how many tokens may follow it; called only where needed."""
+        """Return the options of a prompt. room: returns how many tokens may follow it; called only if needed."""
         most = most_scored_tokens(self.options) if self.options["max_tokens"] is None else None
         if self.clamps and self.options["max_tokens"] is not None:
             most = self.options["max_tokens"]
@@ -172,16 +171,16 @@ class AnswerRequest:
         return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options
 
     def find_marks(self, tokenizer: Tokenizer | None, tokens: list[int]) -> tuple[int, ...]:
-        """Return how many first tokens of the prompt each marked prefix has; 0 where the template refuses it.
+        """Return how many of the prompt's leading tokens each marked prefix has; 0 if the template refuses it.
 
         O(length) for each mark.
         """
         return tuple([self._num_shared(tokenizer, tokens, mark.variant) for mark in self.marks])
 
     def with_system_end(self, tokenizer: Tokenizer | None, tokens: list[int]) -> Self:
-        """Return the request with a mark where the prompt of its chat parts from chats with the same system prompt.
+        """Return a copy with a mark where its prompt begins to differ from other chats with the same system prompt.
 
-        What a template writes of tools belongs to that. Not marked if there is nothing of these. O(system prompt).
+        What a template writes about tools is part of that. Without either there is no mark. O(system prompt).
         """
         if self.kind != "chat":
             return self
@@ -219,7 +218,7 @@ class AnswerRequest:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
-    """Return a prompt as tokens. Special tokens that are spelled out in a text are parsed, as in vLLM.
+    """Return a prompt as tokens. Special tokens that are spelled out in a text are parsed, as vLLM does.
 
     Raises ApiError for a text that has no tokens, and for any text if the model has no tokenizer.
     """
@@ -287,7 +286,7 @@ def parse_warm(body: Any) -> AnswerRequest:
 
 
 def parse_prefix(fields: Fields, purpose: str) -> PrefixBody:
-    """Read a body's prefix or prompt, in one of four forms. purpose: for errors. Raises ApiError."""
+    """Read a body's prefix or prompt, in one of four forms. purpose: a phrase for errors. Raises ApiError."""
     given = [kind for kind in _PREFIX_KINDS if kind in fields]
     if len(given) != 1:
         raise ApiError(400, f"{purpose}: expected one of {', '.join(_PREFIX_KINDS)}, got {given or 'none'}")
@@ -308,8 +307,8 @@ def parse_prefix(fields: Fields, purpose: str) -> PrefixBody:
 def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens that all chats with this system prompt begin with.
 
-    These are the tokens that two chats with different user messages have in common, so any template works. Raises
-    ModelError and InvalidArgumentError. O(length).
+    These are the leading tokens that two chats with different user messages have in common, so any template works.
+    Raises ModelError and InvalidArgumentError. O(length).
     """
     chats: list[list[Message]] = [
         [{"role": "system", "content": text}, {"role": "user", "content": question}] for question in ("a", "Z")
@@ -396,7 +395,7 @@ def _finish(
 
 
 def parse_told(fields: Fields) -> tuple[str, ...]:
-    """Read fields that are told rather than carried out, and return a warning for each."""
+    """Read fields that the server doesn't honor but only reports. Return a warning for each."""
     given = {name: fields.take(name) for name in TOLD}
     for name, value in given.items():
         if value is not None and not isinstance(value, str):
@@ -405,7 +404,7 @@ def parse_told(fields: Fields) -> tuple[str, ...]:
 
 
 def parse_cache_options(fields: Fields) -> str | None:
-    """Read OpenAI's `prompt_cache_options`: the id of an answer to compare with; None: none. Raises ApiError."""
+    """Read OpenAI's `prompt_cache_options`: the id of an answer to compare with, or None. Raises ApiError."""
     value = fields.take("prompt_cache_options")
     if value is None:
         return None
@@ -417,7 +416,7 @@ def parse_cache_options(fields: Fields) -> str | None:
 
 
 def refuse_tools(fields: Fields) -> None:
-    """Refuse tools where there are no messages. Raises ApiError."""
+    """Refuse tools in a body without messages. Raises ApiError."""
     fields.refuse("tools", ([],), "/v1/chat/completions has tools")
     fields.refuse("tool_choice", ("none", "auto"), "/v1/chat/completions has tools")
     fields.ignore(("parallel_tool_calls",))

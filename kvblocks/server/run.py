@@ -1,4 +1,4 @@
-"""Runs the server: from settings to a listening socket, and from a signal to its end."""
+"""Runs the server, from the settings to a listening socket, and from a signal to the end."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ logger = logging.getLogger("kvblocks.server")
 
 
 def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPublisher | None" = None) -> Engine:
-    """Return the engine that the settings describe. publisher: publishes its events.
+    """Make the engine that the settings describe. publisher: publishes its events.
 
     Raises InvalidArgumentError and DiskError.
     """
@@ -67,7 +67,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
 
 
 def warm_up(engine: Engine) -> str:
-    """Warm the engine up, with a progress bar on a terminal. Return a line for people that says how long it took."""
+    """Warm up the engine, with a progress bar on a terminal. Return a readable line about how long it took."""
     begin_s = time.monotonic()
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -85,7 +85,7 @@ def warm_up(engine: Engine) -> str:
 
 
 def make_publisher(settings: EventSettings) -> "EventPublisher | None":
-    """Return the publisher of events, bound to its addresses; None if there is no endpoint.
+    """Make the publisher of events, bound to its addresses; None if there is no endpoint.
 
     Raises InvalidArgumentError.
     """
@@ -100,7 +100,10 @@ def make_publisher(settings: EventSettings) -> "EventPublisher | None":
 
 @contextlib.contextmanager
 def make_recorder(settings: ServerSettings, cache: CacheSettings) -> Iterator[TraceRecorder | None]:
-    """Give the recorder of requests, or None. Raises InvalidArgumentError for a file that can't be written."""
+    """Context manager for the recorder of requests, or None.
+
+    Raises InvalidArgumentError if its file can't be written.
+    """
     if settings.record is None:
         yield None
         return
@@ -114,10 +117,10 @@ def model_name(model: str) -> str:
 
 
 class KVBlocksServer(uvicorn.Server):
-    """uvicorn's server. On SIGTERM or Ctrl-C running requests may finish within the grace period; others then fail.
+    """uvicorn's server. After SIGTERM or Ctrl-C, running requests have the grace period to finish, and then fail.
 
-    The rest of the grace period is for the tiers to store blocks. A second signal fails requests at once, and drops the
-    stores that haven't begun. on_ready: called with the URL when the server listens.
+    The tiers get the rest of the grace period to store blocks. A second signal fails requests at once, and drops stores
+    that haven't begun. on_ready: called with the URL when the server listens.
     """
 
     def __init__(self, service: Service, model: str, on_ready: Callable[[str], None] = lambda _: None) -> None:
@@ -156,12 +159,18 @@ class KVBlocksServer(uvicorn.Server):
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; the second call stops without grace. Called in the main thread, between two instructions."""
+        """Begin to stop; a second call stops without a grace period.
+
+        Called in the main thread, between two instructions.
+        """
         del sig, frame
         self.stop(grace_s=0.0 if self.should_exit else self._service.settings.grace_s)
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests, and fail those that are unfinished in `grace_s` seconds. Any thread may call this."""
+        """Take no more requests, and fail those that are unfinished after `grace_s` seconds.
+
+        Any thread may call this.
+        """
         self._service.begin_stop(grace_s)
         self.should_exit = True
         if self._event_loop is not None:
@@ -177,7 +186,7 @@ class KVBlocksServer(uvicorn.Server):
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a socket bound to the address of the settings.
 
-    Raises InvalidArgumentError for what is no address of this machine, and KVBlocksError for one that is in use.
+    Raises InvalidArgumentError if that is no address of this machine, and KVBlocksError if it is in use.
     """
     listener = None
     try:
@@ -208,8 +217,8 @@ def serve(
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
-    load: returns the model; called once the addresses are known to be free. say: called with lines for people. Raises
-    what loading and the engine raise, and KVBlocksError when the engine's thread died.
+    load: returns the model; called once the addresses are known to be free. say: called with readable lines about the
+    progress. Raises what loading and the engine raise, and KVBlocksError if the engine's thread died.
     """
     # Else all texts would share one pool of threads, one a core, and short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,8 +1,8 @@
-"""The event loop's side of the server: which answers are open, how many may be, and how long each may take.
+"""The event loop's side of the server: which answers are open, how many there may be, and how long each may take.
 
-Invariants. An answer counts until the engine holds nothing of it any more, so clients that come and go can't pile up
-work beyond `max_requests`. A text that is being encoded counts until its thread is done. Each answer that the engine
-was given ends in exactly one outcome.
+Invariants. An answer counts until the engine holds nothing of it any more, so clients that disconnect and come back
+can't pile up work beyond `max_requests`. A text that is being encoded counts until its thread is done. Each answer that
+was given to the engine has exactly one outcome.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 class Service:
-    """The answers of one engine, which the service owns. Make it, `start` it in the event loop, and `stop` it there.
+    """The answers of one engine, which the service owns. `start` it in the event loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: publishes the engine's events.
-    recorder: records requests. tool_format: how the model writes calls of tools; has_special_marks: whether with
-    special tokens. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
+    num_open: the choices of all open answers. keep_reasons: see `Arrivals`. publisher: publishes the engine's events.
+    recorder: records requests. tool_format: how the model writes tool calls; has_special_marks: whether with special
+    tokens. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Service:
         return self.thread.is_alive and not self.is_stopping
 
     def prepare_forms(self) -> None:
-        """Make the compiler of forms before there are requests, if there can be one.
+        """Make the compiler for forms, if there can be one, before there are requests.
 
-        That takes a second, and most of it stops all threads.
+        That takes a second, during most of which no other thread runs.
         """
         with contextlib.suppress(KVBlocksError):  # requests with a form are told
             self._grammar_compiler = self._new_compiler()
@@ -104,7 +104,8 @@ class Service:
     def begin_stop(self, grace_s: float) -> None:
         """Take no more requests. Running requests, and then the tiers' stores, get `grace_s` seconds from now.
 
-        Any thread may call this, and call it again with fewer seconds. After them, the caller fails what is unfinished.
+        Any thread may call this, and may call it again with fewer seconds. After that time the caller fails what is
+        unfinished.
         """
         self.is_stopping = True
         self.thread.close_by = time.monotonic() + grace_s
@@ -112,7 +113,7 @@ class Service:
     async def stop(self, timeout_s: float) -> bool:
         """Fail unfinished answers, close the engine, and end its thread. Return whether the thread ended in time.
 
-        timeout_s: seconds to wait, added to what is left of the grace period.
+        timeout_s: seconds to wait in addition to the rest of the grace period.
         """
         self.is_stopping = True
         self.fail_all()
@@ -124,7 +125,7 @@ class Service:
     def open(self, slots: AnswerSlots) -> None:
         """Take slots; `submit` passes them on, and `close` gives them back. O(1).
 
-        Raises ApiError, with none taken, if the slots can't be had now. If too few are free, the request counts as
+        Raises ApiError, with none taken, if there are no such slots now. If too few are free, the request counts as
         refused.
         """
         self._check_healthy()
@@ -148,7 +149,7 @@ class Service:
             raise stopping_error()
 
     def close(self, slots: AnswerSlots) -> None:
-        """Give slots back that no answer has any more. O(1)."""
+        """Give back slots that no answer has any more. O(1)."""
         self.num_open -= slots.number
         self._open_by[slots.caller] -= slots.number
 
@@ -159,12 +160,12 @@ class Service:
         slots: AnswerSlots,
         load: BodyLoad,
     ) -> list[list[int]]:
-        """Return prompts as tokens, by a call of `encode` on another thread.
+        """Call `encode` on another thread, and return the prompts as tokens.
 
-        num_chars: the length of each text, 0 for token ids. This takes slots, as `open` does, and releases `load`; the
-        slots stay taken. If this raises or is cancelled, both are given back, but only once the encoding has ended.
-        Raises what `encode` and `open` raise, and ApiError for prompts that are longer than the context. Where the
-        number of characters shows that, nothing is encoded.
+        num_chars: the length of each text, 0 for token ids. This takes slots as `open` does, which stay taken, and
+        releases `load`. If it raises or is cancelled, both are given back, but only once the encoding has ended. Raises
+        what `encode` and `open` raise, and ApiError for prompts that are longer than the context. If the number of
+        characters already shows that, nothing is encoded.
         """
         tokenizer = self.engine.model.tokenizer
         give_back = partial(self._give_back, slots, load)
@@ -192,7 +193,7 @@ class Service:
     async def compile(self, form: Form | CallsForm, slots: AnswerSlots) -> Grammar:
         """Return the grammar of a form of answers.
 
-        If this raises, ApiError, the slots that were taken for it are given back once the compiling has ended.
+        Raises ApiError. The slots that were taken for it are then given back once the compilation has ended.
         """
         give_back = partial(self.close, slots)
         try:
@@ -234,7 +235,7 @@ class Service:
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
         """Queue the prompts of an answer. Its slots are given back when the engine holds nothing of it any more.
 
-        Raises ApiError, with nothing queued and its slots given back, when the service has stopped.
+        Raises ApiError if the service has stopped. Then nothing is queued, and its slots are given back.
         """
         if not self.is_healthy:
             self.close(answer.asked.slots)
@@ -246,12 +247,12 @@ class Service:
         self.thread.submit(answer, prompts)
 
     def drop(self, answer: Answer) -> None:
-        """Cancel an answer that nobody waits for any more. Does nothing if it has ended, or was never begun."""
+        """Cancel an answer that nobody waits for any more. Does nothing if it has ended or never began."""
         if answer in self._unfinished:
             self._end(answer, RequestOutcome.CANCELLED)
 
     def fail_all(self) -> None:
-        """Fail all answers that are unfinished, since the server stops."""
+        """Fail all unfinished answers, since the server stops."""
         for answer in list(self._unfinished):
             self._end(answer, RequestOutcome.FAILED, stopping_error())
 

@@ -1,4 +1,4 @@
-"""The server's own metrics for Prometheus, beside the cache's: outcomes, tokens, times to first token."""
+"""The server's own metrics for Prometheus, in addition to the cache's: outcomes, tokens, and times to first token."""
 
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -27,9 +27,9 @@ _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class RequestOutcome(Enum):
-    """How a request ended. CANCELLED: the client went away. REFUSED: there was no room for it.
+    """How a request ended. CANCELLED: the client disconnected. REFUSED: there was no room for it.
 
-    REJECTED: the request was wrong. FAILED: the request was right, but it got no answer.
+    REJECTED: the request was wrong. FAILED: the request was correct, but got no answer.
     """
 
     FINISHED = "finished"
@@ -83,7 +83,7 @@ class ServiceMetrics:
             Gauge(f"{_PREFIX}_{name}", text, registry=registry).set_function(read)
 
     def show_tenants(self, usage: TenantUsage) -> None:
-        """Have series by tenant, too, from now on."""
+        """From now on, also have series by tenant."""
         self._registry.register(_Tenants(usage))
 
     def count(self, outcome: RequestOutcome) -> None:

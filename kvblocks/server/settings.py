@@ -1,8 +1,7 @@
 """The settings of `kvblocks serve`, all checked before a model is loaded. An error says why a combination is wrong.
 
-A field that is made by `flag` is an option of the command line, with this name, default, help and range. It is named
-here and nowhere else: errors ask `name_of`. Whatever is heavy is imported by the checks, so that `kvblocks --help` is
-quick.
+A field that is made by `flag` is an option of the command line, with this name, default, help and range. Errors get its
+name from `name_of`. Heavy modules are imported only by the checks, so that `kvblocks --help` is fast.
 """
 
 import os
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from kvblocks.server.access.hosts import HostCheck
 
 CPU_CHUNK_TOKENS = 64
-"""The most tokens of one prompt that a step computes on a CPU, if the operator says nothing else.
+"""The default for the most tokens of one prompt that a step computes on a CPU.
 
-There a step takes about as long as it has tokens. On a GPU it hardly does, and smaller chunks would only cost time.
-Long prompts are computed by layers (`LongPrompts`), and running requests get a step whenever that took as long as so
-many tokens.
+On a CPU a step's time is proportional to its tokens. On a GPU it hardly depends on them, and smaller chunks would only
+cost time. Long prompts are computed by layers (`LongPrompts`), and running requests get a step whenever that has taken
+as long as this many tokens.
 """
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -53,30 +52,31 @@ def _read_keys(file: Path) -> "tuple[TenantKey, ...]":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """The engine's settings. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
+    """The engine's settings. num_blocks, kv_cache_memory: as in `Engine`, at most one of them.
 
     long_prefill_token_threshold: the most tokens of one prompt in a step; 0: no such limit; None: CPU_CHUNK_TOKENS on a
-    CPU, no such limit on other devices. kv_cache_dtype, eviction: names that `Engine` takes. host_cache, disk_cache,
-    store: addresses of tiers, without "host:" and "disk:" (`TierOptions`), beside a size and files with secrets.
-    max_num_batched_tokens, max_num_seqs, warm_up: None: by the device. threads: of torch; None: its own choice.
+    CPU, no such limit on other devices. kv_cache_dtype, eviction: as in `Engine`. host_cache, disk_cache, store:
+    addresses of tiers, the first two without "host:" and "disk:" (`TierOptions`); their size and files with secrets are
+    fields, too. max_num_batched_tokens, max_num_seqs, warm_up: None: it depends on the device. threads: torch's
+    threads; None: torch's choice.
     """
 
     block_size: int = flag("Tokens in a block.", _CACHE, default=16, least=1)
     num_blocks: int | None = flag(
-        "Blocks in the pool. Default: as many as 512 MB hold; on a GPU as many as fit into 0.85 of what is free.",
+        "Blocks in the pool. Default: as many as fit into 512 MiB; on a GPU, into 0.85 of the free memory.",
         _CACHE,
         least=1,
     )
     kv_cache_memory: float | str | None = flag(
-        "Instead of --num-blocks: 2GiB, or 0.5 of what is free.", _CACHE, kind=str, read=parse_memory
+        "Instead of --num-blocks: 2GiB, or 0.5 for half of what is free.", _CACHE, kind=str, read=parse_memory
     )
     num_state_slots: int | None = flag(
-        "Sequences that run at once, in a model with recurrent states. Default: 64, or as many as fit.",
+        "The most sequences that run at once, in a model with recurrent states. Default: 64, or as many as fit.",
         _CACHE,
         least=1,
     )
     kv_cache_dtype: str = flag(
-        "auto, or fp8_e4m3: K and V in 8 bits, so that the pool has room for more.", _CACHE, default="auto"
+        "auto, or fp8_e4m3, which keeps K and V in 8 bits, so that more fits into the pool.", _CACHE, default="auto"
     )
     prefix_caching: bool = flag(
         "Compute every prompt in full.",
@@ -87,37 +87,37 @@ class CacheSettings:
         read=lambda off: not off,
     )
     num_history_blocks: int = flag(
-        "Evicted blocks that `kvblocks cache explain` remembers; 0: explain no requests, hash nothing.",
+        "How many evicted blocks `kvblocks cache explain` remembers. 0: it explains nothing.",
         _CACHE,
         default=10_000,
         least=0,
     )
     eviction: str | None = flag(
-        f"Which cached block goes first: {', '.join(NAMED)}; sessions goes by prompt_cache_key."
+        f"Which cached block is evicted first: {', '.join(NAMED)}. sessions needs prompt_cache_key in requests."
         " Default: the least recently used. See docs/policies.md.",
         _CACHE,
     )
     remember_next_token: bool = flag(
-        "Begin the answer to an exact repeat, at temperature 0, without a forward pass.", _CACHE, default=False
+        "At temperature 0, begin the answer to an exact repeat without a forward pass.", _CACHE, default=False
     )
-    host_cache: str | None = flag("Memory for blocks that leave the pool: 2GiB, or 0.5 of what is free.", _TIERS)
-    disk_cache: str | Path | None = flag("A folder for blocks, found again after a restart.", _TIERS, kind=Path)
+    host_cache: str | None = flag("CPU memory for evicted blocks: 2GiB, or 0.5 for half of what is free.", _TIERS)
+    disk_cache: str | Path | None = flag("A folder that keeps blocks across restarts.", _TIERS, kind=Path)
     disk_cache_size: str | None = flag("The most that the folder may take. Default: 8GiB.", _TIERS)
     disk_cache_secret_file: Path | None = flag(
-        "A file of at least 16 bytes that nobody else knows, so that nobody can plant blocks in the folder."
+        "A file with a secret of at least 16 bytes, so that nobody else can plant blocks in the folder."
         " Or $KVBLOCKS_DISK_CACHE_SECRET.",
         _TIERS,
     )
     store: str | None = flag(
-        "A Valkey or Redis for blocks, which servers share: valkey://host:6379. See docs/store.md. The environment"
-        " hides a password from other users' `ps`. Needs kvblocks\\[valkey].",
+        "A Valkey or Redis through which servers share blocks: valkey://host:6379. See docs/store.md. A password"
+        " belongs in the environment, since other users' `ps` shows options. Needs kvblocks\\[valkey].",
         _TIERS,
         envvar="KVBLOCKS_STORE",
         is_secret=True,
     )
     store_secret_file: Path | None = flag(
-        "A file of at least 16 bytes that only the servers of this store know, so that nobody else can plant blocks"
-        " there. Or $KVBLOCKS_STORE_SECRET.",
+        "A file with a secret of at least 16 bytes that only the servers of this store have, so that nobody else can"
+        " plant blocks there. Or $KVBLOCKS_STORE_SECRET.",
         _TIERS,
     )
     max_num_batched_tokens: int | None = flag(
@@ -125,36 +125,36 @@ class CacheSettings:
     )
     max_num_seqs: int | None = flag("The most sequences in a step. Default: 64 on a CPU, 256 on a GPU.", _WORK, least=1)
     long_prefill_token_threshold: int | None = flag(
-        "The most tokens of one prompt in a step, so that others don't wait for long; 0: no such limit. Default: 64 on"
-        " a CPU, 0 on a GPU.",
+        "The most tokens of one prompt in a step, so that others needn't wait long. 0: no limit. Default: 64 on a CPU,"
+        " 0 on a GPU.",
         _WORK,
         name="--long-prefill-tokens",
         least=0,
     )
     max_num_partial_prefills: int = flag(
-        "How many long prompts are computed in turns; others wait.",
+        "How many long prompts may be in progress at once, in turns; other long prompts wait.",
         _WORK,
         default=3,
         name="--max-partial-prefills",
         least=1,
     )
-    schedule: str = flag("Who is admitted first: fcfs, longest-prefix or grouped.", _WORK, default="fcfs")
+    schedule: str = flag("Which waiting request begins first: fcfs, longest-prefix or grouped.", _WORK, default="fcfs")
     session_gate: bool = flag(
-        "Let only so many sessions take turns that the cache remembers them; others wait. Sessions are named by"
-        " prompt_cache_key. See docs/gate.md.",
+        "Admit only as many sessions as fit into the pool; others wait. A request's session is its prompt_cache_key."
+        " See docs/gate.md.",
         _WORK,
         default=False,
     )
-    deterministic: bool = flag("Give equal logits, cached or not.", _WORK, default=False)
+    deterministic: bool = flag("Compute the same logits, cached or not. Slower.", _WORK, default=False)
     device: str = flag("cpu, cuda, cuda:1 or auto.", _WORK, default="auto")
     attention: str = flag("torch, triton, flash-attn, flashinfer or auto.", _WORK, default="auto")
     warm_up: bool | None = flag(
-        "Compile kernels before serving, not during it. Default: on a GPU.",
+        "Compile kernels before serving, not with the first requests. Default: only on a GPU.",
         _WORK,
         name="--warm-up/--no-warm-up",
         kind=bool,
     )
-    dtype: str | None = flag("float32, float16 or bfloat16. Default: float32 on a CPU, else the model's.", _WORK)
+    dtype: str | None = flag("float32, float16 or bfloat16. Default: float32 on a CPU; on a GPU, the model's.", _WORK)
     threads: int | None = flag("Torch threads. Default: torch's own choice.", _WORK, least=1)
 
     def __post_init__(self) -> None:
@@ -225,7 +225,7 @@ class CacheSettings:
 
     @property
     def tiers(self) -> "tuple[TierOptions, ...]":
-        """The tiers below the engine, the quickest first. Reads their secrets. Raises InvalidArgumentError."""
+        """The tiers below the engine, the fastest first. Reads their secrets. Raises InvalidArgumentError."""
         from kvblocks.engine.tiers.options import TierOptions
 
         tiers: list[TierOptions] = []
@@ -264,22 +264,23 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The server's settings. port 0: any free port. max_requests: unfinished requests, running and waiting.
+    """The server's settings. port: 0 for any free port.
 
-    model_names: the names that the model is served under; answers have the first. Empty: its folder's name.
-    api_key: one key for all clients. keys: a key for each tenant, instead of api_key. admin_key: the operator's key,
-    for the endpoints of the cache; without it, and without `keys`, every client is an operator. allow_anyone: serve
-    other machines without a key. allowed_hosts: names that a request's Host header may have, beside those of the
-    loopback. If empty, any name is allowed; but a server on the loopback without keys then allows the loopback's names
-    only. allowed_origins: of web pages that may use the server from a browser; empty: none. log_level: the least level
-    that is logged; "info" logs each request. tool_parser: how the model writes calls of tools; None: as its template
-    says. record: a file that gets a line for each request, for `kvblocks replay`; None: no file.
+    max_requests: the most unfinished requests, running and waiting. model_names: the names that the model is served
+    under; answers show the first one. If empty, its folder's name. api_key: one key for all clients. keys: a key for
+    each tenant, instead of api_key. admin_key: the operator's key, for the endpoints of the cache; without it, and
+    without `keys`, every client is an operator. allow_anyone: whether to serve other machines without a key.
+    allowed_hosts: names that a request's Host header may have in addition to those of the loopback. If empty, any name
+    is allowed, except that a server on the loopback without keys only allows the loopback's names. allowed_origins:
+    origins of web pages that may use the server from a browser. log_level: the lowest level to log; "info" logs each
+    request. tool_parser: how the model writes tool calls; None: as its template says. record: a file that gets a line
+    for each request, for `kvblocks replay`; None: no file.
     """
 
-    host: str = flag("Address to listen at.", _SERVER, default="127.0.0.1")
-    port: int = flag("Port to listen at; 0: any free one.", _SERVER, default=8000, least=0, most=65535)
+    host: str = flag("Address to listen on.", _SERVER, default="127.0.0.1")
+    port: int = flag("Port to listen on. 0: any free one.", _SERVER, default=8000, least=0, most=65535)
     model_names: tuple[str, ...] = flag(
-        "What clients call the model, instead of its folder's name; may be given several times.",
+        "The model's name in the API, instead of its folder's; may be given several times.",
         _SERVER,
         default=(),
         name="--served-model-name",
@@ -287,7 +288,7 @@ class ServerSettings:
         read=tuple,
     )
     api_key: str | None = flag(
-        "The server's key. The environment hides it from other users' `ps`.",
+        "The key that requests need. It belongs in the environment, since other users' `ps` shows options.",
         _SERVER,
         envvar="KVBLOCKS_API_KEY",
         is_secret=True,
@@ -300,14 +301,14 @@ class ServerSettings:
         read=_read_keys,
     )
     admin_key: str | None = flag(
-        "The operator's key; requests about the cache then need it.",
+        "The operator's key. If given, requests about the cache need it.",
         _SERVER,
         envvar="KVBLOCKS_ADMIN_KEY",
         is_secret=True,
     )
     admin_key_file: Path | None = flag("Instead of --admin-key: a file with that key.", _SERVER)
     allowed_hosts: tuple[str, ...] = flag(
-        "A host name that requests may use, beside localhost; may be given several times.",
+        "A host name that requests may use besides localhost; may be given several times.",
         _SERVER,
         default=(),
         name="--allowed-host",
@@ -324,26 +325,26 @@ class ServerSettings:
         read=tuple,
     )
     tool_parser: str | None = flag(
-        "How the model writes calls of tools: hermes, llama3, mistral, mistral-args, granite, pythonic or gemma."
-        " Default: as its chat template says.",
+        "The format of the model's tool calls: hermes, llama3, mistral, mistral-args, granite, pythonic or gemma."
+        " Default: the one in its chat template.",
         _SERVER,
     )
     metrics_by_tenant: bool = flag("Show tenants' names in /metrics, which needs no key.", _SERVER, default=False)
-    allow_anyone: bool = flag("Serve other machines without a key.", _SERVER, default=False)
+    allow_anyone: bool = flag("Serve other machines although there is no key.", _SERVER, default=False)
     max_requests: int = flag(
-        "The most unfinished answers, waiting ones too; more get 429.", _SERVER, default=256, least=1
+        "The most unfinished answers, running or waiting; further ones get 429.", _SERVER, default=256, least=1
     )
-    max_body_bytes: int = flag("Larger bodies get 413.", _SERVER, default=4 * 2**20, least=1)
-    max_connections: int = flag("The most connections; more are closed with 503.", _SERVER, default=512, least=1)
+    max_body_bytes: int = flag("Requests with larger bodies get 413.", _SERVER, default=4 * 2**20, least=1)
+    max_connections: int = flag("The most connections; further ones get 503.", _SERVER, default=512, least=1)
     request_timeout_s: float = flag(
-        "Seconds for a request, waiting included.", _SERVER, default=600.0, name="--request-timeout"
+        "The most seconds that a request takes, waiting included.", _SERVER, default=600.0, name="--request-timeout"
     )
     grace_s: float = flag(
-        "Seconds that running requests get after SIGTERM.", _SERVER, default=30.0, name="--grace-period"
+        "Seconds that running requests have to finish after SIGTERM.", _SERVER, default=30.0, name="--grace-period"
     )
-    log_level: str = flag("debug, info (each request in a line), warning or error.", _SERVER, default="warning")
+    log_level: str = flag("debug, info (a line for each request), warning or error.", _SERVER, default="warning")
     record: Path | None = flag(
-        "A file that gets a line for each request, without its text, for `kvblocks replay`.", _SERVER
+        "Append a line for each request, without its text, to this file, for `kvblocks replay`.", _SERVER
     )
 
     def __post_init__(self) -> None:
@@ -435,7 +436,7 @@ class ServerSettings:
 
     @property
     def hosts(self) -> "HostCheck | None":
-        """The names that a Host header may have; None: any."""
+        """The check of Host headers; None if any name is allowed."""
         from kvblocks.server.access.hosts import HostCheck, is_loopback
 
         if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
@@ -445,13 +446,13 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSettings:
-    """Where cache events are published. endpoint: for subscribers; None: nowhere. replay: an endpoint for replays.
+    """Where cache events are published. endpoint: the address for subscribers; None: nowhere. replay: one for replays.
 
-    allow_remote: let other machines connect. They need no key, and events hold prompts' tokens.
+    allow_remote: whether other machines may connect. They need no key, and events contain prompts' tokens.
     """
 
     endpoint: str | None = flag(
-        "Publish what is cached, as vLLM does: tcp://127.0.0.1:5557. Needs kvblocks\\[wire].",
+        "Where to publish events of cached blocks, in vLLM's format: tcp://127.0.0.1:5557. Needs kvblocks\\[wire].",
         _EVENTS,
         name="--kv-events",
     )
@@ -460,7 +461,7 @@ class EventSettings:
     )
     topic: str = flag("The topic of each batch, such as kv@NAME@MODEL.", _EVENTS, default="", name="--kv-topic")
     allow_remote: bool = flag(
-        "Let other machines subscribe: whoever connects reads prompts' tokens.",
+        "Let other machines subscribe. Whoever connects can read the prompts' tokens.",
         _EVENTS,
         default=False,
         name="--kv-allow-remote",
@@ -480,7 +481,7 @@ NO_EVENTS = EventSettings()
 def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None:
     """Return the secret in a file, without the line's end, or else `value` as bytes; None if there is neither.
 
-    flag: the file's, for errors. Raises InvalidArgumentError for a file that can't be read.
+    flag: the file's option, for errors. Raises InvalidArgumentError for a file that can't be read.
     """
     if file is None:
         return value.encode("utf-8", "surrogateescape") if value else None
@@ -493,6 +494,6 @@ def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None
 
 
 def read_key(file: Path | None, value: str | None, flag: str) -> str | None:
-    """Return the key in a file, or else `value`. Raises as `read_secret` does."""
+    """Return the key in a file, or else `value`. Raises what `read_secret` does."""
     secret = read_secret(file, value, flag)
     return None if secret is None else secret.decode("utf-8", "replace")

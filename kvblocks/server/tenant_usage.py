@@ -1,6 +1,6 @@
-"""What each tenant asked, hit, holds and lost: for `kvblocks cache top` and, if the operator wants it, for Prometheus.
+"""Counts what each tenant asked for, hit, holds and lost, for `kvblocks cache top` and optionally for Prometheus.
 
-Tenants are those of the keys; all other clients count as one. So their number is bounded.
+Tenants are those of the keys; all other clients count as one, so the number of tenants is bounded.
 """
 
 from collections import Counter
@@ -18,16 +18,16 @@ _COUNTED = ("num_requests", "num_prompt_tokens", "num_cached_tokens")
 
 
 def tenant_of(salt: str | None) -> str:
-    """Return the tenant whose salt this is; NO_TENANT if it is nobody's."""
+    """Return the tenant that a salt belongs to; NO_TENANT if none."""
     if salt is None or not salt.startswith(TENANT_SALTS):
         return NO_TENANT
     return salt.removeprefix(TENANT_SALTS).partition("/")[0]
 
 
 class TenantUsage:
-    """Counts of tenants, since the server began. Owned by the engine's thread.
+    """Counts by tenant since the server began. Owned by the engine's thread.
 
-    latest: what `read` returned last; any thread may read it.
+    latest: the last result of `read`; any thread may read it.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:

@@ -1,4 +1,4 @@
-"""JSON out: responses, errors and events."""
+"""Writes JSON: responses, errors and events."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON, in ASCII only: messages may repeat what clients sent, lone surrogates too."""
+    """Return a value as JSON in ASCII, since messages may repeat what clients sent, including lone surrogates."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
@@ -31,7 +31,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return an error as a response to a request of this path."""
+    """Return an error as a response to a request for this path."""
     return json_response(error.to_json_for(path), error.status, error.headers)
 
 
@@ -47,19 +47,19 @@ async def send_part(send: Send, part: bytes, *, is_last: bool = False) -> None:
 
 
 def encode_in_parts(value: Json, name: str) -> bytes:
-    """Return an object as JSON. The items of its list `name` are encoded one by one, so that other threads may run."""
+    """Return an object as JSON. The items of its list `name` are encoded one by one, so that other threads can run."""
     items = b",".join([encode_json(item) for item in value[name]])
     rest = {key: item for key, item in value.items() if key != name}
     return b"{" + encode_json(name) + b":[" + items + b"]," + encode_json(rest)[1:]
 
 
 async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-    """Send a value as a whole JSON body, or nothing if the client has gone."""
+    """Send a value as a complete JSON body, or nothing if the client has disconnected."""
     await send_encoded(send, encode_json(value), status, headers)
 
 
 async def send_encoded(send: Send, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-    """Send a whole body that is JSON already, or nothing if the client has gone."""
+    """Send a complete body of encoded JSON, or nothing if the client has disconnected."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     with contextlib.suppress(OSError):
         await send_head(send, status, fields)

@@ -1,11 +1,11 @@
-"""The calls of a walk, as values: they can be made again, left out, and shown."""
+"""The calls of a walk as values, which can be repeated, left out, and shown."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Start:
-    """A request is looked up and starts; so many tokens behind its hit get slots, at most."""
+    """A request is looked up and starts. At most `num_new_tokens` tokens after its hit get slots."""
 
     name: str
     tokens: tuple[int, ...]
@@ -20,7 +20,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Grow:
-    """A request gets slots for more of its tokens; `tokens` are appended to it before."""
+    """A request gets slots for more of its tokens, after `tokens` are appended to it."""
 
     name: str
     tokens: tuple[int, ...]
@@ -51,7 +51,7 @@ class EndStep:
 
 @dataclass(frozen=True)
 class FailStep:
-    """The step dies, with all that are in it."""
+    """The step fails, which ends all requests in it."""
 
     def __str__(self) -> str:
         return "the step dies; its requests end"

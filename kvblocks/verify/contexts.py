@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 
 class Contexts:
-    """Gives each context a number: the root that it began with, and every token up to there.
+    """Numbers contexts. A context is the root that it began with and every token up to a position.
 
-    A context is extended by one part at a time, O(1) each. A part is a token, or whatever else KV depends on there.
+    A context is extended by one part at a time, in O(1). A part is a token, or whatever else KV depends on there.
     """
 
     def __init__(self) -> None:
@@ -14,15 +14,15 @@ class Contexts:
         self._made_of: list[tuple[object, object]] = []
 
     def root(self, *parts: object) -> int:
-        """Return the number of an empty context: of a salt, an adapter, weights."""
+        """Return the number of an empty context, which depends on things such as salt, adapter and weights."""
         return self._number(None, parts)
 
     def extend(self, number: int, part: object) -> int:
-        """Return the number of the context that has `part` behind the context `number`."""
+        """Return the number of the context that continues the context `number` with `part`."""
         return self._number(number, part)
 
     def chain(self, number: int, parts: Iterable[object]) -> list[int]:
-        """Return the numbers of the contexts that end behind each of `parts`, which follow `number`."""
+        """Return the numbers of the contexts that end after each of `parts`, which follow the context `number`."""
         found = []
         for part in parts:
             number = self._number(number, part)
@@ -30,7 +30,7 @@ class Contexts:
         return found
 
     def parts(self, number: int) -> tuple[tuple[object, ...], list[object]]:
-        """Return what a context is made of: what `root` was told, and the parts behind it. O(parts)."""
+        """Return what a context is made of: the arguments of `root`, and the parts after it. O(parts)."""
         found: list[object] = []
         before, part = self._made_of[number]
         while isinstance(before, int):

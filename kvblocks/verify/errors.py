@@ -1,13 +1,13 @@
-"""What a walk raises."""
+"""The error that a walk raises."""
 
 from kvblocks.errors import KVBlocksError
 
 
 class VerificationError(KVBlocksError):
-    """A manager did what it must not. kind: a word for it. calls: the shortest list that shows it, one line each.
+    """A manager has a fault. kind: its category. calls: the shortest list of calls found that shows it, one line each.
 
     kind is one of "wrong KV", "unwritten KV", "shared slot", "missing slots", "lost blocks", "missed hit", "bad answer"
-    and "raised". The message has all of it.
+    and "raised". The message contains all of this.
     """
 
     def __init__(self, kind: str, what: str, calls: tuple[str, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""KV memory in miniature, filled as a manager says: what each slot holds, as the context that it was computed in."""
+"""Simulated KV memory, filled as a manager says: each slot holds the context that its KV was computed in."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,10 +10,11 @@ _UNWRITTEN = -1
 
 
 class SlotMemory:
-    """What slots hold now, and what they will hold when the step that is being put together has run.
+    """What slots hold now, and what they will hold when the step that is being assembled has run.
 
-    A step may read what it writes: each layer stores its K and V before it attends. So a request's own tokens must be
-    right in what will be. A step that dies leaves slots that it was to write half written, so they hold nothing.
+    A step may read what it writes, since each layer stores its K and V before it attends. So a request's own tokens
+    must be right in the future contents. A failed step leaves the slots that it should have written half written, so
+    they hold nothing.
     """
 
     def __init__(self) -> None:
@@ -28,27 +29,27 @@ class SlotMemory:
         self._weights += 1
 
     def numbers(self, request: WalkRequest) -> list[int]:
-        """Return what the slots of a request's tokens must hold, by position."""
+        """Return the context numbers that the slots of a request's tokens must hold, by position."""
         root = self.contexts.root(request.salt, self._weights)
         return self.contexts.chain(root, request.token_ids[: request.num_tokens])
 
     def copy(self, copies: Iterable[tuple[Slot, Slot]]) -> None:
-        """The next step begins with these copies, (source, destination)."""
+        """Note that the next step begins with these copies, (source, destination)."""
         for source, destination in copies:
             self._put(destination, self._then.get(source, _UNWRITTEN))
 
     def write(self, slots: Sequence[Slot], numbers: list[int], start: int) -> None:
-        """The next step writes the slots of positions from `start` on."""
+        """Note that the next step writes the slots of positions from `start` on."""
         for position in range(start, len(numbers)):
             self._put(slots[position], numbers[position])
 
     def run_step(self) -> None:
-        """The step has run."""
+        """Note that the step has run."""
         self._now.update((slot, self._then[slot]) for slot in self._touched)
         self._touched.clear()
 
     def fail_step(self) -> None:
-        """The step died."""
+        """Note that the step has failed."""
         for slot in self._touched:
             self._now[slot] = self._then[slot] = _UNWRITTEN
         self._touched.clear()

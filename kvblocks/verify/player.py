@@ -14,9 +14,9 @@ _FIRST_NEW_TOKEN = 2  # walks use 0 and 1
 
 
 class Player:
-    """One pool, and the requests in it. A call that makes no sense, such as the end of nobody, does nothing.
+    """One pool, and the requests in it. A call that makes no sense, such as ending an unknown request, does nothing.
 
-    report: gets counts.
+    report: counts what happens.
     """
 
     def __init__(self, adapter: CacheAdapter, report: Report) -> None:

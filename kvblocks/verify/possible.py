@@ -1,4 +1,4 @@
-"""What a cache that never evicts would find: an upper bound, and what must be found while nothing was evicted."""
+"""What a cache that never evicts would find: an upper bound of hits, and a lower bound while nothing is evicted."""
 
 from kvblocks.verify.adapter import CacheAdapter, WalkRequest
 from kvblocks.verify.errors import VerificationError
@@ -7,7 +7,7 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 
 class PossibleHits:
-    """The full blocks of requests that ended, since the last reset."""
+    """The full blocks of requests that have ended since the last reset."""
 
     def __init__(self, adapter: CacheAdapter) -> None:
         self._block_size = adapter.block_size
@@ -17,21 +17,21 @@ class PossibleHits:
         self._prefixes: set[Prefix] = set()
 
     def note_scheduled(self, num_tokens: int) -> None:
-        """So many tokens got slots, in one call."""
+        """Note that `num_tokens` tokens got slots in one call."""
         self._num_taken += num_tokens + 2 * self._block_size  # a block that is begun and one that is copied
 
     def note_ended(self, request: WalkRequest) -> None:
-        """A request ended. Its last token's KV need not be kept: many engines sample it and never compute it."""
+        """Note that a request ended. Its last token's KV needn't be kept, since many engines never compute it."""
         size = self._block_size
         for end in range(size, request.num_tokens, size):
             self._prefixes.add((request.salt, tuple(request.token_ids[:end])))
 
     def forget(self) -> None:
-        """All was reset."""
+        """Note that everything was reset."""
         self._prefixes.clear()
 
     def of(self, request: WalkRequest) -> int:
-        """Return how many of a request's first tokens can be a hit, its last token never among them."""
+        """Return how many leading tokens of a request can be a hit, never including its last one."""
         size, found = self._block_size, 0
         for end in range(size, len(request.token_ids), size):
             if (request.salt, tuple(request.token_ids[:end])) not in self._prefixes:
@@ -40,7 +40,7 @@ class PossibleHits:
         return found
 
     def check(self, request: WalkRequest, num_hit_tokens: int) -> None:
-        """Raise VerificationError if a hit is shorter than it must be, while everything fits the pool."""
+        """Raise VerificationError if a hit is too short although everything fits into the pool."""
         expected = self.of(request)
         if self._finds_all and num_hit_tokens < expected and self._num_taken <= self._num_slots:
             what = f"{request.name!r}: expected a hit of at least {expected} tokens, got {num_hit_tokens}"

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Report:
-    """Counts of one `run`. A rare event that was never met was not tested: look at them.
+    """Counts of one `run`. Check them: a rare event that was never met was not tested.
 
     num_hit_tokens: tokens that were not computed. num_possible_tokens: those that some ended request had computed in
-    full blocks before, evicted or not. met: how often what happened.
+    full blocks before, evicted or not. met: how often each event happened.
     """
 
     seed: int
@@ -20,7 +20,7 @@ class Report:
     met: dict[str, int] = field(default_factory=dict)
 
     def count(self, what: str, number: int = 1) -> None:
-        """Note that something happened."""
+        """Count `number` events of the kind `what`."""
         self.met[what] = self.met.get(what, 0) + number
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Random walks over a manager, until a fault is found or so many calls were made."""
+"""Random walks over a manager, until a fault is found or a number of calls was made."""
 
 import random
 from collections.abc import Callable
@@ -20,13 +20,14 @@ MakeAdapter = Callable[[int], CacheAdapter]
 
 
 def run(make: MakeAdapter, steps: int = 100_000, seed: int = 1, *, num_blocks: int | None = None) -> Report:
-    """Make `steps` random calls to managers that `make(num_blocks)` makes, and return what was met.
+    """Make `steps` random calls to managers that `make(num_blocks)` returns, and report what was met.
 
-    make: an adapter's class, or a function that returns an adapter of a new pool of so many blocks. seed: equal seeds
-    make equal calls. num_blocks: the size of all pools; default: one of several, a new one for every 400 calls.
+    make: an adapter class, or a function that returns an adapter of a new pool of `num_blocks` blocks. seed: equal
+    seeds make equal calls. num_blocks: the size of all pools; None: several sizes. There is a new pool for every 400
+    calls.
 
-    Raises VerificationError at the first fault, with the fewest calls that were found to show a fault of its kind, and
-    InvalidArgumentError for wrong arguments.
+    Raises VerificationError at the first fault, with the fewest calls that were found to show a fault of the same kind,
+    and InvalidArgumentError for wrong arguments.
     """
     steps = check_count("steps", steps, 1)
     seed = check_integer("seed", seed)

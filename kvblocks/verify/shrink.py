@@ -1,4 +1,4 @@
-"""Makes a list of calls that shows a fault shorter, as long as it still shows one of the same kind."""
+"""Shortens a list of calls that shows a fault, as long as it still shows a fault of the same kind."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +10,9 @@ Shows = Callable[[list[Call]], bool]
 
 
 def shrink(calls: list[Call], shows: Shows, max_tries: int = 3000) -> list[Call]:
-    """Return a short list of calls that `shows` the fault, as `calls` do. Tries at most `max_tries` lists.
+    """Return a short list of calls for which `shows` is true, as it is for `calls`. Tries at most `max_tries` lists.
 
-    It leaves out calls, half of them at once at first (Zeller's ddmin), and then shortens prompts.
+    First it leaves out calls, at the beginning half of them at once (Zeller's ddmin), and then it shortens prompts.
     """
     tries = _Tries(shows, max_tries)
     before: list[Call] = []
@@ -23,7 +23,7 @@ def shrink(calls: list[Call], shows: Shows, max_tries: int = 3000) -> list[Call]
 
 
 def rename(calls: list[Call]) -> list[Call]:
-    """Return the same calls with requests named a, b, … in their order; behind z come numbers."""
+    """Return the same calls with requests renamed a, b, … in order, with numbers after z."""
     names = dict.fromkeys(call.name for call in calls if isinstance(call, Start | Grow | Free))
     short = {name: ascii_lowercase[number] if number < 26 else str(number) for number, name in enumerate(names)}
     return [replace(call, name=short[call.name]) if isinstance(call, Start | Grow | Free) else call for call in calls]

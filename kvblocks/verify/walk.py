@@ -1,4 +1,4 @@
-"""Draws the calls of a walk: requests that share prefixes, in a pool that is mostly full."""
+"""Draws the calls of a walk: requests that share prefixes, in a pool that is nearly always full."""
 
 import random
 
@@ -11,7 +11,7 @@ _MAX_REMEMBERED = 12
 
 
 class Walk:
-    """The calls of one walk, drawn from a seed and from what runs."""
+    """Draws the calls of one walk, which depend on a seed and on what runs."""
 
     def __init__(self, seed: int | str, player: Player) -> None:
         self._random = random.Random(seed)

@@ -120,7 +120,8 @@ def test_a_share_that_steps_need_is_refused(model, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: FREE)
     layout = Backend().plan_cache(model, 16)
     with pytest.raises(
-        InvalidArgumentError, match=r"kv_cache_memory: expected a share of more than 512\.0 MiB .* got 0\.5, 512\.0 MiB"
+        InvalidArgumentError,
+        match=r"kv_cache_memory: expected a share of more than 512\.0 MiB .* got 0\.5, which is 512",
     ):
         size_cache(layout, None, 0.5, None, GPU, lambda: FREE // 2)
 

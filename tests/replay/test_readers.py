@@ -144,7 +144,7 @@ def test_a_line_that_was_cut_is_left_out_and_logged(tmp_path, caplog):
         ([HEADER, OURS | {"a": -1}], "line 2, field 'a': expected a number of at least 0, got -1"),
         (
             [HEADER, OURS | {"tenant": "\ud800"}],
-            "line 2, field 'tenant': expected a string without halves of surrogate",
+            "line 2, field 'tenant': expected a string without lone surrogates",
         ),
         (["[" * 200_000], "line 1: expected JSON, got "),
         ([HEADER, OURS | {"session": 3}], "line 2, field 'session': expected a string, got 3"),

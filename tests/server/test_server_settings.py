@@ -169,5 +169,5 @@ def test_defaults_are_those_of_the_device_and_help_says_them(device, tokens, seq
     helps = {option.field: option.flag.help for option in options_of(CacheSettings)}
     assert f"{tokens} on a {'CPU' if device == 'cpu' else 'GPU'}" in helps["max_num_batched_tokens"]
     assert f"{seqs} on a {'CPU' if device == 'cpu' else 'GPU'}" in helps["max_num_seqs"]
-    assert f"{DEFAULT_KV_CACHE_BYTES >> 20} MB hold; on a GPU" in helps["num_blocks"]
-    assert f"{DEFAULT_GPU_SHARE} of what is free" in helps["num_blocks"]
+    assert f"{DEFAULT_KV_CACHE_BYTES >> 20} MiB; on a GPU" in helps["num_blocks"]
+    assert f"{DEFAULT_GPU_SHARE} of the free memory" in helps["num_blocks"]

@@ -1,9 +1,10 @@
 """The paged KV cache, the protocol of attention backends, and the backends in plain torch.
 
-A backend makes a `StepAttention` once per step, which may compute what all layers share. The model then stores and
-attends layer by layer. `triton_attention` and `flash_attention` implement the same two protocols.
+A backend makes one `StepAttention` per step, and computes there what all layers share. The model then calls it layer by
+layer, first to store K and V, then to attend. `triton_attention` and `flash_attention` implement the same two
+protocols.
 
-Invariant: all K and V of a step are stored in a layer before any of its queries attends there, so that a sequence can
+Invariant: all K and V of a step are stored in a layer before any of its queries attends there, since a sequence may
 share blocks that another sequence of the same step fills.
 """
 
@@ -41,14 +42,16 @@ if TYPE_CHECKING:
 class KVCache:
     """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
 
-    In models with latent attention both are the same tensor, with one entry a token in the place of a head.
+    In models with latent attention, keys and values are the same tensor, which holds one entry per token instead of
+    heads.
 
     Layers of different groups may share tensors, since a block belongs to one group at a time. The tensors are views of
-    `memory`. On a CPU that is one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim]: a block is
-    contiguous, and is moved by one copy. On other devices it is a tensor [2, num_blocks, ...] for each layer of a
-    block: a layer is contiguous. copies_by_kernel: whether one launch of a Triton kernel copies blocks of all layers;
-    otherwise torch copies them. scales: the factors of K and V, for tensors in e4m3. states: of the layers that keep a
-    state; they have no tensors here, so the numbers of layers count only those that attend.
+    `memory`. On a CPU, `memory` is one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim], so a
+    block is contiguous and one copy moves it. On other devices, `memory` has a tensor [2, num_blocks, ...] ([1, ...]
+    with latent attention) for each layer of a block, so a layer is contiguous. copies_by_kernel: whether one launch of
+    a Triton kernel copies blocks of all layers; otherwise torch copies them. scales: the factors that K and V were
+    divided by, for tensors in e4m3. states: the recurrent states, in models whose layers keep some. Those layers have
+    no tensors here, and layer numbers skip them.
     """
 
     keys: tuple[Tensor, ...]
@@ -71,8 +74,8 @@ class KVCache:
     ) -> "KVCache":
         """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1.
 
-        layer_locations: of each layer that attends. Layers of different groups with the same slot share memory. None:
-        none do.
+        layer_locations: where each layer that attends keeps its KV. Layers of different groups with the same slot share
+        memory. None: every layer has memory of its own.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
@@ -154,9 +157,10 @@ class KVCache:
         return part.as_strided((num_parts, *part.shape[1:]), (part[0].numel(), *part.stride()[1:]))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks in every layer of every group, as if one (source, destination) pair after the other.
+        """Copy blocks in every layer of every group, as if the (source, destination) pairs came one by one, in order.
 
-        Raises InvalidArgumentError, changing nothing, for ids that aren't the cache's. O(pairs x bytes of a block).
+        Raises InvalidArgumentError for ids that the cache doesn't have, before anything changes. O(pairs x bytes of a
+        block).
         """
         if not pairs:
             return
@@ -175,9 +179,10 @@ class KVCache:
             reference.copy_blocks(self.memory if self.parts_per_block > 1 else self.parts, ids)
 
     def gather_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
-        """Copy blocks of all layers into a buffer on the cache's device. For caches whose layers are contiguous.
+        """Copy blocks of all layers into a buffer on the cache's device.
 
-        block_ids: int64 [num_ids]; staging: uint8 [num_ids, num_block_bytes], contiguous, a row for each block.
+        For caches whose layers are contiguous, as on a GPU. block_ids: int64 [num_ids]; staging: uint8 [num_ids,
+        num_block_bytes], contiguous, a row for each block.
         """
         ids = to_device(block_ids, staging.device)
         if self.copies_by_kernel:
@@ -190,7 +195,7 @@ class KVCache:
             torch.cat(found, dim=1, out=staging)
 
     def scatter_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
-        """Copy a buffer of `gather_blocks` back, into any blocks. Each id at most once."""
+        """Copy a buffer that `gather_blocks` filled into these blocks, which must be distinct. Changes the cache."""
         ids = to_device(block_ids, staging.device)
         if self.copies_by_kernel:
             from kvblocks.kernels import copy  # needs triton
@@ -202,10 +207,11 @@ class KVCache:
             part.index_copy_(0, ids, given.contiguous().view(part.dtype).view(len(ids), *part.shape[1:]))
 
     def move_states(self, slots: Tensor, pieces: Sequence[tuple[int, int, int]], *, saving: bool) -> None:
-        """Copy states between slots and blocks, in one launch. Only if `copies_by_kernel`.
+        """Copy states between slots and blocks, in one launch. Requires `copies_by_kernel`.
 
-        slots: uint8 [num_slots, bytes of a state]. pieces: a slot, the number of a block within its state, and a block
-        of the cache; nothing is written twice. Changes the cache, or without `saving` the slots.
+        slots: uint8 [num_slots, bytes of a state]. pieces: triples of a slot, the index of a block within its state,
+        and a block id of the cache. No two pieces may write to the same place. With `saving` this changes the cache,
+        otherwise the slots.
         """
         from kvblocks.kernels import copy  # needs triton
 
@@ -224,7 +230,8 @@ class KVCache:
 def zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed tensor on the CPU whose pages take memory when they are first written, so an unused pool takes little.
 
-    It begins at a page. On systems without private mappings it takes its memory now. Raises OSError without room.
+    It begins at a page boundary. On systems without private mappings it takes its memory at once. Raises OSError if the
+    system refuses the memory.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(shape, dtype=dtype)
@@ -242,14 +249,15 @@ class StepAttention(Protocol):
         """
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
-        """Attention of all the batch's rows, in its order: [num_tokens, num_heads, head_dim] to the same shape."""
+        """Attend for all rows of the batch, in order: [num_tokens, num_heads, head_dim] to the same shape."""
 
 
 @dataclass(frozen=True)
 class HeadAngles:
-    """How the heads of queries and K are normed, and rotated by their positions, before they are stored.
+    """How the heads of queries and keys are normed and then rotated by position, before keys are stored.
 
-    norm: the weights, [num_heads + num_kv_heads, head_dim], or None; eps: of the norm; positions: int64 [num_rows].
+    norm: the norm's weights, [num_heads + num_kv_heads, head_dim], or None for no norm; eps: the norm's epsilon;
+    positions: int64 [num_rows].
     """
 
     rope: RopeTable
@@ -260,7 +268,7 @@ class HeadAngles:
 
 @runtime_checkable
 class PlacingStep(Protocol):
-    """A `StepAttention` that takes heads directly from the matrix product."""
+    """A `StepAttention` that norms, rotates and stores heads itself, as they come from the matrix product."""
 
     def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
         """Norm and rotate the heads of queries and K, write K and V to their slots, and return the queries.
@@ -272,18 +280,18 @@ class PlacingStep(Protocol):
 
 @runtime_checkable
 class LatentStep(Protocol):
-    """A `StepAttention` that can make keys and values of heads from the entries of latent attention."""
+    """A `StepAttention` that also supports latent attention, where queries attend to entries instead of K and V."""
 
     def attend_latents(self, layer: int, query: Tensor, how: LayerAttention, heads: LatentHeads) -> Tensor:
-        """Attention of all the batch's rows: [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
+        """Attend for all rows of the batch: [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
 
 
 class AttentionBackend(Protocol):
-    """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
+    """A way to compute paged attention."""
 
     @property
     def is_tiled(self) -> bool:
-        """Whether a row's bits are independent of chunking, caching and the rest of the batch."""
+        """Whether a row's bits depend only on its sequence and position, not on chunking, caching or the batch."""
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
         """Prepare one step. The result is valid for this batch only."""
@@ -355,7 +363,7 @@ class TorchAttention:
     is_tiled: bool = False
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
-        """Plan the step. O(tokens in context), once for every way to see that the layers have."""
+        """Plan the step. O(tokens in context), once for each distinct window or chunk size among the layers."""
         return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
 
     def row_ops(self, config: ModelConfig) -> RowOps:
@@ -365,6 +373,6 @@ class TorchAttention:
 
 @dataclass(frozen=True)
 class TiledTorchAttention(TorchAttention):
-    """Paged attention in plain torch for the deterministic modes: every query is in a tile of 16 aligned positions."""
+    """Paged attention in plain torch for the deterministic modes, in tiles of 16 aligned positions."""
 
     is_tiled: bool = True

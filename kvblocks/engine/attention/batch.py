@@ -3,7 +3,7 @@
 `SequenceRows` describes one sequence of a step. `StepBatch` is all of them as tensors, ready for any attention backend.
 The tokens of the sequences lie one after another ("rows" of the step), without padding.
 
-A model's layers belong to KV-cache groups. In each group a sequence has a block table, and a row has a slot.
+A model's layers belong to KV-cache groups. A sequence has one block table per group, and a row has one slot per group.
 
 Invariant: a row's slot is -1 exactly when its position lies in a shared block, whose K and V are already there. All
 other rows are stored, in blocks of their own sequence.
@@ -24,10 +24,11 @@ from kvblocks.errors import InvalidArgumentError
 class SequenceRows(NamedTuple):
     """The tokens of one sequence that a step computes.
 
-    `token_ids` stand at positions `start` and following. `block_ids` is the sequence's block table and covers them; so
-    do `other_block_ids`, its tables in the groups after the first one. Entries that no row sees may hold any id of the
-    cache. Positions below `num_readonly_tokens` lie in shared blocks, which must not be written. With `wants_logits`
-    the step returns the logits of the last token. state_slot: where its state is, in models with recurrent layers.
+    The first of `token_ids` is at position `start`. `block_ids` is the sequence's block table in the first group, and
+    `other_block_ids` has its tables in the other groups. All of them cover the tokens. Entries that no row sees may
+    hold any id of the cache. Positions below `num_readonly_tokens` lie in shared blocks, which must not be written.
+    With `wants_logits` the step returns the logits of the last token. `state_slot` is the slot of the sequence's state,
+    in models with recurrent layers.
     """
 
     token_ids: Sequence[int]
@@ -73,11 +74,11 @@ class SequenceRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepShape:
-    """The sizes of a step that the host knows. To read them from a tensor it would have to wait for the device.
+    """The sizes of a step, as known on the host. Reading them from a tensor would wait for the device.
 
-    num_decodes: how many sequences, from the first on, have exactly one row each. max_rows, max_seq_len: the most rows
-    of a sequence, and the most tokens in a context; both are upper bounds. lengths: of each sequence, its rows and the
-    tokens in its context; None where they change from replay to replay.
+    num_decodes: how many leading sequences have exactly one row each. max_rows, max_seq_len: upper bounds of a
+    sequence's rows, and of the tokens in its context. lengths: for each sequence, its number of rows and of tokens in
+    context; None if these change from replay to replay, as in a CUDA graph.
     """
 
     num_decodes: int
@@ -102,9 +103,9 @@ class StepBatch:
     token_ids, positions: int64 [num_tokens]. slot_mappings, of each group: int64 [num_tokens]; slot = block_id *
     block_size + offset, or -1: don't store. block_tables, of each group: int32 [num_seqs, max_blocks], the blocks that
     hold each sequence's context; entries after a sequence's last block are 0 and never read. query_start: int32
-    [num_seqs + 1], each sequence's first row, then num_tokens. seq_lens: int32 [num_seqs], tokens in context including
-    this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the sizes that the
-    host knows. state_rows: the slots of the sequences' states; None if any has none.
+    [num_seqs + 1], each sequence's first row, then num_tokens. seq_lens: int32 [num_seqs], tokens in context, those of
+    this step included. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the sizes
+    that the host knows. state_rows: the slots of the sequences' states; None if a sequence has no state.
     """
 
     token_ids: Tensor

@@ -1,8 +1,8 @@
 """Decides whether a decode step reads shared blocks once for all sequences that share them, and which blocks.
 
-The manager finds the cohorts of sequences; the kernels' table says which are worth it. Cohorts depend only on which
-sequences are in the batch: a decode step adds only blocks of a sequence's own. So cohorts are found, and uploaded to
-the device, only when the batch changes.
+The manager finds the cohorts (sequences that share a prefix), and the kernels' table says for which of them a cascade
+pays off. Cohorts depend only on which sequences are in the batch, since a decode step adds only blocks that a sequence
+has to itself. So cohorts are found, and uploaded to the device, only when the batch changes.
 
 Invariant: in every step that uses a cohort's runs, the cohort's blocks are full and computed. Such a step has the same
 block-table lists (see `resident_table`), and its sequences are at least as long as the cohort's shared stretch.
@@ -27,7 +27,7 @@ from kvblocks.observe.shared_prefixes import SharedPrefix
 
 
 class FindCohorts(Protocol):
-    """`manager.inspect.shared_prefixes`."""
+    """The type of `manager.inspect.shared_prefixes`."""
 
     def __call__(self, sequences: Items[Sequence], *, min_blocks: int) -> list[SharedPrefix]:
         """Return the cohorts that share at least so many blocks, parents before children."""
@@ -37,15 +37,15 @@ BeginCascade = Callable[[StepBatch, KVCache, SharedRuns], StepAttention]
 """Begins a decode step whose sequences share runs."""
 
 MAX_LEVELS = 4
-"""How many levels of nested cohorts buckets have room for: as many as one merge reads at once."""
+"""The most levels of nested cohorts that a bucket holds: as many as one merge reads at once."""
 
 
 @dataclass(frozen=True)
 class RunBucket:
-    """Room for the runs of a captured step: a CUDA graph has the same tensors, and as many launches, each time.
+    """Fixed sizes for the runs of a captured step, since a CUDA graph always has the same tensors and launches.
 
-    Two cohorts of at least two rows are nested or disjoint, so there are fewer cohorts than rows. Padding is cohorts
-    without members: they have no tiles, and don't change a kernel's grid.
+    Two cohorts of at least two rows are nested or disjoint, so there are fewer cohorts than rows. The padding consists
+    of cohorts without members. These have no tiles, and don't change a kernel's grid.
     """
 
     num_rows: int
@@ -55,11 +55,11 @@ class RunBucket:
 
     @classmethod
     def of(cls, num_rows: int) -> "RunBucket":
-        """The bucket for steps that are padded to so many sequences."""
+        """The bucket for steps that are padded to `num_rows` sequences."""
         return cls(num_rows, num_rows, MAX_LEVELS * num_rows)
 
     def holds(self, runs: SharedRuns) -> bool:
-        """Whether there is room for these runs."""
+        """Whether the runs fit into this bucket."""
         return (
             len(runs.num_shared) <= self.num_rows
             and runs.num_cohorts <= self.num_cohorts
@@ -99,9 +99,9 @@ def _tensors(runs: SharedRuns) -> tuple[Tensor, ...]:
 class CascadePlanner:
     """Finds the shared runs of decode steps, for a `TritonAttention` that isn't batch-invariant.
 
-    group: the KV-cache group whose blocks `find_cohorts` returns, the manager's primary one. token_bytes: of K and V of
-    a token in a layer; 0: the cost of launches doesn't count. Attributes: num_transfers, how often runs were uploaded;
-    packed: the last plan's runs as its bucket packs them, or None.
+    group: the KV-cache group whose blocks `find_cohorts` returns, the manager's primary one. token_bytes: the bytes of
+    K and V that a token has in a layer; 0: the cost of launches doesn't count. Attributes: num_transfers, how often
+    runs were uploaded; packed, the last plan's runs as its bucket packs them, or None.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class CascadePlanner:
     def plan(self, sequences: Items[Sequence], bucket: RunBucket | None = None) -> SharedRuns | None:
         """Return the shared runs of a decode step's sequences, or None if a cascade isn't worth it.
 
-        The sequences' slots must be allocated. bucket: the step's, if steps without shared runs are captured; runs that
-        it holds are padded to it. Changes only this object. O(sequences), and the cost of `shared_prefixes` if the
-        batch has changed since the last call.
+        The sequences' slots must be allocated. bucket: the bucket of the step, if steps of its size are captured. Runs
+        that fit into it are padded to it. Changes only this object. O(sequences), and the cost of `shared_prefixes` if
+        the batch has changed since the last call.
         """
         tables = [sequence.block_ids for sequence in sequences]
         if not self._is_as_before(tables, sequences):
@@ -177,7 +177,7 @@ class CascadePlanner:
         return TritonAttention().begin_cascade(batch, kv_cache, runs, self._group)
 
     def begin_any(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
-        """Begin a decode step whose sequences share their first block, worth it or not: for warming up."""
+        """Begin a decode step whose sequences share their first block, even if that doesn't pay off: for warming up."""
         num_seqs = batch.seq_lens.shape[0]
         return self.begin(batch, kv_cache, SharedRuns.build([(range(num_seqs), 0, 1)], num_seqs, self._device))
 

@@ -90,7 +90,11 @@ class _FlashStep:
 
 
 def check_flash_attention(block_size: int, device: torch.device) -> ModuleType:
-    """The package, for any model. Raises InvalidArgumentError for what it doesn't support, ModelError without it."""
+    """The package `flash_attn`, checked for this device and block size, whatever the model.
+
+    Raises InvalidArgumentError for a device or block size that it doesn't support, and ModelError if it isn't
+    installed.
+    """
     if device.type not in DEVICE_TYPES:
         raise InvalidArgumentError(f"attention='flash-attn': expected a CUDA device, got {str(device)!r}")
     if block_size % PAGE_TOKENS:
@@ -113,7 +117,10 @@ def check_flash_attention(block_size: int, device: torch.device) -> ModuleType:
 def load_flash_attention(
     config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> FlashAttention:
-    """The backend. Raises as `check_flash_attention`, and InvalidArgumentError for a model that it doesn't support."""
+    """The backend.
+
+    Raises what `check_flash_attention` does, and InvalidArgumentError for unsupported dtypes and head sizes.
+    """
     package = check_flash_attention(block_size, device)
     if dtype not in DTYPES:
         raise InvalidArgumentError(f"attention='flash-attn': expected dtype float16 or bfloat16, got {dtype}")

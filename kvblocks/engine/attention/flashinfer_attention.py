@@ -2,10 +2,12 @@
 
 On sm90 its prefill is FlashAttention 3, over pages of any size. It takes the engine's caches unchanged. Decodes, and
 steps that are CUDA graphs, stay with the Triton kernels: FlashInfer plans on the host for the lengths of one step, and
-a graph serves many. So this is the Triton backend, but for the rows of prompts in steps that are launched one by one.
+a graph serves many. So this is the Triton backend, except that FlashInfer computes the rows of prompts in steps that
+are no CUDA graphs.
 
-A plan is for one step, and for all layers that see alike. The package compiles its kernels when they are first needed,
-with CUDA's compiler, for minutes; `engine.warm_up()` does that before the first request.
+One plan serves all layers of a step that have the same group, window, softcap and scale. The package compiles its
+kernels with CUDA's compiler when they are first needed, which takes minutes; `engine.warm_up()` does that before the
+first request.
 """
 
 from collections.abc import Hashable
@@ -29,10 +31,10 @@ _WORKSPACE_BYTES = 128 << 20
 
 
 class PrefillPlanner:
-    """FlashInfer's wrappers, one for each way to see, and the memory that they share. Attribute: num_plans.
+    """FlashInfer's wrappers, one for each kind of layer, and the memory that they share.
 
-    flashinfer: the package's module. A wrapper reads its plan from pinned memory after `plan` has returned. So the next
-    plan of that wrapper waits until the device has read it.
+    Attribute: num_plans, counted up. flashinfer: the package's module. A wrapper reads its plan from pinned memory
+    after `plan` has returned. So the next plan of that wrapper waits until the device has read it.
     """
 
     def __init__(self, flashinfer: Any) -> None:
@@ -43,9 +45,10 @@ class PrefillPlanner:
         self._were_read: dict[Hashable, torch.cuda.Event] = {}
 
     def plan(self, batch: StepBatch, kv_cache: KVCache, first: int, query: Tensor, how: LayerAttention) -> Any:
-        """A wrapper that is planned for the sequences from `first` on, whose lengths the host must know.
+        """Plan for the sequences from `first` on, whose lengths the host must know, and return the wrapper.
 
-        query: their rows, for its shape and dtype. The plan is valid until the next one for layers that see alike.
+        query: the rows of these sequences; only its shape and dtype are read. The plan is valid until the next one for
+        layers of the same kind.
         """
         kind = how.group, how.kind.window_tokens, how.softcap, how.scale
         if self._workspace is None:
@@ -136,7 +139,7 @@ class _FlashInferStep(TritonStep):
 
 
 def check_flashinfer() -> ModuleType:
-    """The package. Raises ModelError without it."""
+    """The package `flashinfer`. Raises ModelError if it isn't installed."""
     try:
         import flashinfer
     except ImportError as error:
@@ -149,9 +152,9 @@ def check_flashinfer() -> ModuleType:
 
 
 def load_flashinfer(dtype: torch.dtype) -> FlashInferAttention:
-    """The backend, for a model that the Triton kernels take.
+    """The backend, for a model that the Triton kernels support (the caller checks that).
 
-    Raises as `check_flashinfer`, and InvalidArgumentError for float32.
+    Raises what `check_flashinfer` does, and InvalidArgumentError for float32.
     """
     package = check_flashinfer()
     if dtype not in DTYPES:

@@ -21,19 +21,22 @@ E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 
 _HEADROOM = 2.0
-"""Numbers up to so many times the largest one that calibration saw are not cut off."""
+"""Values up to this multiple of the largest one seen in calibration are not clipped."""
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """The factors of K and V. keys, values: of every layer, fp32 [num_kv_heads] on the model's device."""
+    """The factors of K and V. keys, values: for each layer, fp32 [num_kv_heads] on the model's device."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     @classmethod
     def of_largest(cls, keys: list[Tensor], values: list[Tensor]) -> "KVScales":
-        """Factors, powers of 2, for the largest magnitudes of every layer's K and V, [num_kv_heads] each."""
+        """The factors, powers of 2, from the largest magnitudes of K and V by layer and head.
+
+        One [num_kv_heads] per layer.
+        """
         return cls(tuple(map(_scale, keys)), tuple(map(_scale, values)))
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Latent attention by a plan of paged attention: expanded for rows that repay it, absorbed for the others.
+"""Latent attention over a plan of paged attention, in the cheaper of two forms: expanded or absorbed.
 
-`model.hybrid.latent` says what the two forms are.
+`model.hybrid.latent` describes the two forms.
 """
 
 from itertools import chain
@@ -12,13 +12,13 @@ from kvblocks.engine.model.hybrid.latent import LatentHeads
 from kvblocks.kernels import reference
 
 EXPANDED_ELEMENTS = 2**24
-"""Elements of keys and values that are made at once. More of them are made for some heads after the other."""
+"""The most elements of keys and values to hold at once. If there are more, heads are computed a few at a time."""
 
 
 def attend_latents(
     plan: reference.AttentionPlan, query: Tensor, entries: Tensor, heads: LatentHeads, scale: float
 ) -> Tensor:
-    """Attention of all rows of a plan: [num_rows, num_heads, key_dim] to [num_rows, num_heads, value_dim].
+    """Attend for all rows of a plan: [num_rows, num_heads, key_dim] to [num_rows, num_heads, value_dim].
 
     entries: the cache by slots, [num_slots, 1, entry_dim]. Changes nothing.
     """

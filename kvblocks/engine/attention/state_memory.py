@@ -19,27 +19,27 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.states.copies import StateCopy
 
 _ALIGNMENT = 64
-"""Each part begins at a multiple of so many bytes."""
+"""Each part begins at a multiple of this many bytes."""
 
 
 class Blocks(Protocol):
-    """The blocks of a KV cache, as bytes. Each property and call is as of `KVCache`."""
+    """The blocks of a KV cache, as bytes. Properties and methods mean what they mean in `KVCache`."""
 
     @property
     def num_blocks(self) -> int:
-        """How many there are."""
+        """The number of blocks."""
 
     @property
     def num_block_bytes(self) -> int:
-        """The bytes of one."""
+        """The bytes of one block."""
 
     @property
     def block_rows(self) -> Tensor | None:
-        """All of them, [num_blocks, num_block_bytes]; None if they aren't contiguous."""
+        """All blocks, uint8 [num_blocks, num_block_bytes]; None if a block isn't contiguous."""
 
     @property
     def copies_by_kernel(self) -> bool:
-        """Whether there is `move_states`."""
+        """Whether `move_states` may be called."""
 
     def move_states(self, slots: Tensor, pieces: Sequence[tuple[int, int, int]], *, saving: bool) -> None:
         """Copy states between slots and blocks."""
@@ -52,15 +52,16 @@ class Blocks(Protocol):
 
 
 def state_bytes(mixers: Iterable[StateMixer | None], dtype: torch.dtype) -> list[int]:
-    """The bytes of a state in each layer that keeps one. dtype: the model's. O(layers)."""
+    """The bytes of one sequence's state in each layer that keeps a state. dtype: the model's. O(layers)."""
     return [sum(_num_bytes(part, dtype) for part in mixer.parts) for mixer in mixers if mixer is not None]
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """slots: uint8 [num_slots, bytes of a state]. layers: of each layer the parts of its states, [num_slots, *shape].
+    """Memory for the recurrent states of live sequences, a slot each.
 
-    A layer that keeps no state has no parts.
+    slots: uint8 [num_slots, bytes of a state]. layers: for each layer, the parts of its state as views of all slots,
+    [num_slots, *shape] each; empty for a layer that keeps no state.
     """
 
     slots: Tensor
@@ -87,13 +88,15 @@ class StateMemory:
 
     @property
     def num_slots(self) -> int:
-        """How many states it has room for."""
+        """How many states fit."""
         return self.slots.shape[0]
 
     def copy(self, copies: Iterable[StateCopy], blocks: Blocks) -> None:
-        """Make copies of states, one after the other. Changes the slots, and for "save" blocks of the cache.
+        """Clear, fork, save and restore states, in order.
 
-        Raises InvalidArgumentError, with the copies before it made, for slots and blocks that aren't there. O(bytes).
+        Changes the slots; copies of kind "save" change the cache's blocks. Raises InvalidArgumentError for slots or
+        blocks that don't exist. Adjacent copies of one kind are checked together before any of them is made; copies
+        before those have been made then. O(bytes).
         """
         for kind, some in groupby(copies, key=attrgetter("kind")):
             group = list(some)

@@ -11,8 +11,8 @@ Which kernel computes what:
   same operations, and has the same bits, whether it is decoded, prefilled, or computed again behind a cached prefix.
   (`decode` with splits of a fixed size does not depend on the batch either, but its bits are not those of a prefill.)
 
-All layers with the same window share out the work among programs in the same way; the first of these layers computes
-it. Nothing here reads a tensor on the host.
+Layers with the same window divide the work among programs in the same way, so the first of them computes the division
+for all. Nothing here reads a tensor on the host.
 """
 
 from collections.abc import Mapping
@@ -47,12 +47,15 @@ from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""A query, the caches of K and of V, block tables and lengths."""
+"""The query, the caches of K and V, the block tables and the lengths."""
 
 
 @dataclass(frozen=True)
 class TritonAttention:
-    """Paged attention by the Triton kernels. is_tiled: a row's bits are independent of its batch; slower."""
+    """Paged attention by the Triton kernels.
+
+    With `is_tiled` a row's bits don't depend on its batch, which is slower.
+    """
 
     is_tiled: bool = False
 
@@ -67,11 +70,11 @@ class TritonAttention:
         return TritonRows(config) if config.hidden_size <= MAX_COLUMNS else TorchRows(config)
 
     def begin_cascade(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns, group: int = 0) -> StepAttention:
-        """Prepare a decode step whose sequences share `runs` of blocks, each of them read once. O(1), one launch.
+        """Prepare a decode step whose sequences share `runs` of blocks. Each run is read once for all.
 
-        group: the KV-cache group of the runs' blocks; layers of other groups don't use the runs. Raises
-        InvalidArgumentError for a step that isn't all decodes, and for a batch-invariant backend, since the bits of a
-        cascade depend on the groups.
+        O(1), one launch. group: the KV-cache group of the runs' blocks; layers of other groups don't use the runs.
+        Raises InvalidArgumentError for a step that isn't all decodes, and for a batch-invariant backend, since a
+        cascade's bits depend on which sequences share a prefix.
         """
         num_seqs = batch.seq_lens.shape[0]
         if self.is_tiled or batch.shape.num_decodes != num_seqs:
@@ -85,7 +88,7 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class TritonRows:
-    """The operations between a model's products, one launch each."""
+    """`RowOps` as Triton kernels, with one launch per operation."""
 
     config: ModelConfig
 
@@ -104,9 +107,9 @@ class TritonRows:
 
 @dataclass(frozen=True)
 class TritonStep:
-    """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the other sequences.
+    """One step. The first `num_decodes` sequences are decodes; `rest_start` has the first rows of the other sequences.
 
-    shares: of the work, by kernel and window.
+    shares: how the work is divided among programs, by kernel and window.
     """
 
     batch: StepBatch
@@ -145,7 +148,7 @@ class TritonStep:
         return output
 
     def extend_rest(self, layer: int, query: Tensor, how: LayerAttention, output: Tensor | None = None) -> Tensor:
-        """Attention of the sequences behind the decodes. query: their rows. Changes `output`, if given."""
+        """Attend for the sequences after the decodes. query: their rows. Writes to `output` if it is given."""
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         tables, seq_lens = self.batch.block_tables[how.group], self.batch.seq_lens
         if self.num_decodes:
@@ -205,7 +208,7 @@ class _CascadeStep(TritonStep):
 
 
 def watch_compiling() -> AbstractContextManager[dict[str, float]]:
-    """The seconds that compiling takes inside this context, by kernel: see `kernels.compiling`."""
+    """Measure compiling inside this context: seconds by kernel name, as `kernels.compiling` says."""
     return compile_seconds()
 
 

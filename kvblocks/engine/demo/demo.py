@@ -1,9 +1,8 @@
 """The demo: a support desk whose conversations share a long system prompt, without and with prefix caching.
 
-Two engines share one model; one of them caches. Each answers the same requests one after another, so that a request's
-time to first token includes no other request. Both are deterministic, so that answers can be compared exactly. Each
-engine first runs a few tokens that share nothing with the requests, since the first pass of a process also sets up the
-libraries.
+Two engines share one model; one of them caches. Each answers the same requests one after another, so a request's time
+to first token includes no other request. Both are deterministic, so answers can be compared exactly. Each engine first
+runs a few tokens that share nothing with the requests, because the first pass of a process also sets up the libraries.
 """
 
 import statistics
@@ -28,7 +27,7 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class DemoCache:
-    """The KV cache of the demo's engines, as `Engine` takes it. prefix_caching: whether the second engine caches."""
+    """The KV cache options that the demo passes to its engines. prefix_caching: whether the second engine caches."""
 
     num_blocks: int | None = None
     prefix_caching: bool = True
@@ -37,7 +36,7 @@ class DemoCache:
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """One request of the demo, computed without (cold) and with (warm) caching."""
+    """One request of the demo, computed without caching (cold) and with it (warm)."""
 
     name: str
     cold: Completion
@@ -62,7 +61,7 @@ class DemoReport:
 
     @property
     def ttft_speedup(self) -> float:
-        """Median speedup of the requests that share the prefix."""
+        """The median speedup of the requests that share the prefix."""
         return statistics.median(request.speedup for request in self.requests[1:])
 
     @property

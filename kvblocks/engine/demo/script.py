@@ -1,6 +1,6 @@
 """The demo's texts: the handbook that every conversation of a support desk begins with, and the customers' questions.
 
-The handbook has about 1,000 tokens, as such prompts have. The company and its kettle are invented.
+The handbook has about 1,000 tokens, a usual length for such prompts. The company and its kettle are invented.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ say that you are sorry for the trouble, and then give the next step.
 
 @dataclass(frozen=True)
 class DemoScript:
-    """Conversations that share a system prompt: one question each, then a second turn of the first conversation."""
+    """Conversations that share a system prompt: one question each, and then a second turn of the first one."""
 
     system_prompt: str
     questions: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Bounds of schemas, patterns and texts. Beyond them, the compiler's own limits still allow much time and memory."""
+"""Size limits for schemas, patterns and texts. The compiler's own limits would allow far more time and memory."""
 
 import json
 from collections.abc import Iterator
@@ -9,16 +9,21 @@ from typing import Any
 from kvblocks.errors import InvalidArgumentError
 
 MAX_BYTES = 64 * 2**10
-"""Of a schema, a regular expression, or all texts to choose from. The slowest to compile take some 5 µs a byte."""
+"""The most bytes of a schema, of a regular expression, or of all texts to choose from.
+
+The slowest take about 5 µs per byte to compile.
+"""
 
 MAX_TEXT = 4096
-"""Bytes of one text to choose from, of a regular expression, or of a string or a name in a schema. Each generated token
-reads all of them, at some 0.25 µs a byte. Texts in a schema that are only for people, such as descriptions, don't
-count."""
+"""The most bytes of one text to choose from, of a regular expression, or of a string or name in a schema.
+
+Each generated token costs about 0.25 µs for each of these bytes. Texts in a schema that are only for people, such as
+descriptions, don't count.
+"""
 
 MAX_DEPTH = 64
 MAX_MULTIPLE = 10_000
-"""Bound of the least common multiple of all `multipleOf` of a schema, which is the number of an automaton's states."""
+"""The largest least common multiple of all `multipleOf` in a schema: the automaton has that many states."""
 
 _MAX_EXPONENT = 12
 _FOR_PEOPLE = frozenset({"description", "title", "$comment", "default"})
@@ -51,9 +56,10 @@ def check_schema(schema: Any) -> str:
 
 
 def check_form_size(form: Any) -> None:
-    """Raise InvalidArgumentError for a schema, a pattern or texts that are certainly too long. Looks at no more of it.
+    """Raise InvalidArgumentError for a schema, pattern or list of texts that is certainly too long.
 
-    O(MAX_BYTES). Only values are counted, not what JSON writes between them.
+    A cheap check before parsing: it counts only values, not the JSON syntax around them, and stops at the limit.
+    O(MAX_BYTES).
     """
     size, rest = 0, [form]
     while rest:
@@ -77,7 +83,10 @@ def check_size(text: str) -> str:
 
 
 def check_text(text: str) -> str:
-    """Return a text that tokens are matched with. Raises InvalidArgumentError for one that isn't accepted. O(size)."""
+    """Return a text that generated tokens are matched against.
+
+    Raises InvalidArgumentError if it is too long or not valid UTF-8. O(size).
+    """
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
 """Grammars for the vocabulary of one model, and the states of answers in them. llguidance does the work.
 
-A compiled grammar may still need much time for a token, and the engine's steps wait for that. So the work for one token
+Even a compiled grammar may need much time for a token, during which the engine's step waits. So the work for one token
 is limited, far below the compiler's own limits. An answer that reaches the limit ends with GrammarError. Both compiling
 and the work for a token release the interpreter's lock.
 """
@@ -46,13 +46,16 @@ _CHOICE_LIMITS: Mapping[str, Any] = {
 }
 _SHOWN = 200
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Whitespace of calls. Templates write earlier calls like this, so the next turn begins with the answer's tokens."""
+"""Whitespace in tool calls.
+
+Chat templates write earlier calls the same way, so the next turn's prompt begins with the answer's own tokens.
+"""
 
 _PLAIN = frozenset({"enum", "const", "default", "examples"})
-"""Parts of a schema that are no schemas."""
+"""Keywords of a schema whose values are not schemas."""
 
 MAX_CALLS = 16
-"""The most calls of functions in one answer."""
+"""The most function calls in one answer."""
 
 Special = Mapping[str, int]
 """Texts that are special tokens of the model, with their ids."""
@@ -61,9 +64,9 @@ Special = Mapping[str, int]
 class GrammarCompiler:
     """Compiles grammars for one model. Threads may share it.
 
-    tokenizer: the model's; None: it has none. vocab_size: of its logits. stop_token_ids: the tokens that end a whole
-    answer. Raises InvalidArgumentError if llguidance isn't installed, and ModelError for a model that it can't be used
-    with. About a second for 50,000 tokens.
+    tokenizer: the model's, or None if it has none. vocab_size: the width of its logits. stop_token_ids: the tokens that
+    end a complete answer. Raises InvalidArgumentError if llguidance isn't installed, and ModelError for a model that it
+    can't be used with. Takes about a second for 50,000 tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
@@ -104,7 +107,7 @@ class GrammarCompiler:
         return self._compile(self._matcher.grammar_from_regex(check_text(pattern)), self._limits)
 
     def choice(self, texts: Sequence[str]) -> "Grammar":
-        """A grammar of several texts, of which none is empty. Raises InvalidArgumentError."""
+        """A grammar that allows exactly these texts, none of them empty. Raises InvalidArgumentError."""
         if not texts or not all(texts):
             raise InvalidArgumentError(f"expected texts to choose from that aren't empty, got {list(texts)!r:.80}")
         for text in texts:
@@ -124,13 +127,14 @@ class GrammarCompiler:
         is_list: bool,
         is_one: bool,
     ) -> "Grammar":
-        """A grammar of one or more calls of functions, at most MAX_CALLS.
+        """A grammar of one or more function calls, at most MAX_CALLS.
 
-        functions: what a call of each begins with, what it ends with, and the JSON schema of the arguments between.
-        around: what is written before a call, between two calls, and behind a call. is_list: before and behind are
-        written once, around all calls. special: texts in these that are special tokens. is_one: exactly one call.
-        Objects get no properties that a schema doesn't name, unless it says that it allows others, since models would
-        go on for long. Raises InvalidArgumentError.
+        functions: for each function, the text that a call begins with, the text that it ends with, and the JSON schema
+        of the arguments in between. around: the texts before a call, between two calls, and after a call. is_list:
+        whether the texts before and after enclose all calls, and not each of them. special: parts of these texts that
+        are special tokens. is_one: exactly one call is allowed. An object may have other properties than those its
+        schema names only if the schema says so explicitly; otherwise models tend to go on and on. Raises
+        InvalidArgumentError.
         """
         first, between, last = (_literal(text, special) for text in around)
         most = 1 if is_one else MAX_CALLS
@@ -168,7 +172,7 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled grammar, of which any number of answers may be generated: an option of `Engine.generate`."""
+    """A compiled grammar, which any number of answers may use: the option `grammar` of `Engine.generate`."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
@@ -180,7 +184,7 @@ class Grammar:
 
 
 class GrammarState:
-    """The state of one answer. It follows from the answer's tokens, however often steps were undone or tried again."""
+    """The state of one answer. It depends only on the answer's tokens, however often steps were undone or repeated."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
@@ -189,9 +193,9 @@ class GrammarState:
         self._words = torch.zeros(-(-vocab_size // _WORD), dtype=torch.int32)
 
     def allowed(self, sequence: KVSequence) -> Tensor:
-        """Return which tokens may be the next one of a sequence's answer: a bit each, int32 [vocab / 32].
+        """Return which tokens may come next in a sequence's answer, as a bit mask: int32 [vocab / 32].
 
-        Valid until the next call. Raises GrammarError if no token may come, or to find one takes too much work.
+        Valid until the next call. Raises GrammarError if no token may come, or if finding one takes too much work.
         """
         if not self._is_whole:  # the last call was interrupted: begin again
             self._matcher.reset()
@@ -199,7 +203,10 @@ class GrammarState:
         return self.allowed_after(sequence.token_ids(sequence.num_prompt_tokens + self._num_seen))
 
     def allowed_after(self, new_tokens: Sequence[int]) -> Tensor:
-        """`allowed`, for an answer with these tokens since the last call. O(new tokens), and the work for the next."""
+        """As `allowed`, given only the answer's tokens since the last call.
+
+        O(new tokens), plus the work for the next token.
+        """
         self._is_whole = False
         for token in new_tokens:
             if not self._matcher.consume_token(token):

@@ -1,8 +1,7 @@
 """The architectures that the engine computes, and what all models of one have in common.
 
-One decoder computes them all. They differ in data: this module has what an architecture fixes, `ModelConfig` has what
-each model's config.json says. config.json also says which architecture a folder holds, as for `transformers`'
-AutoModel.
+One decoder computes them all, from data: this module has what an architecture fixes, and `ModelConfig` what each
+model's config.json says. config.json also says which architecture a folder holds, as for `transformers`' AutoModel.
 
 From: Llama (Touvron et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025), Gemma 3 (Gemma Team 2025), Llama 4 (Meta
 2025), LFM2 (Liquid AI 2025), Qwen3-Next and Qwen3.5 (Qwen Team 2025, 2026), Bamba (IBM 2024), Granite 4 (IBM 2025),
@@ -20,20 +19,21 @@ from kvblocks.engine.errors import ModelError
 class Architecture:
     """What all models of an architecture have in common.
 
-    name, model_type: as in config.json's "architectures" and "model_type". activation: the MLP's, which config.json has
-    in the field `activation_field`. has_qk_norms: queries and keys are normed, head by head, before they are rotated.
-    has_output_norms: the outputs of attention and MLP are normed before they are added. has_centered_norms: norms'
-    weights are stored less 1, and multiplied before the rounding to the model's dtype. scales_embedding: embeddings are
-    multiplied by the square root of hidden_size. defaults: of fields that a config.json may leave out. prefixes: how
-    the names of tensors may begin, and the beginnings that they stand for here. ignored_prefixes: of tensors that text
-    doesn't need. mlp_name: of an MLP's tensors. has_rotated_pairs: stored queries and keys are
-    rotated in pairs of neighbors, (0, 1), (2, 3) and so on. rotates_parts: a config may say that only a part of each
-    head is rotated. has_output_gate: the attention's output is gated; the gates are stored behind each head's queries.
-    has_fused_mlp: an MLP's gate and up projections are stored as one, and so are those of all experts. parts: what its
-    models have beside Llama's parts, for people. field_names, tensor_names: what fields and parts of tensors' names are
-    called in a folder, and here. has_output_bias: where attention has biases, its output's projection has one, too.
-    experts_name: of the tensors of a layer's experts; empty: `mlp_name`. shared_expert_name: of the one that all rows
-    share. expert_matrices: the gate, up and down projections of the others.
+    name, model_type: as in config.json's "architectures" and "model_type". activation: the MLP's activation, which
+    config.json has in the field `activation_field`. has_qk_norms: queries and keys are normed, head by head, before
+    they are rotated. has_output_norms: the outputs of attention and MLP are normed before they are added.
+    has_centered_norms: norm weights are stored minus 1, and applied before the result is rounded to the model's dtype.
+    scales_embedding: embeddings are multiplied by the square root of hidden_size. defaults: values of fields that a
+    config.json may leave out. prefixes: how tensor names may begin in a folder, and what each beginning is here.
+    ignored_prefixes: how the names of tensors begin that text doesn't need. mlp_name: the name of an MLP's tensors.
+    has_rotated_pairs: stored queries and keys are rotated in pairs of neighbors, (0, 1), (2, 3) and so on.
+    rotates_parts: config.json may say that only a part of each head is rotated. has_output_gate: the attention's output
+    is gated; the gates are stored behind each head's queries. has_fused_mlp: an MLP's gate and up projections are
+    stored as one, and so are those of all experts. parts: for messages, what its models have in addition to Llama's
+    parts. field_names, tensor_names: how a folder names config fields and parts of tensor names, and what they are
+    called here. has_output_bias: where attention has biases, its output's projection has one, too. experts_name: the
+    name of a layer's expert tensors; empty: `mlp_name`. shared_expert_name: the name of the expert that all rows share.
+    expert_matrices: the names of the gate, up and down projections of the other experts.
     """
 
     name: str

@@ -68,22 +68,23 @@ _OWN_FIELDS: dict[str, Callable[[Mapping[str, Any], int], dict[str, Any]]] = {
 class ModelConfig:
     """The shape of a model. Sizes are in elements.
 
-    windows: for each layer how many positions a row sees, its own included; None: all up to its own. Empty: no layer
-    has a window. local_rope: the frequencies of layers with a window; None: the same as the other layers'. query_scale:
-    the factor of scores; None: 1 / sqrt(head_dim). attention_softcap, logits_softcap: c in c * tanh(x / c), of scores
-    and of logits; None: no softcap. `eos_token_ids` may be empty.
+    windows: for each layer, how many positions a row sees, its own included, or None for all up to its own. Empty if no
+    layer has a window. local_rope: the RoPE frequencies of layers with a window; None: those of the other layers.
+    query_scale: the factor of attention scores; None: 1 / sqrt(head_dim). attention_softcap, logits_softcap: the c in c
+    * tanh(x / c), for scores and for logits; None: no softcap. `eos_token_ids` may be empty.
 
-    chunk_sizes: for each layer, of its chunks; None: it has none. Empty: no layer has. unrotated_layers: those without
-    RoPE. temperature: of these layers. norms_rotated: queries and keys of the other layers are normed, without weights.
-    experts: None in models without.
+    chunk_sizes: for each layer, the size in tokens of the chunks that it attends in, or None. Empty if no layer has
+    chunks. unrotated_layers: the layers without RoPE. temperature: how these layers scale their queries by position, or
+    None. norms_rotated: whether queries and keys of the other layers are normed, without weights. experts: None in
+    models without experts.
 
-    mixers: for each layer that keeps a state instead of K and V, how it mixes the rows of a sequence; None for layers
-    that attend. Empty: all attend.
+    mixers: for each layer, how it mixes the rows of a sequence if it keeps a state instead of K and V, or None if it
+    attends. Empty if all layers attend.
 
-    latent: how the layers that attend keep one entry a token, without RoPE; None: they keep K and V. The cache then has
-    one head of head_dim elements, which are the entry's.
+    latent: latent attention without RoPE, in which the layers that attend keep one entry per token; the cache then has
+    one head, whose head_dim elements are the entry. None: they keep K and V.
 
-    embedding_scale: a factor of the embeddings, residual_scale: of what a layer adds, logits_scale: of the logits.
+    embedding_scale, residual_scale, logits_scale: factors of the embeddings, of what a layer adds, and of the logits.
     """
 
     hidden_size: int
@@ -151,14 +152,14 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary frequencies of each layer of `attending`. O(layers)."""
+        """The RoPE parameters of each layer of `attending`. O(layers)."""
         ropes = [self.rope if how.kind.sees_all else self.local_rope or self.rope for how in self.attention]
         by_layer = zip(self.attending, ropes, strict=True)
         return tuple(NO_ROTATION if layer in self.unrotated_layers else rope for layer, rope in by_layer)
 
     @property
     def needs_torch(self) -> str:
-        """What of this model only torch attention computes, for people: "experts". Empty: nothing."""
+        """What only plain torch attention computes of this model, as a text for messages; empty if nothing."""
         parts = {
             "chunked attention": any(self.chunk_sizes),
             "layers without RoPE": bool(self.unrotated_layers),

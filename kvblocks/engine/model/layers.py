@@ -3,8 +3,8 @@
 In each function here, a row of the result depends only on the same row of the input and on the weights. So `rows` may
 cut a step into any chunks. `determinism` checks this property bit by bit.
 
-Activations are computed on a view with strided rows, not on a contiguous copy. torch then processes it row by row.
-Whether an element takes the vector path or the scalar one, whose bits differ, then depends on its column alone.
+Activations are computed on a view with strided rows, not on a contiguous copy, so torch processes them row by row. Then
+an element's column alone decides whether it takes the vector path or the scalar one, whose bits differ.
 """
 
 from collections.abc import Callable
@@ -30,19 +30,19 @@ Weights are as `products.pack` returned them.
 
 
 class RowOps(Protocol):
-    """The operations between the matrix products."""
+    """The row-wise operations between the matrix products of a model."""
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension, in float32 whatever the dtype. Returns a new tensor."""
 
     def add(self, hidden: Tensor, added: Tensor, output_norm: Tensor | None, next_norm: Tensor | None) -> Tensor | None:
-        """Add `added`, or its norm by `output_norm`, to `hidden`. Return the sum's norm by `next_norm`; None for None.
+        """Add `added`, normed by `output_norm` if given, to `hidden`. Return the sum normed by `next_norm`, or None.
 
         Changes `hidden`.
         """
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """The MLP's activation of the first half of the columns, times the second half. Returns a new tensor."""
+        """Apply the MLP's activation to the first half of the columns, times the second half. Returns a new tensor."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,13 @@ class TorchRows:
 
 
 class DecoderLayers:
-    """The row-wise functions of a model. linear: the matrix product; ops: the operations between products; None: torch.
+    """The row-wise functions of a model.
 
-    keeps_rows: whether an expert computes all rows of a call, not only those that chose it, so that the shapes don't
-    depend on what other rows chose.
+    linear: the matrix product; ops: the operations between products; None: plain torch. keeps_rows: whether each expert
+    computes all rows of a call, and not only those that chose it. Shapes then don't depend on what other rows chose.
 
-    A layer takes normed rows: `norm` makes those of the first layer, and `mix` of the layer before makes the others.
+    A layer takes normed rows. For the first layer they come from `norm`, for each other one from `mix` of the previous
+    layer.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class DecoderLayers:
     def heads(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """The heads of queries, of K and of V: [num_rows, num_heads + 2 * num_kv_heads, head_dim]. Changes nothing.
 
-        Where the output is gated, num_heads gates come last.
+        In models with an output gate, num_heads heads of gates follow.
         """
         projected = self.project(layer, normed)
         return projected.view(projected.shape[0], -1, self.config.head_dim)
@@ -111,18 +112,18 @@ class DecoderLayers:
     def latents(self, layer: LayerWeights, normed: Tensor, *, absorbs: bool) -> tuple[Tensor, Tensor]:
         """Queries and entries of latent attention: [num_rows, num_heads, dim], [num_rows, 1, entry_dim].
 
-        absorbs: queries are over entries, and not over the keys of the heads. Changes nothing.
+        absorbs: whether to return queries for entries instead of queries for the heads' keys. Changes nothing.
         """
         assert layer.latent is not None
         query, entry = layer.latent.split(self.project(layer, normed))
         return (layer.latent.absorb(query) if absorbs else query), entry
 
     def gates(self, heads: Tensor) -> Tensor | None:
-        """The gates of the attention's output, [num_rows, num_heads, head_dim], of `heads`; None in models without."""
+        """The gates of the attention's output in `heads`, [num_rows, num_heads, head_dim], or None without gates."""
         return heads[:, -self.config.num_heads :] if self.config.architecture.has_output_gate else None
 
     def turn(self, layer: LayerWeights, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of `heads`. Query and key are rotated to their positions, and normed if the model does.
+        """Query, key and value of `heads`. Query and key are rotated by position, after the norm if the model has one.
 
         cos, sin: [num_rows, 1, head_dim], the rows' angles, see `rope.rotate`. Returns [num_rows, num_heads, head_dim]
         and twice [num_rows, num_kv_heads, head_dim]. Changes nothing.
@@ -144,12 +145,12 @@ class DecoderLayers:
         *,
         absorbed: bool = False,
     ) -> Tensor | None:
-        """Add the output projection of attention, or of a mixer, and the MLP to `hidden`, which it changes.
+        """Add the output projection of attention or of a mixer, and then the MLP, to `hidden`, in place.
 
-        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim], or a mixer's [num_rows, num_outputs]; in
-        latent attention with absorbed queries, sums of entries, [num_rows, num_heads, entry_dim], else value_dim;
-        next_norm: the weight of the next layer's input norm; gates: as `gates` returns them. Returns the next layer's
-        normed rows, [num_rows, hidden]; None after the last layer.
+        hidden: [num_rows, hidden]. attended: the attention's output, [num_rows, num_heads, head_dim], or a mixer's,
+        [num_rows, num_outputs]; in latent attention, weighted sums of entries, [num_rows, num_heads, entry_dim], if
+        `absorbed`, else [num_rows, num_heads, value_dim]. next_norm: the weight of the next layer's input norm. gates:
+        as `gates` returns them. Returns the next layer's normed rows, [num_rows, hidden]; None after the last layer.
         """
         if gates is not None:
             attended = attended * gates.sigmoid()

@@ -19,16 +19,16 @@ _LAYER_TYPES = ("chunked_attention", "full_attention")
 
 @dataclass(frozen=True)
 class Experts:
-    """Which layers have experts, how many each, and how many a row chooses. width: of each.
+    """Which layers have experts, how many, and how many of them a row chooses. width: the MLP width of each expert.
 
-    shared_width: of the expert that all rows share; None: as the others. weighs_outputs: experts' outputs are weighed
-    by the softmax of the router's logits, and not their inputs by a sigmoid. normalizes: the weights of the chosen ones
-    are divided by their sum. has_shared_gate: the shared expert's output is multiplied by the sigmoid of a logit, which
-    is the router's last row.
+    shared_width: the width of the expert that all rows share; None: as the others. weighs_outputs: experts' outputs are
+    weighted by the softmax of the router's logits; if False, their inputs are weighted by a sigmoid. normalizes: the
+    weights of the chosen experts are divided by their sum. has_shared_gate: the shared expert's output is multiplied by
+    the sigmoid of a logit, which is the router's last row.
 
-    chooses_by_sigmoid: each output's weight is the sigmoid of its logit. A row then chooses by this weight plus a bias
-    of each expert, among the experts of its best num_chosen_groups of num_groups groups: those with the largest sums of
-    their two best. scale: a factor of the weights.
+    chooses_by_sigmoid: the weight of an output is the sigmoid of its logit. A row then ranks experts by weight plus a
+    bias per expert. Only the best num_chosen_groups of num_groups groups count, where a group's rank is the sum of its
+    two best experts. scale: a factor of the weights.
     """
 
     layers: frozenset[int]

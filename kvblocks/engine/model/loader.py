@@ -1,8 +1,8 @@
 """Loads a model's weights from the safetensors of a Hugging Face folder: one file, or shards with an index.
 
-Every name and shape is checked against the configuration before any tensor is read, so that a folder that can't work is
-refused at once. A tensor that the configuration doesn't know is refused too: ignoring it would give a model that runs
-and is wrong.
+Every name and shape is checked against the configuration before any tensor is read, so an unusable folder is refused at
+once. A tensor that the configuration doesn't know is refused too: a model that ignores it would run and give wrong
+answers.
 
 Each tensor is copied out of the mapped file into memory of its own, which torch aligns. Otherwise the bits of the
 deterministic modes would depend on a tensor's place in the file. A file is mapped anew for each tensor, and unmapped
@@ -58,8 +58,8 @@ def load_weights(
 ) -> ModelWeights:
     """Load the weights that `config` describes from a folder or an open GGUF file, as `dtype` on `device`.
 
-    Raises ModelError if the folder or a file is missing or broken, a tensor is missing, unexpected, of a wrong shape
-    or not floating point. O(bytes of the model).
+    Raises ModelError if the folder or a file is missing or broken, or if a tensor is missing, unexpected, of a wrong
+    shape or not floating point. O(bytes of the model).
     """
     tensors = check_weights(path, config)
     reader = _Reader(tensors, config, dtype, torch.device(device))
@@ -84,7 +84,7 @@ def check_weights(path: "str | Path | GGUFModel", config: ModelConfig) -> dict[s
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor's name and shape with this configuration. A folder's names may be others (`Architecture`)."""
+    """Every tensor's name and shape with this configuration. A folder may use other names (see `Architecture`)."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:

@@ -1,6 +1,6 @@
 """Matrix products, and weights laid out for them.
 
-A decoded token reads every weight once, so with few rows the memory's speed bounds a product's. On x86 processors the
+A decoded token reads every weight once, so with few rows a product is as fast as memory allows. On x86 processors the
 weights are kept in oneDNN's blocked layout. Products read it about twice as fast as MKL reads a plain matrix. Products
 of many rows gain as much. On other processors, and in float16, a matrix stays plain and the product is torch's own. The
 measurement is in bench/README.md.
@@ -52,10 +52,11 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def packed_rows(packed: Tensor, matrix: Tensor) -> Tensor | None:
-    """A view by rows of `packed`, which `pack` made of `matrix`: [blocks, in / pair, 64, pair].
+    """A row-wise view of `packed`, which `pack` made of `matrix`: [blocks, in / pair, 64, pair].
 
-    Row r is [r // 64, :, r % 64], with zeros added at its end; see `take_rows`. The layout is the library's own, so
-    every element is compared with `matrix`: None if the layout is another one. O(bytes). Changes nothing.
+    Row r is [r // 64, :, r % 64], padded with zeros at its end; see `take_rows`. The layout is internal to the library,
+    so every element is compared with `matrix`. Returns None if the layout is a different one. O(bytes). Changes
+    nothing.
     """
     if not packed.is_mkldnn or _ADDRESS is None or _NUM_BYTES is None:
         return None

@@ -62,7 +62,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def pair_order(rope: RopeConfig, head_dim: int) -> list[int]:
-    """Where in a stored head each element is that `rotate` takes, so that its pairs are (i, i + head_dim / 2).
+    """How to reorder a stored head for `rotate`, whose pairs are (i, i + head_dim / 2): each element's stored index.
 
     Stored heads have the rotated elements first, in pairs (i, i + rotated / 2).
     """
@@ -72,11 +72,11 @@ def pair_order(rope: RopeConfig, head_dim: int) -> list[int]:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head's pairs (i, i + head_dim / 2) by their angle.
+    """Rotate each head's pairs (i, i + head_dim / 2) by their angle.
 
-    heads: [num_rows, num_heads, head_dim]; cos, sin: [num_rows, 1, head_dim], the angles of the pairs twice, the sines
-    of the first half negated. Returns a new tensor shaped like `heads`. A result is rounded after each product, and
-    after the sum.
+    heads: [num_rows, num_heads, head_dim]; cos, sin: [num_rows, 1, head_dim], with the pairs' angles in each half, and
+    the sines of the first half negated. Returns a new tensor shaped like `heads`. A result is rounded after each
+    product, and after the sum.
     """
     turned: Tensor = heads * cos
     return turned.add_(heads.roll(heads.shape[-1] // 2, -1).mul_(sin))

@@ -19,7 +19,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 class RopeConfig:
     """How rotary frequencies are computed. `factor` and the fields after it are for scaled types, not for "default".
 
-    rotated_share: of each head's elements, the first ones; the others aren't rotated.
+    rotated_share: the share of each head's elements, from the first on, that is rotated.
     """
 
     rope_type: str = "default"
@@ -36,7 +36,7 @@ class RopeConfig:
 
 
 NO_ROTATION = RopeConfig("none")
-"""Of layers without RoPE. All frequencies are 0, so that a rotation changes no number."""
+"""For layers without RoPE: all frequencies are 0, so a rotation changes no number."""
 
 
 def read_ropes(
@@ -44,7 +44,7 @@ def read_ropes(
 ) -> tuple[RopeConfig, RopeConfig]:
     """The frequencies of layers with full attention, and of layers with a window. In most models they are the same.
 
-    rotates_parts: whether the architecture can have heads of which only a part is rotated.
+    rotates_parts: whether the architecture allows heads to be rotated only in part.
     Raises ModelError for a kind of scaling that is not supported, or values that make no sense.
     """
     parameters = _object(fields, "rope_parameters")

@@ -1,11 +1,12 @@
 """The weights of a model, in the form that the forward pass uses.
 
-Query, key and value projections are one matrix (their outputs one after another), and so are gate and up. So a step
-makes four matrix products a layer instead of seven. Matrices are [out_features, in_features], as `products.pack`
-returned them: plain and contiguous, or in a layout of the library's.
+The query, key and value projections are concatenated into one matrix, and so are gate and up, so a step makes four
+matrix products per layer instead of seven. Matrices are [out_features, in_features], as `products.pack` returned them:
+plain and contiguous, or in oneDNN's layout.
 
 The dtype of a norm's weight says when values are rounded. With a weight in the model's dtype, normed values are rounded
-before the product. With a weight in float32 the product is rounded (centered norms, to whose weights 1 is added here).
+before the product. With a weight in float32, as for centered norms (to whose weights 1 was added here), the product is
+rounded.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from kvblocks.engine.model.products import take_rows
 class ExpertWeights:
     """The experts of a layer, of which each row chooses some by the router's largest logits.
 
-    If the shared expert has a gate, that is the router's last row. bias: of what a row chooses by, or None.
+    If the shared expert has a gate, that is the router's last row. bias: added to the weights that a row chooses by, or
+    None.
     """
 
     router: Tensor  # [num_experts, hidden], or one more
@@ -33,10 +35,10 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Biases and norms are None in models that have none.
+    """The weights of one layer. Biases and norms are None in models without them.
 
-    In a layer that keeps a state, `qkv` and `output` are the mixer's two projections, and `mixer` is what else it
-    needs, in float32. Where the attention's output is gated, the gates' projection is the last part of `qkv`.
+    In a layer that keeps a state, `qkv` and `output` are the mixer's two projections, and `mixer` has its other
+    tensors, in float32. Where the attention's output is gated, the projection of the gates is the last part of `qkv`.
 
     In a layer with latent attention, `qkv` is the projection of queries and of the entry, and `latent` has the rest.
 
@@ -63,7 +65,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A whole model.
+    """The weights of a whole model.
 
     With tied embeddings `embedding` is `lm_head` itself, or `products.packed_rows`' view of it.
     """
@@ -74,7 +76,7 @@ class ModelWeights:
     lm_head: Tensor  # [vocab, hidden]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of int64 token_ids [num_rows], which are in the vocabulary: [num_rows, hidden], new."""
+        """The embeddings of int64 token_ids [num_rows], all in the vocabulary: a new tensor [num_rows, hidden]."""
         if self.embedding.dim() == 2:
             return F.embedding(token_ids, self.embedding)
         return take_rows(self.embedding, token_ids, self.final_norm.shape[0])

@@ -1,6 +1,6 @@
-"""Which attention an engine uses, and which runner goes with it: `Engine(attention=...)`.
+"""Chooses an engine's attention (`Engine(attention=...)`), and the runner that goes with it.
 
-Kernels are imported only when they are chosen: the engine works without triton, flash-attn or FlashInfer.
+Kernels are imported only when they are chosen, so the engine works without triton, flash-attn and FlashInfer.
 """
 
 import logging
@@ -39,13 +39,14 @@ _NO_LIMIT = 2**62
 def plan_cache(
     config: ModelConfig, block_size: int, dtype: torch.dtype, state_dtype: torch.dtype | None = None
 ) -> Plan:
-    """A model's layers as KV-cache groups over one pool: one of full attention, and one for each way to see less.
+    """Plan a model's KV-cache groups over one pool: one for full attention, and one per window or chunk size.
 
     All groups have one block size, so a layer's K and V have the same shape in every group, and layers of different
-    groups can share tensors. Layers that keep a state are a group beside these. The plan's num_blocks, num_bytes and
-    number of states have no meaning: `cache_size` chooses them.
+    groups can share tensors. Layers that keep a state form another group. Ignore the plan's num_blocks, num_bytes and
+    number of states, which `cache_size` chooses.
 
-    state_dtype: of states, if it isn't that of K and V. Raises InvalidArgumentError for a block_size below 1.
+    state_dtype: the dtype of states, if it differs from that of K and V. Raises InvalidArgumentError for a block_size
+    below 1.
     O(layers ** 2).
     """
     kinds = [replace(how.kind, block_size=block_size) for how in config.attention]
@@ -65,7 +66,7 @@ def plan_cache(
 
 
 def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[str, float]]:
-    """The seconds that compiling takes inside this context, by Triton kernel. Empty for attention without kernels."""
+    """Measure compiling inside this context: seconds by Triton kernel. Empty for attention without Triton kernels."""
     if isinstance(attention, TorchAttention | FlashAttention):
         return nullcontext({})
     from kvblocks.engine.attention import triton_attention
@@ -75,10 +76,10 @@ def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[
 
 @dataclass(frozen=True)
 class Backend:
-    """How to run a model. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured.
+    """The options of how to run a model. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES. scales: of K and V in 8 bits, found by `prepared`. Raises
-    InvalidArgumentError for other names, and for what doesn't go together.
+    kv_cache_dtype: one of KV_CACHE_DTYPES. scales: the factors of K and V in 8 bits, which `prepared` finds. Raises
+    InvalidArgumentError for other names, and for options that can't be combined.
     """
 
     attention: str = "auto"
@@ -99,7 +100,7 @@ class Backend:
     def check_place(self, device: torch.device, block_size: int) -> None:
         """Raise InvalidArgumentError or ModelError for what can't work on this device, whatever the model.
 
-        So nobody waits for weights that can't be used.
+        Called before weights are loaded, so that nobody waits for a model that can't run.
         """
         chosen, _ = self._choose(device, block_size)
         if chosen == "flash-attn":
@@ -140,7 +141,7 @@ class Backend:
     def prepared(self, model: LoadedModel, block_size: int) -> "Backend":
         """This backend for a model, checked by `choose_attention`, and with scales if K and V are kept in 8 bits.
 
-        Computes up to 512 tokens for them. Warns if "auto" has to be torch on a GPU.
+        Finding the scales computes up to 512 tokens. Logs a warning if "auto" has to be torch on a GPU.
         """
         self.choose_attention(model, block_size)
         _, why = self._choose(model.device, block_size, model)
@@ -149,12 +150,12 @@ class Backend:
         return replace(self, scales=calibrate(model)) if is_8_bit(self.kv_cache_dtype) else self
 
     def plan_cache(self, model: LoadedModel, block_size: int) -> Plan:
-        """As the function of this name, for the cache's dtype."""
+        """Call the function `plan_cache` with the dtypes of the cache and of the model."""
         dtype = E4M3 if is_8_bit(self.kv_cache_dtype) else model.dtype
         return plan_cache(model.config, block_size, dtype, model.dtype)
 
     def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
-        """The attention for this model. Raises InvalidArgumentError and ModelError, which name alternatives."""
+        """The attention for this model. Raises InvalidArgumentError or ModelError, whose messages name alternatives."""
         chosen, _ = self._choose(model.device, block_size, model)
         if model.config.latent is not None and is_8_bit(self.kv_cache_dtype):
             raise InvalidArgumentError(
@@ -183,10 +184,10 @@ class Backend:
     def make_runner(
         self, model: LoadedModel, manager: KVCacheManager, layer_locations: Sequence[LayerLocation] | None = None
     ) -> ModelRunner:
-        """The runner for this model and the manager's blocks. Raises as `choose_attention`, and ModelError.
+        """The runner for this model and the manager's blocks. Raises what `choose_attention` does, and ModelError.
 
-        layer_locations: where the layers' KV is in the blocks; None: all layers are one group.
-        For deterministic runs it checks the machine first: see `determinism`.
+        layer_locations: where in the blocks each layer keeps its KV; None: all layers are one group.
+        For deterministic runs it first checks the machine, as `determinism` describes.
         """
         attention = self.choose_attention(model, manager.block_size)
         strategy = choose_determinism(model.config, model.weights) if self.deterministic else NATURAL

@@ -1,4 +1,4 @@
-"""How many blocks, and how many slots for states, an engine's KV cache has: from a number of blocks, or from memory."""
+"""Decides how many blocks and state slots an engine's KV cache has, from a number of blocks or an amount of memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +12,16 @@ from kvblocks.groups.plan import Plan
 from kvblocks.groups.states.kind import RecurrentState
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
-"""On a CPU, whose memory is for other programs, too."""
+"""The default size on a CPU, whose memory other programs use, too."""
 
 DEFAULT_GPU_SHARE = 0.85
-"""On a GPU: of what is free once the model is loaded, for the cache and for what steps take beside it."""
+"""The default on a GPU: the share of the memory that is free once the model is loaded.
+
+The cache and the steps share it.
+"""
 
 MAX_STATE_SLOTS = 64
-"""How many slots there are at most unless more are asked for: as many as sequences run at once by default."""
+"""The default for the most state slots: as many as sequences run at once by default."""
 
 
 def size_cache(
@@ -31,11 +34,11 @@ def size_cache(
 ) -> Plan:
     """Return a layout of `plan_cache` with the number of blocks that the caller asks for.
 
-    num_state_slots: of live states, in models with layers that keep one; None: MAX_STATE_SLOTS, or as many as take no
-    more memory than the blocks, but at least one. They are a part of kv_cache_memory, and come in addition to
-    num_blocks. measure_steps: returns the bytes that steps take beside the cache. Where the cache's memory is a share
-    of a GPU's, they are a part of the share; elsewhere it isn't called. Raises InvalidArgumentError, also if all this
-    takes more memory than is free.
+    num_state_slots: how many live states to have room for, in models whose layers keep some; None: MAX_STATE_SLOTS, or
+    as many as take no more memory than the blocks, but at least one. kv_cache_memory includes these slots; num_blocks
+    doesn't. measure_steps: returns the bytes that steps take beside the cache. It is called only if the cache's memory
+    is a share of a GPU's, which then includes these bytes. Raises InvalidArgumentError for bad values, and if more
+    memory would be needed than is free.
     """
     if num_blocks is None and kv_cache_memory is None:
         kv_cache_memory = DEFAULT_GPU_SHARE if is_shared_with_steps(device) else DEFAULT_KV_CACHE_BYTES
@@ -73,7 +76,7 @@ def size_cache(
 
 
 def is_shared_with_steps(device: torch.device) -> bool:
-    """Whether a share of the device's memory is for what steps take, too: on a GPU, whose memory they would exceed."""
+    """Whether a share of the device's memory must also cover what steps take: True on a GPU."""
     return device.type == "cuda"
 
 
@@ -85,8 +88,9 @@ def _read_budget(memory: float | str, device: torch.device, measure_steps: Calla
     taken = measure_steps()
     if taken >= budget:
         raise InvalidArgumentError(
-            f"kv_cache_memory: expected a share of more than {show_bytes(taken)} of the memory of {device}, which the"
-            f" largest steps take beside the cache, got {memory}, {show_bytes(budget)}; smaller steps take less"
+            f"kv_cache_memory: expected a share of more than {show_bytes(taken)} of the memory of {device}, since the"
+            f" largest steps take so much besides the cache; got {memory}, which is {show_bytes(budget)}. Steps with"
+            " smaller limits take less"
         )
     return budget - taken
 

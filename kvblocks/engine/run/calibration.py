@@ -1,9 +1,10 @@
-"""Finds the factors of K and V in 8 bits, from a model's K and V of one text, once, when an engine is made.
+"""Finds the factors of K and V in 8 bits.
 
-The text is always the same (or the token ids, for a model without a tokenizer), and is computed in plain torch. So
-engines of the same model find the same factors. Factors are powers of 2 with headroom (`kv_scales`), so small
-differences, such as another machine's rounding, rarely change them. The factors are part of the fingerprint of blocks
-that are kept outside. So an engine with other factors doesn't load them.
+When an engine is made, the model computes one text, and its K and V are read. The text is always the same (or the token
+ids, for a model without a tokenizer), and is computed in plain torch. So engines of the same model find the same
+factors. Factors are powers of 2 with headroom (`kv_scales`), so small differences, such as another machine's rounding,
+rarely change them. The factors are part of the fingerprint of blocks in tiers, so an engine with other factors doesn't
+load these blocks.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from kvblocks.engine.run.runner import LoadedModel
 _MAX_TOKENS = 512
 _BLOCK_SIZE = 16
 _STRIDE = 7919
-"""A prime: multiples of it are token ids from all over a vocabulary."""
+"""A prime, whose multiples give token ids from all parts of a vocabulary."""
 
 TEXT = """The harbour was quiet at 5:40 in the morning. "You're early," said the ferryman, counting 17 coins into a tin.
 Three weeks later the committee published its report (pp. 112-140), which found that 63.5 % of the samples were bad.

@@ -1,8 +1,8 @@
-"""How much memory a container leaves to this process: what Linux's control groups (cgroups) allow, version 2 and 1.
+"""How much memory a container leaves to this process, by Linux control groups (cgroups) version 2 and 1.
 
-A group has a limit and a use. So has each group above it, as far as the container shows them, and the tightest counts.
-The page cache of files counts as use there, but the kernel gives it back before it refuses memory. So it counts as free
-here, as in what Linux calls available.
+A group has a limit and a usage, and so has each group above it that the container shows. The tightest one counts. Linux
+counts the page cache as usage, but gives it back before it refuses memory. So it counts as free here, as in what Linux
+calls available memory.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", _CACHE_V1)
 def free_in_container(root: Path = Path("/")) -> int | None:
     """Bytes that the control groups of this process leave free; None if none of them has a limit. O(groups above).
 
-    root: where /proc and /sys are. What can't be read sets no limit.
+    root: the folder that contains /proc and /sys. Files that can't be read set no limit.
     """
     found = [free for version, folder in _folders(root) if (free := _free_in(folder, version)) is not None]
     return max(0, min(found)) if found else None

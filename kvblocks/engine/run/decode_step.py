@@ -3,22 +3,22 @@
 A decode step of a small model is hundreds of launches with little work each. The host can't launch them as fast as a
 GPU runs them. So a step is captured once, as a graph, and replayed. A graph reads and writes the same memory each time.
 `DecodeStep` is a step over such memory, for a fixed number of sequences. Before a replay, the step's columns and its
-sequences' rows of the resident tables are copied into this memory. So the tables may be anywhere, and may grow. Batches
-are padded by sequences without tokens, whose slots are -1, so that few graphs serve all batches: to a power of 2, and
-above 64 to a multiple of 16, since a step of 257 sequences that is padded to 512 computes nearly twice as much. Only
-one step runs at a time, so those between two powers of 2 share buffers.
+sequences' rows of the resident tables are copied into this memory, so the tables may be anywhere, and may grow. Batches
+are padded with sequences without tokens, whose slots are -1, so that few graphs serve all batches. Their sizes are
+powers of 2, and above 64 multiples of 16, since padding 257 sequences to 512 would nearly double the work. Only one
+step runs at a time, so those between two powers of 2 share buffers.
 
-A step whose sequences share prefixes is another graph over the same memory, with padded runs beside it: see
-`attention.cascade.RunBucket`. Programs share out their work by lengths on the device, and their number is fixed. So a
-graph depends on nothing but the bucket and on whether there are runs.
+A step whose sequences share prefixes is another graph over the same memory, with padded runs in addition: see
+`attention.cascade.RunBucket`. The number of programs is fixed, and they divide the work by the lengths on the device.
+So a graph depends only on the bucket and on whether there are runs.
 
 Short prompts, and short suffixes of cached prefixes, are captured too, alone or beside decodes: a step of few tokens is
 as hard to launch as a decode step. They are padded to few sizes, of tokens and of sequences (`RaggedStep`).
 
 Capturing is a few lines at the end of this file. Without a GPU the same steps run in the same buffers, uncaptured.
 
-Some steps are not captured but run as any other step: those of more than MAX_BUCKET sequences, whose launches are
-large, those with runs that no bucket holds, and those of more tokens than RAGGED_TOKENS.
+Some steps are not captured: those of more than MAX_BUCKET sequences, whose launches are large, those with runs that no
+bucket holds, and those of more tokens than RAGGED_TOKENS.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +37,10 @@ from kvblocks.engine.run.step_upload import DECODE_COLUMNS, RaggedSize, Uploaded
 
 MAX_BUCKET = 512
 FINE_FROM, FINE_STEP = 64, 16
-"""Above so many sequences, buckets are multiples of so many."""
+"""Above FINE_FROM sequences, buckets are multiples of FINE_STEP."""
 
 RAGGED_TOKENS, RAGGED_SEQS = (16, 32, 64, 128, 256, 512), (4, 16, 64, 256)
-"""What steps with a prompt are padded to: tokens, and sequences with a row of logits each.
+"""The sizes that steps with a prompt are padded to: tokens, and sequences with one row of logits each.
 
 A GPU reads all weights for 16 rows as for 256, so padding costs little there (unmeasured). Larger steps take longer
 than their launches.
@@ -48,9 +48,9 @@ than their launches.
 
 
 class DecodeBuffers:
-    """The memory of steps of up to `num_seqs` sequences: columns, block tables and logits, see `DecodeStep`.
+    """The memory of steps of up to `num_seqs` sequences: columns, block tables and logits, as in `DecodeStep`.
 
-    The logits of all graphs are here, or each graph would keep its own: 0.5 MB a sequence with 128,000 tokens.
+    All graphs write their logits here. Otherwise each would keep its own: 0.5 MB a sequence at a vocabulary of 128,000.
     """
 
     def __init__(self, tables: Sequence[ResidentTable], num_seqs: int, vocab_size: int) -> None:
@@ -64,11 +64,11 @@ class DecodeBuffers:
 
 
 class DecodeStep:
-    """One token of each of `num_seqs` sequences, in the first rows of fixed buffers that hold at least so many.
+    """A step of `num_seqs` sequences with one token each, in the first rows of fixed buffers of at least that size.
 
-    columns: int32 [DECODE_COLUMNS + num_groups, num_seqs], see `step_upload`; at first all are padding. block_tables:
-    of each group, int32 [num_seqs, max_blocks]. logits: float32 [num_seqs, vocab]. The other buffers are those of
-    `kv_cache`.
+    columns: int32 [DECODE_COLUMNS + num_groups, num_seqs], see `step_upload`; at first all sequences are padding.
+    block_tables: for each group, int32 [num_seqs, max_blocks]. logits: float32 [num_seqs, vocab]. The other buffers are
+    those of `kv_cache`.
     """
 
     def __init__(self, model: DecoderModel, kv_cache: KVCache, buffers: DecodeBuffers, num_seqs: int) -> None:
@@ -81,7 +81,7 @@ class DecodeStep:
         self.clear()
 
     def clear(self) -> None:
-        """Make all sequences padding."""
+        """Replace all sequences by padding."""
         self.columns.zero_()
         self.columns[DECODE_COLUMNS - 1] = 1
 
@@ -108,10 +108,10 @@ class DecodeStep:
 
 
 class RaggedStep:
-    """Any step of so many tokens and sequences at most, in fixed buffers: `extend` computes all its rows.
+    """Any step of at most `num_tokens` tokens and `num_seqs` sequences, in fixed buffers.
 
-    num_tokens, num_seqs: what the step is padded to. It shares block tables and logits with decode steps of as many
-    sequences. At first all is padding. Columns: as a decode step has them, here one vector (`RaggedSize`).
+    `extend` computes all its rows. The step is padded to these two sizes. It shares block tables and logits with decode
+    steps of as many sequences. Its columns are one vector (see `RaggedSize`), at first all padding.
     """
 
     def __init__(self, model: DecoderModel, kv_cache: KVCache, buffers: DecodeBuffers, size: RaggedSize) -> None:
@@ -125,7 +125,7 @@ class RaggedStep:
         self.clear()
 
     def clear(self) -> None:
-        """Make all sequences padding: the first one has all rows."""
+        """Replace all sequences by padding, where the first one has all rows."""
         self._values.zero_()
         for counts in (self._step.seq_lens[:1], self._step.num_readonly[:1], self._step.query_start[1:]):
             counts.fill_(self.size.num_tokens)
@@ -137,13 +137,13 @@ class RaggedStep:
             torch.index_select(table.blocks, 0, rows, out=own)
 
     def compute(self) -> Tensor:
-        """As `DecodeStep.compute`."""
+        """Run the step, as `DecodeStep.compute` does."""
         batch = lay_out(self._step, self.block_tables, self._kv_cache.block_size)
         return self.logits.copy_(self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache)))
 
 
 class CascadeStep:
-    """A decode step whose sequences share runs of blocks. It uses the buffers of `step`, and one for the runs.
+    """A decode step whose sequences share runs of blocks. It uses the buffers of `step`, and another one for the runs.
 
     At first there are no runs. begin: `CascadePlanner.begin`.
     """
@@ -165,7 +165,7 @@ class CascadeStep:
             self._filled = vector
 
     def compute(self) -> Tensor:
-        """As `DecodeStep.compute`."""
+        """Run the step, as `DecodeStep.compute` does."""
         batch = self._step.lay_out()
         return self._step.logits.copy_(self._model.compute(batch, self._begin(batch, self._kv_cache, self._runs)))
 
@@ -177,10 +177,10 @@ Capture = Callable[[FixedStep], Replay]
 
 
 class DecodeBuckets:
-    """The steps of one model and cache by their size, made when they are first needed.
+    """The fixed steps of one model and cache, by size. Each is made when it is first needed.
 
-    capture: turns a step into its replay. begin_cascade: `CascadePlanner.begin`, or None. Attributes: num_replays, of
-    decode steps; num_ragged_replays, of steps with prompts.
+    capture: turns a step into its replay. begin_cascade: `CascadePlanner.begin`, or None for no cascades. Attributes:
+    num_replays and num_ragged_replays, which count replays of decode steps and of steps with prompts.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class DecodeBuckets:
     def run_ragged(self, values: Tensor | None, size: RaggedSize) -> Tensor:
         """Run a step that `StepUploader.upload_ragged` has padded: logits float32 [size.num_seqs, vocab].
 
-        values: None: padding. The rest: as `run`.
+        values: the uploaded step; None: only padding. The rest is as in `run`.
         """
         step = self._ragged.get(size)
         if step is None:
@@ -242,7 +242,7 @@ class DecodeBuckets:
         return self._replays[step]()
 
     def ragged_size(self, num_tokens: int, num_seqs: int) -> RaggedSize | None:
-        """What a step of so many tokens and sequences is padded to; None: it isn't captured. O(sizes)."""
+        """The size that a step of these many tokens and sequences is padded to; None if it isn't captured. O(sizes)."""
         room = self._tables[0].blocks.shape[1] * self._kv_cache.block_size
         for padded_tokens in RAGGED_TOKENS:
             for padded_seqs in RAGGED_SEQS:
@@ -252,7 +252,7 @@ class DecodeBuckets:
         return None
 
     def ragged_sizes(self, most_tokens: int, most_seqs: int) -> list[RaggedSize]:
-        """All that `ragged_size` returns for steps of at most so many tokens and sequences, the smallest first."""
+        """All sizes that `ragged_size` returns for steps up to these many tokens and sequences, the smallest first."""
         steps = product(range(1, min(most_tokens, RAGGED_TOKENS[-1]) + 1), (1, *RAGGED_SEQS))
         found = {self.ragged_size(*step) for step in steps if step[1] <= min(step[0], most_seqs)}
         return sorted((size for size in found if size is not None), key=lambda size: (size.num_tokens, size.num_seqs))
@@ -277,23 +277,23 @@ class DecodeBuckets:
 
 
 def bucket_of(num_seqs: int) -> int | None:
-    """The size that a step of `num_seqs` sequences is padded to; None: it isn't captured. O(1)."""
+    """The size that a step of `num_seqs` sequences is padded to; None if it isn't captured. O(1)."""
     if num_seqs > MAX_BUCKET:
         return None
     return -(-num_seqs // FINE_STEP) * FINE_STEP if num_seqs > FINE_FROM else 1 << (num_seqs - 1).bit_length()
 
 
 def run_in_place(step: FixedStep) -> Replay:
-    """Replay a step by running it again, for machines without a GPU."""
+    """A replay that simply runs the step again, for machines without a GPU."""
     return step.compute
 
 
 class GraphCapture:
     """Captures steps as CUDA graphs, which share one pool of memory: only one of them runs at a time.
 
-    All are captured in one stream of this object, in which each step has run before. torch keeps a cuBLAS workspace for
-    each stream. So the workspace is allocated outside the pool, and isn't shared with the graphs of other objects,
-    which may be deleted first.
+    All are captured in one stream of this object, in which each step has run once before. torch keeps a cuBLAS
+    workspace per stream. So the workspace is allocated outside the pool, and isn't shared with the graphs of other
+    objects, which may be deleted first.
     """
 
     def __init__(self) -> None:

@@ -1,18 +1,18 @@
-"""Chooses how to compute so that a row's bits don't depend on its batch, by checking this machine.
+"""Checks this machine, and chooses a way to compute in which a row's bits don't depend on its batch.
 
 `packed16` is nearly as fast as natural shapes. It relies on an undocumented property of the matrix library: for the row
 counts that the strategy allows, a row's bits depend neither on the number of rows nor on the row's index. Whether this
 holds varies with the processor, the library and the number of threads. For packed weights it was found to hold from 2
 rows on, so `packed2` needs less padding. The property is checked at start, with the model's own functions and weights,
 at the current number of threads, for every possible row count and every index. GPU libraries choose kernels by the
-number of rows, so on a GPU `fixed64` is tried next: it needs the property for one number of rows only. If neither
-holds, `tile16` is chosen. It only requires that a row's bits don't depend on the numbers in other rows.
+number of rows, so on a GPU `fixed64` is tried next: it needs the property for one number of rows only. If none of these
+holds, `tile16` is chosen, which only requires that a row's bits don't depend on the numbers in other rows.
 
 Triton kernels replace torch's norms, gates and rotations on a GPU. They aren't checked, since each program of theirs
 sees only one row.
 
-Two assumptions are left. A kernel's order of operations depends on shapes and alignment, not on numbers. All layers of
-one shape behave as the first of them does.
+Two assumptions are left: that a kernel's order of operations depends on shapes and alignment, not on numbers, and that
+all layers of one shape behave like the first of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,12 @@ from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStrategy, chunks
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Takes tensors with the same number of rows, and returns tensors with that number of rows."""
+"""Takes tensors with equally many rows, and returns tensors with as many rows."""
 
 ARITHMETIC = 4
-"""A version number. Each change of this package that gives rows other bits raises it, so that older blocks in tiers are
-not used.
+"""The version of the engine's arithmetic.
+
+It goes up with each change that gives rows other bits, so that older blocks in tiers are no longer used.
 """
 
 # Coprime to 16: a row that is moved on by 7, again and again, reaches every index of a chunk.
@@ -42,7 +43,7 @@ _MOVE = 7
 
 
 def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = product) -> RowStrategy:
-    """The first strategy that holds on this machine: PACKED2 for packed weights, PACKED16, FIXED64 on a GPU, TILE16.
+    """The first strategy that holds on this machine: PACKED2 (packed weights), PACKED16, FIXED64 (GPU) or TILE16.
 
     On a CPU a strategy is valid for the current number of torch threads. `linear` is the matrix product that the model
     will use. Raises ModelError if not even TILE16 holds. Costs about as much as 1,900 tokens of one layer and 300 rows
@@ -66,7 +67,7 @@ def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Li
 def packed_rows_hold(
     config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = product
 ) -> bool:
-    """Whether every row-wise function of the model gives a row the same bits at all of the strategy's row counts."""
+    """Whether every row-wise function of the model gives a row the same bits at every row count of the strategy."""
     return all(
         rows_are_independent(function, inputs, counts)
         for function, inputs, counts in _row_functions(config, weights, strategy, linear)
@@ -77,7 +78,7 @@ def packed_rows_hold(
 def aligned_rows_hold(
     config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = product
 ) -> bool:
-    """Whether every row-wise function gives a row at the same index the same bits, whatever is in the other rows."""
+    """Whether every row-wise function gives a row at one index the same bits whatever is in the other rows."""
     return all(
         rows_ignore_others(function, inputs)
         for function, inputs, _ in _row_functions(config, weights, strategy, linear)
@@ -137,7 +138,8 @@ def _row_functions(
 def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
     """Whether each row of the result keeps its bits when the other rows of the input get other numbers.
 
-    Every second row gets other numbers, then the remaining rows do. The same numbers must give the same bits again.
+    First every second row gets other numbers, then the remaining rows. Rows that keep their numbers must keep their
+    bits.
     """
     expected = function(inputs)
     if not all(torch.equal(got, wanted) for got, wanted in zip(function(inputs), expected, strict=True)):
@@ -155,8 +157,8 @@ def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
 def rows_are_independent(function: RowFunction, inputs: Sequence[Tensor], row_counts: tuple[int, ...]) -> bool:
     """Whether `function` gives each row of `inputs` the same bits at every row count, at every index.
 
-    The rows are first computed in chunks of the smallest count. Then each count computes the first rows, once in order
-    and once moved on, and must give the same bits. `inputs` has as many rows as the largest count.
+    The rows are first computed in chunks of the smallest count. Then the first rows are computed at each count, once in
+    order and once shifted, and must have the same bits. `inputs` has as many rows as the largest count.
     """
     num_rows = inputs[0].shape[0]
     parts = [function([rows[part] for rows in inputs]) for part in chunks(num_rows, row_counts[:1])]

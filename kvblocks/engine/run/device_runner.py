@@ -2,8 +2,8 @@
 
 It does the same as `ModelRunner`. Every step is checked on the host, from what the host knows, since reading a tensor
 would wait for the device. Then the step is uploaded and computed. A decode step, or one with short prompts, runs in its
-bucket's fixed buffers, so that it can be a CUDA graph; a decode step as a cascade if its shared prefixes are worth it.
-Other steps run directly.
+bucket's fixed buffers, so that it can be a CUDA graph. A decode step runs as a cascade if that pays off. Other steps
+run directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ from kvblocks.errors import InvalidArgumentError
 class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
-    scales: of K and V in 8 bits, as in `ModelRunner`. capture: captures small steps for replay; None: they run as any
-    other step. cascade: finds shared runs of decode steps; None: no cascades.
+    scales: the factors of K and V in 8 bits, as in `ModelRunner`. capture: captures small steps for replay; None: no
+    step is captured. cascade: finds the shared runs of decode steps; None: no cascades.
     Attributes: num_cascades, num_replays, num_ragged_replays, uploads, draw_tokens. Raises InvalidArgumentError for
     sizes below 1.
     """
@@ -65,7 +65,7 @@ class DeviceRunner(ModelRunner):
 
     @property
     def num_slice_layers(self) -> int:
-        """1: a chunk is computed in all layers at once."""
+        """Always 1: this runner computes a chunk through all layers at once."""
         return 1
 
     @property
@@ -80,7 +80,7 @@ class DeviceRunner(ModelRunner):
 
     @property
     def uploads(self) -> UploadCounts:
-        """What steps have uploaded so far. The cascade planner counts shared runs."""
+        """What steps have uploaded so far, without shared runs, which the cascade planner counts."""
         return self._uploader.counts
 
     @torch.inference_mode()
@@ -88,9 +88,9 @@ class DeviceRunner(ModelRunner):
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
         score, drawn: as in `ModelRunner`. The logits are valid until the next step, which the device may be given
-        before they are used there. Raises InvalidArgumentError, before anything is written, for a token
-        id or a position that the model doesn't have, and ModelError if the number of torch threads isn't the checked
-        one.
+        before they are used there. Raises InvalidArgumentError, before anything is written, for a token id or a
+        position that the model doesn't have, and ModelError if the number of torch threads differs from the one that
+        was checked.
         """
         num_groups = self.model.num_groups
         rows = [self.rows_of(chunk, num_groups) for chunk in chunks]
@@ -113,7 +113,7 @@ class DeviceRunner(ModelRunner):
         return self._buckets.ragged_size(sum(len(sequence.token_ids) for sequence in rows), len(rows))
 
     def warm_up_steps(self, max_num_seqs: int, max_num_tokens: int = max(RAGGED_TOKENS)) -> list[WarmUpStep]:
-        """Prompts, decodes followed by prompts, decode steps and cascades of all buckets, draws, copies of blocks."""
+        """Prompts, decodes with prompts, decode steps and cascades of all buckets, draws, and copies of blocks."""
         tables, size = self._uploader.tables, self.kv_cache.block_size
         steps: list[WarmUpStep] = [
             (name, partial(self._compute, batch))

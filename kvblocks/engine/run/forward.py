@@ -1,7 +1,8 @@
 """The model: one forward pass over a ragged batch, reading and writing a paged KV cache.
 
-The pass has two kinds of work. Row-wise work (`layers`) is cut into chunks by the row strategy. The backend computes
-attention. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
+The pass has two kinds of work: row-wise work (`layers`), which the row strategy cuts into chunks, and attention, which
+the backend computes. In float32 with the natural strategy on a CPU, the logits are meant to equal those of
+`transformers`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,11 +37,11 @@ from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pa
 from kvblocks.errors import InvalidArgumentError
 
 Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
-"""Called with the last layer's output of all rows of a step, [num_tokens, hidden], and a function rows -> logits."""
+"""Called with the last layer's output for all rows, [num_tokens, hidden], and a function from rows to logits."""
 
 
 _StepStates = tuple[StateMemory, StateRows | None]
-"""The slots of a cache, and which rows of a step advance which."""
+"""The state slots of a cache, and which rows of a step advance which slot."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class _MixingLayer(_Layer):
 class DecoderModel:
     """A model ready to run. It owns its weights and RoPE tables; caches belong to the caller.
 
-    `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch backend
+    `strategy` is NATURAL or the result of `determinism.choose_determinism`. `attention` defaults to the torch backend
     that fits the strategy; a deterministic strategy needs a tiled backend. `linear` is the matrix product to use.
     `layer_locations` says which KV-cache group each layer that attends belongs to; by default all are in one group.
 
@@ -144,7 +145,7 @@ class DecoderModel:
     ) -> KVCache:
         """A zeroed cache on the model's device, in its dtype, or in e4m3 with these scales.
 
-        num_slots: for states, in models with layers that keep one.
+        num_slots: the number of state slots, in models whose layers keep states.
         """
         like, locations = self.weights.embedding, self.layer_locations
         dtype = like.dtype if scales is None else E4M3
@@ -160,7 +161,7 @@ class DecoderModel:
     def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:
         """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
 
-        score: for callers that want logits of more rows than fit in memory at once. Raises InvalidArgumentError, before
+        score: gives callers the logits of more rows than fit into memory at once. Raises InvalidArgumentError, before
         anything is written, if a token id is not in the vocabulary, a position is not below max_position_embeddings, a
         block or a state's slot is not in the cache, or a group has no block tables. These checks are the last guard
         against reads and writes out of bounds; a scheduler should refuse such a request when it arrives. Raises
@@ -174,7 +175,7 @@ class DecoderModel:
     def compute(
         self, batch: StepBatch, step: StepAttention, score: Score | None = None, states: StateMemory | None = None
     ) -> Tensor:
-        """`forward` without its checks, with an attention that was begun. For callers that have checked the batch.
+        """As `forward`, with an attention step that has begun, and without checks: the caller has checked the batch.
 
         Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph. The
         exception is a strategy that aligns rows (`RowStrategy.is_aligned`): it reads their number.
@@ -188,10 +189,10 @@ class DecoderModel:
         return self._logits(hidden.index_select(0, layout.logits_rows))
 
     def by_layers(self, batch: StepBatch, kv_cache: KVCache) -> Iterator[None]:
-        """Run a step's layers one by one: `num_layers` times, advancing the iterator computes the next layer.
+        """Run a step layer by layer: each of `num_layers` advances of the iterator computes the next layer.
 
-        The first time also does all that `forward` does before the layers, and raises what it raises. Computes no
-        logits. Other steps may run in between, if they write to none of the batch's blocks. After the last layer the
+        The first advance also does what `forward` does before the layers, and raises what that raises. No logits are
+        computed. Other steps may run in between, if they write to none of the batch's blocks. After the last layer the
         cache is the same, bit by bit, as after `forward`. Advance it in torch's inference mode.
         """
         self._check(batch, kv_cache)

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take: a number of bytes, a text such as "2GiB", or a share of what is free."""
+"""Reads how much memory the KV cache may take: a number of bytes, a text such as "2GiB", or a share of what is free."""
 
 import gc
 import os
@@ -14,17 +14,17 @@ from kvblocks.errors import InvalidArgumentError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 HOST_BYTES_A_BLOCK = 128
-"""About how much host memory the manager uses for a block (120 bytes measured)."""
+"""An estimate of the host memory that the manager uses per block, in bytes (120 were measured)."""
 
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", re.IGNORECASE)
 
 
 def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache_memory") -> int:
-    """`budget` in bytes.
+    """Return `budget` in bytes.
 
     An int: bytes. A text: a number with a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024). A
-    float above 0 and at most 1: that share of the memory that is free on `device` now. For a CPU this is what Linux
-    calls available, or what the container's limit leaves if that is less. name: of the argument, for errors.
+    float above 0 and at most 1: that share of the memory that is free on `device` now. On a CPU this is what Linux
+    calls available, or what the container's limit leaves if that is less. name: the argument's name in errors.
 
     Raises InvalidArgumentError for anything else, and for a share if the system doesn't say what is free.
     """
@@ -44,9 +44,9 @@ def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache
 
 
 def check_memory(name: str, num_bytes: int, num_blocks: int, device: torch.device) -> None:
-    """Raise InvalidArgumentError if a pool of so many bytes and blocks is more than is free now. O(1).
+    """Raise InvalidArgumentError if a pool of `num_bytes` and `num_blocks` takes more memory than is free now. O(1).
 
-    name: of the argument that decides the size, for the error. If the system doesn't say what is free, nothing is
+    name: the argument that determines the size, for the error. Without information about free memory, nothing is
     checked.
     """
     try:
@@ -66,7 +66,7 @@ def check_memory(name: str, num_bytes: int, num_blocks: int, device: torch.devic
 
 
 def show_bytes(num_bytes: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes as a readable text."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -79,12 +79,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def measure_taken(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes of a device's memory that `run` takes at most, whether it gives them back or not.
+    """The most bytes of a device's memory that `run` takes at once, whether it gives them back or not.
 
-    What `run` returns is kept until they are counted. What torch takes from a GPU it keeps for later tensors, so what
-    is free behind `run` is what was free at its peak. torch's own count is asked too, since it gives memory back where
-    there is too little. What other processes take meanwhile counts as well. Raises what `run` raises. Afterwards torch
-    gives back to the device what nothing uses.
+    The result of `run` is kept until the bytes are counted. torch keeps what it has taken from a GPU for later tensors,
+    so what is free after `run` is what was free at its peak. torch's own count is also read, since torch gives memory
+    back when it runs short. What other processes take meanwhile counts as well. Raises what `run` raises. At the end
+    torch returns unused memory to the device.
     """
     _give_back(device)
     free, reserved = free_memory(device), _most_reserved(device)

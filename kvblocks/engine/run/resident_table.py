@@ -1,16 +1,16 @@
 """The block tables of running sequences on the device: one row each, to which a step uploads only new entries.
 
-There is one table for each KV-cache group. Its rows are a cache: nobody reports the end of a sequence. A sequence is
-uploaded whole if it is new, or if its row was given to another sequence meanwhile. The row that was least recently used
-goes first. A preemption, an abort or a free needn't be reported either, for this reason:
+There is one table for each KV-cache group. Its rows are a cache: nobody reports the end of a sequence, and the least
+recently used row is reused first. A sequence's table is uploaded whole if it is new, or if its row was given to another
+sequence meanwhile. A preemption, an abort or a free needn't be reported either, for this reason:
 
 A row belongs to a *list object*, the sequence's own `block_ids`, and keeps it alive. Whenever a manager takes a
-sequence's blocks away, it gives the sequence a new list. It changes a list only at its end; copy on write, after a fork
-or a truncation, changes only the block of the next token to compute. So with the same list, all blocks before that of
-the step's first token are unchanged since the last step that read them. That step uploaded them, since every computed
-position goes through this table.
+sequence's blocks away, it gives the sequence a new list. Otherwise a list changes only at its end; copy on write, after
+a fork or a truncation, changes only the block of the next token to compute. So with the same list, all blocks before
+that of the step's first token are unchanged since the last step that read them. That step uploaded them, since every
+computed position goes through this table.
 
-For a block that has left a window, the list has 0 and the row keeps the old entry. Nobody reads either of them.
+For a block that has left a window, the list has 0 and the row keeps the old entry. Neither is ever read.
 
 Invariant: once a step's changes are on the device, the first `num_used` entries of each of its rows equal the list's,
 except entries that have left the group's window.
@@ -45,7 +45,7 @@ class _Row:
 class ResidentTable:
     """Block tables of at most `max_blocks` blocks each, with ids below `num_blocks`, on `device`.
 
-    blocks: int32 [num_rows, max_blocks]. `reserve` replaces the tensor when it makes room for more rows.
+    blocks: int32 [num_rows, max_blocks]. `reserve` replaces this tensor when it makes room for more rows.
     """
 
     def __init__(self, num_blocks: int, max_blocks: int, device: torch.device, num_rows: int = 64) -> None:
@@ -84,9 +84,7 @@ class ResidentTable:
             rows[id(block_ids)] = row
             resident = row.resident
             is_for_decode = used == len(resident) == start + 1 <= len(block_ids)
-            if (
-                not is_for_decode or resident[start] != block_ids[start]
-            ):  # else nothing is new, which is the most common
+            if not is_for_decode or resident[start] != block_ids[start]:  # mostly nothing is new
                 self._update(row, start, used, changes)
             numbers.append(row.number)
         return numbers
@@ -113,7 +111,7 @@ class ResidentTable:
             changes.block_ids.append(block_id)
 
     def forget(self) -> None:
-        """Forget all rows, after a step whose changes may not have reached the device. O(rows)."""
+        """Forget all rows. Call it after a step whose changes may not have reached the device. O(rows)."""
         self._rows.clear()
         self._free = list(range(self.blocks.shape[0]))
 

@@ -1,7 +1,8 @@
 """How the rows of a step are passed to the model's row-wise operations (matrix products, norms, activations).
 
-A matrix product may give a row other low bits when the number of rows changes, since the library picks other kernels.
-Even SiLU may, since the last elements of a tensor take a scalar path. A strategy fixes which numbers of rows occur:
+A matrix product may give a row different low bits when the number of rows changes, because the library picks other
+kernels. Even SiLU may, because the last elements of a tensor take a scalar path. A strategy fixes which numbers of rows
+occur:
 
 - `NATURAL`: all rows at once. Fastest, but the bits of a row depend on its batch.
 - `FIXED64`: every chunk has 64 rows, in any order. For GPUs, where a product of a few rows costs about as much as one
@@ -9,7 +10,7 @@ Even SiLU may, since the last elements of a tensor take a scalar path. A strateg
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
   those sizes, a row's bits depend neither on the size nor on its index. `determinism` checks exactly that.
 - `PACKED2`: the same with rows padded to a multiple of 2. For packed weights, whose products of 2 rows cost little more
-  than those of one row. (For a single row the library has other kernels, with other bits.)
+  than those of one row. (A single row takes other kernels of the library, with other bits.)
 - `TILE16`: every chunk has 16 rows, the row of position p has index p % 16, and the head takes one row at a time. A row
   is always computed at the same index of the same shape. So it is bit-exact at any number of threads, as long as a
   row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk if their indexes differ.
@@ -28,11 +29,11 @@ from kvblocks.engine.attention.batch import StepBatch
 
 @dataclass(frozen=True)
 class RowStrategy:
-    """The row counts that an operation may see, ascending; empty: any.
+    """Which numbers of rows an operation may be called with. `row_counts` is ascending; empty: any number.
 
     Every count is a multiple of the first count, to which rows are padded. `head_row_counts` is the list for the final
-    norm and the output projection. With `is_aligned` the row of position p has an index that is p modulo the first
-    count. `num_threads` is the number of torch threads that the strategy is valid for; None: any.
+    norm and the output projection. With `is_aligned`, the row of position p has the index p modulo the first count.
+    `num_threads` is the number of torch threads for which the strategy is valid; None: any.
     """
 
     name: str
@@ -57,7 +58,7 @@ FIXED64 = RowStrategy("fixed64", (64,), (64,))
 
 
 def chunks(num_rows: int, row_counts: tuple[int, ...]) -> Iterator[slice]:
-    """Cut `num_rows`, a multiple of the first count, into slices of sizes in `row_counts`, the largest first."""
+    """Cut `num_rows`, a multiple of the first count, into slices whose sizes are in `row_counts`, the largest first."""
     start = 0
     while start < num_rows:
         left = num_rows - start
@@ -76,10 +77,10 @@ def pad_rows(rows: Tensor, row_counts: tuple[int, ...]) -> Tensor:
 class RowLayout:
     """The rows that the model computes for a step: the batch's own, and dummy rows where the strategy pads.
 
-    token_ids, positions, and slot_mappings by group: int64 [num_rows]; a dummy row is token 0 at position 0 and is not
-    stored.
-    logits_rows: int64 [num_logits]. own_rows: int64 [num_tokens], the index of each row of the batch; None: dummy
-    rows, if any, come last.
+    token_ids, positions, and slot_mappings (one per group): int64 [num_rows]; a dummy row is token 0 at position 0 and
+    is not stored.
+    logits_rows: int64 [num_logits]. own_rows: int64 [num_tokens], the index of each row of the batch; None: dummy rows,
+    if any, come last.
     """
 
     token_ids: Tensor
@@ -114,7 +115,7 @@ class RowLayout:
         return self.token_ids.shape[0]
 
     def take_own(self, rows: Tensor) -> Tensor:
-        """The batch's rows [num_tokens, ...] out of `rows` [num_rows, ...]."""
+        """Select the batch's own rows, [num_tokens, ...], from `rows`, [num_rows, ...]."""
         if self.own_rows is None:
             return rows if len(rows) == self.num_tokens else rows[: self.num_tokens]
         return rows.index_select(0, self.own_rows)

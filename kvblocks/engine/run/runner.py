@@ -37,7 +37,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory, which engines may share. `tokenizer` is None if its folder has no tokenizer.json."""
+    """A loaded model, which engines may share. `tokenizer` is None if its folder has no tokenizer.json."""
 
     config: ModelConfig
     weights: ModelWeights
@@ -50,10 +50,10 @@ class LoadedModel:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str | None = None,
     ) -> "LoadedModel":
-        """Load a known model by name, fetching it if needed, a Hugging Face folder, or a GGUF file.
+        """Load a known model by name (fetched if needed), a Hugging Face folder, or a GGUF file.
 
-        dtype: of weights, KV cache and computing: float32, float16 or bfloat16, as a name or a torch.dtype; None:
-        float32 on a CPU, and elsewhere what the folder's config.json says, or float32.
+        dtype: float32, float16 or bfloat16, as a name or a torch.dtype, for weights, KV cache and computation. None:
+        float32 on a CPU; on other devices what the folder's config.json says, or float32 if it doesn't.
 
         Raises ModelError, FetchError and InvalidArgumentError. O(bytes of the model).
         """
@@ -89,7 +89,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self.weights.embedding.device
 
     @property
@@ -106,8 +106,8 @@ class LoadedModel:
 class ModelRunner:
     """Runs steps of one model over a KV cache of `num_blocks` blocks, in the model's dtype, or e4m3 with `scales`.
 
-    num_slots: for live states, if the model has layers that keep one. Attribute: draw_tokens, the kernel that draws
-    from the logits, or None. Raises InvalidArgumentError for sizes below 1.
+    num_slots: how many live states to have room for, if the model's layers keep states. Attribute: draw_tokens, the
+    kernel that draws tokens from logits, or None. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class ModelRunner:
 
     @property
     def num_slice_layers(self) -> int:
-        """The layers through which `run` can take a chunk in slices; 1: it can't.
+        """The number of layers, if `run` can compute a chunk a few layers at a time; 1 if it can't.
 
-        It can't where layers keep states: one is saved when all layers of a step are done, and a slice isn't.
+        It can't where layers keep states, since a state is saved only after a step through all layers.
         """
         return 1 if self.model.config.has_states else self.model.config.num_layers
 
     def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None, drawn: Tensor | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
-        First makes the chunks' copies, of shared blocks that this step would write to. score: called with all rows, in
-        the order of the chunks. drawn: the tokens that the step before has drawn (`BegunDraws.tokens`), for chunks with
-        a `source`. A slice of an open chunk is a step of its own, and has no logits.
+        First makes the chunks' copies of shared blocks that this step would write to. score: called with all rows, in
+        the order of the chunks. drawn: the tokens that the previous step has drawn (`BegunDraws.tokens`), for chunks
+        with a `source`. A slice of an open chunk is a step of its own, and has no logits.
         """
         part = chunks[0].part
         if part is not None:
@@ -145,7 +145,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
-        """Make copies between states and blocks, as `manager.states.take_copies` gives them: before or after `run`."""
+        """Copy between states and blocks, as `manager.states.take_copies` says. Call it before or after `run`."""
         if self.kv_cache.states is not None:
             self.kv_cache.states.copy(copies, self.kv_cache)
 
@@ -169,16 +169,16 @@ class ModelRunner:
         return batch
 
     def warm_up_steps(self, max_num_seqs: int, max_num_tokens: int = 1) -> list[WarmUpStep]:
-        """Steps that compile and capture all that steps of so many sequences and tokens need. None for plain torch.
+        """Steps that compile and capture what steps up to this size need. Empty for plain torch.
 
-        Run them while nothing is cached or running. They then change no state that matters.
+        Run them only while nothing is running. They change no cached block.
         """
         del max_num_seqs, max_num_tokens
         return []
 
     @staticmethod
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
-        """A chunk as rows of a batch. Their block tables are the sequence's own lists."""
+        """Turn a chunk into rows of a batch. Their block tables are the sequence's own lists."""
         sequence = chunk.request.sequence
         if sequence.side_tables is None:
             return SequenceRows(

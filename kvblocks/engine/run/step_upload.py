@@ -1,4 +1,4 @@
-"""Uploads a step to the device: all that is new, in one transfer.
+"""Uploads what is new in a step to the device, in one transfer.
 
 A step is packed into one vector of int32 in pinned host memory: the tokens; for each sequence its length, the number of
 its read-only tokens, and its row of each group's resident table; then the tables' new entries. The device computes
@@ -23,7 +23,10 @@ from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
 from kvblocks.engine.sampling.feeding import feed
 
 DECODE_COLUMNS = 3
-"""The first rows of a decode step's columns: token ids, lengths, read-only tokens. Each group's table rows follow."""
+"""How many rows of a decode step's columns come first: token ids, lengths, read-only tokens.
+
+Table rows by group follow.
+"""
 
 Sections = list[list[int]]
 """Parts of the vector that a step is."""
@@ -34,7 +37,8 @@ class UploadedStep:
     """An uploaded step: int32 vectors on the device, valid until the next upload.
 
     decode_columns: [DECODE_COLUMNS + num_groups, num_seqs], padded; or None when the step isn't all decodes.
-    table_rows: by group, of each sequence. The rest: as in `StepBatch`, with `num_readonly` by sequence.
+    table_rows: for each group, the row of each sequence in the resident table. num_readonly: the read-only tokens of
+    each sequence. The other fields are as in `StepBatch`.
     """
 
     token_ids: Tensor
@@ -55,9 +59,9 @@ class UploadedStep:
 
 @dataclass(frozen=True)
 class RaggedSize:
-    """The size of a step that is padded to so many tokens and sequences, in models with so many groups.
+    """The padded size of a step: numbers of tokens, of sequences, and of KV-cache groups.
 
-    Each sequence has a row of logits, wanted or not.
+    Each sequence has one row of logits, whether wanted or not.
     """
 
     num_tokens: int
@@ -66,11 +70,14 @@ class RaggedSize:
 
     @property
     def num_values(self) -> int:
-        """The length of the vector that a step is."""
+        """The length of the int32 vector that holds a step."""
         return sum(self._sizes)
 
     def split(self, vector: Tensor, max_seq_len: int) -> UploadedStep:
-        """The step in a vector: views of it. max_seq_len: at least the most tokens in a context."""
+        """Split a vector into the fields of a step, as views.
+
+        max_seq_len: an upper bound of the tokens in a context.
+        """
         token_ids, seq_lens, num_readonly, *rest = vector.split(self._sizes)
         *table_rows, query_start, logits_rows = rest
         shape = StepShape(0, self.num_tokens, max_seq_len)
@@ -92,7 +99,7 @@ class UploadCounts:
 
 
 class StepUploader:
-    """Uploads steps, and the changes of `tables`, one for each group, which this object owns. Attribute: counts."""
+    """Uploads steps and the changes of `tables`, one for each group, which it owns. Attribute: counts."""
 
     def __init__(self, tables: Sequence[ResidentTable], block_size: int) -> None:
         self.tables = tuple(tables)
@@ -103,9 +110,9 @@ class StepUploader:
         self._was_read: torch.cuda.Event | None = None
 
     def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize, drawn: Tensor | None = None) -> Tensor:
-        """Upload a step that `size` holds, padded to it: int32 [size.num_values], in the order of `RaggedSize.split`.
+        """Upload a step padded to `size`, and return int32 [size.num_values], in the order of `RaggedSize.split`.
 
-        The sequence behind the last one gets the padding's tokens, at read-only positions. Otherwise as `upload`.
+        An extra sequence after the last one holds the padding's tokens, at read-only positions. Otherwise as `upload`.
         """
         num_missing = size.num_tokens - sum(len(sequence.token_ids) for sequence in rows)
         zeros = [0] * (size.num_seqs - len(rows))
@@ -182,7 +189,7 @@ class StepUploader:
         return parts[:num_sections]
 
     def batch(self, step: UploadedStep) -> StepBatch:
-        """Lay out the step of the last upload. Block tables are cut to the length of the longest context."""
+        """Lay out the last uploaded step as a batch. Block tables are cut to the length of the longest context."""
         width = -(-step.shape.max_seq_len // self._block_size)
         found = zip(self.tables, step.table_rows, strict=True)
         tables = [table.blocks[:, :width].index_select(0, rows) for table, rows in found]
@@ -235,7 +242,7 @@ class StepUploader:
 def lay_out(step: UploadedStep, block_tables: Sequence[Tensor], block_size: int) -> StepBatch:
     """The batch of a step, computed on the device. Reads no tensor on the host.
 
-    block_tables: of each group, int32 [num_seqs, max_blocks], the rows of the step's sequences.
+    block_tables: for each group, int32 [num_seqs, max_blocks], the rows of the step's sequences.
     """
     num_tokens, num_seqs, device = step.token_ids.shape[0], step.seq_lens.shape[0], step.token_ids.device
     if step.decode_columns is not None:

@@ -1,8 +1,8 @@
-"""Steps without requests, so that all is compiled and captured before the first request comes.
+"""Steps without requests that compile and capture everything before the first request comes.
 
 A kernel is compiled when it is first launched, which takes seconds, and a bucket of decode steps is captured when it is
-first needed. So each kind of step that a runner has is run once, on padding. Its rows are at read-only positions of
-block 0, whatever that holds, and store nothing.
+first needed. So each kind of step is run once, on padding, whose rows are at read-only positions of block 0 and store
+nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,14 @@ from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.step_upload import UploadedStep, lay_out
 
 PROMPT_ROWS = 256
-"""Enough rows for the kernels of prompts, whatever a model's groups of heads are."""
+"""Enough rows that the kernels for prompts are chosen, for any number of query heads per KV head."""
 
 WarmUpStep = tuple[str, Callable[[], object]]
-"""A description for people, and the step."""
+"""A readable name, and the function that runs the step."""
 
 
 def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequence[int], length: int) -> StepBatch:
-    """A step of sequences with so many rows each, at most `length`, the tokens in context. It stores nothing."""
+    """A step that stores nothing. rows: the rows of each sequence. length: the tokens in context, at least as many."""
     device = tables[0].blocks.device
 
     def vector(numbers: Sequence[int]) -> torch.Tensor:
@@ -46,7 +46,7 @@ def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequen
 
 
 def batches(tables: Sequence[ResidentTable], block_size: int, max_tokens: int) -> Iterator[tuple[str, StepBatch]]:
-    """A prompt, a short prompt, and both after a decode, with contexts of at most `max_tokens`."""
+    """Yield a prompt, a short prompt, and a decode with a prompt, with contexts of at most `max_tokens`."""
     room = min(max_tokens, tables[0].blocks.shape[1] * block_size)
     prompt = min(PROMPT_ROWS, room)
     kinds = (("prompts", [prompt]), ("short prompts", [min(2, room)]), ("decodes and prompts", [1, prompt]))

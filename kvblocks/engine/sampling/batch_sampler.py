@@ -3,12 +3,12 @@
 A step's draws are begun, and read later (`BegunDraws`), so that the next step can be launched between the two.
 
 Draws that need the same work form a group: greedy draws, plain draws, and draws that read only the most likely tokens.
-Mostly a step has the groups of the step before, since its requests are the same.
-The latter first read a fixed number of tokens, which nearly always suffices. Otherwise the draw is repeated with the
-whole sorted vocabulary and the same random number. So the token is always the one that `SamplingParams` defines.
+The last kind first reads a fixed number of tokens, which nearly always suffices. If it doesn't, the draw is repeated
+with the whole sorted vocabulary and the same random number, so the token is always the one that `SamplingParams`
+defines. Most steps have the groups of the step before, since their requests are the same.
 
-On a GPU with Triton, one kernel draws all tokens that come without logarithms, in one launch, and reads as much as each
-draw needs (`kernels.draw`).
+On a GPU with Triton, one launch of a kernel (`kernels.draw`) draws all tokens for which no log probabilities were
+asked. It reads only as much as each draw needs.
 
 On a CPU a group is computed a few rows at a time, so that intermediate values stay in the processor's cache.
 """
@@ -66,11 +66,11 @@ class SamplingCounts:
 
 
 DrawTokens = Callable[[Tensor, Tensor], Tensor]
-"""As `kernels.draw.draw_tokens`: (logits, parameters of draws) -> token, whether it is broken, and 1, for each draw."""
+"""`kernels.draw.draw_tokens`: from logits and draws' parameters to a row per draw: token, whether broken, and 1."""
 
 
 def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:
-    """How many of the most likely tokens a draw reads first: 0 if it needs none, all if it may need nearly all."""
+    """How many of the most likely tokens a draw reads first: 0 if it needs no order, all if it may need nearly all."""
     vocab_size = logits.shape[1]
     is_limited = _is_limited(params, vocab_size)
     if not is_limited and not params.logprobs:
@@ -89,9 +89,11 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 class AlikeDraws(NamedTuple):
     """Draws that need the same work. places, rows: each one's index among the outcomes, and its row of logits.
 
-    num_likely: how many of the most likely tokens they read. width: the most top tokens whose logarithms a draw wants;
-    -1: no logarithms. draw_tokens: draws them; greedy and limited draws are alike then, and it says neither.
-    parameters: what that takes, float64 [draws, 6], but for rows and random numbers.
+    is_changed: whether logits are changed before the draw, by penalties, a bias or excluded tokens. num_likely: how
+    many of the most likely tokens they read. width: the most top tokens whose log probabilities a draw wants; -1: none
+    at all. draw_tokens: the kernel that draws them, or None. With it, greedy and limited draws need the same work, so
+    the group is marked as neither. parameters: what the kernel takes, float64 [draws, 6], but for rows and random
+    numbers.
     """
 
     places: list[int]
@@ -116,30 +118,30 @@ class AlikeDraws(NamedTuple):
 
     @property
     def num_results(self) -> int:
-        """How many numbers a draw results in."""
+        """How many numbers each draw returns."""
         return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
 
     @property
     def is_by_kernel(self) -> bool:
-        """Whether the kernel draws them from the logits as they are, and needs no memory for other logits."""
+        """Whether the kernel draws from the unchanged logits, so that no copy of them is needed."""
         return self.draw_tokens is not None and not self.is_changed
 
     def is_final(self, vocab_size: int) -> bool:
-        """Whether the device alone decides the tokens: no draw is ever repeated, and no logarithms come with it."""
+        """Whether the device alone decides the tokens: no draw is ever repeated, and none returns log probabilities."""
         return self.width < 0 and (self.draw_tokens is not None or not self.is_limited or self.num_likely == vocab_size)
 
     @property
     def is_bare(self) -> bool:
-        """Whether only the most likely token is wanted, of logits as they are."""
+        """Whether only the most likely token of the unchanged logits is wanted."""
         return self.draw_tokens is None and self.is_greedy and not self.is_changed and self.width < 0
 
 
 def group_draws(
     draws: Sequence[Draw | Exception], rows: Sequence[int], logits: Tensor, draw_tokens: DrawTokens | None = None
 ) -> list[AlikeDraws]:
-    """Groups of draws that need the same work, in the draws' order. Exceptions are in none.
+    """Return groups of draws that need the same work. Each keeps the draws' order; exceptions are in none.
 
-    rows: of `logits`, one for each draw. draw_tokens: for those without logarithms, or None.
+    rows: of `logits`, one for each draw. draw_tokens: the kernel for draws without log probabilities, or None.
     """
     vocab_size = logits.shape[1]
     groups: dict[tuple[bool, bool, bool, int, bool], list[tuple[int, int, Draw]]] = {}
@@ -165,7 +167,10 @@ def group_draws(
 
 
 class BatchSampler:
-    """Draws the tokens of steps. draw_tokens: draws those without logarithms; None: plain torch does. Read: counts."""
+    """Draws the tokens of steps. draw_tokens: the kernel for draws without log probabilities; None: plain torch draws.
+
+    Attribute: counts.
+    """
 
     def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
         self.counts = SamplingCounts()
@@ -182,9 +187,10 @@ class BatchSampler:
     def begin(self, logits: Tensor, draws: Sequence[Draw | Exception], rows: list[int]) -> "BegunDraws":
         """Begin to draw, without waiting. rows: of `logits` [rows, vocab], the one from which each draw is made.
 
-        An exception in place of a draw is its own outcome. A row with NaN gives BrokenLogitsError. Other draws get
-        their tokens anyway. logits: of any float type; they aren't changed, and may be overwritten once the draws are
-        read, or by work that the device does later if `BegunDraws.tokens` isn't None. O(draws x vocab).
+        An exception in the place of a draw becomes its outcome. The outcome of a row with NaN is BrokenLogitsError.
+        Neither affects other draws. logits: any float dtype, unchanged. They may be overwritten once the draws have
+        been read; if `BegunDraws.tokens` isn't None, work that the device does later may overwrite them, too. O(draws x
+        vocab).
         """
         sound = [draw for draw in draws if not isinstance(draw, Exception)]
         self.counts.num_draws += len(sound)
@@ -209,10 +215,10 @@ class BatchSampler:
 
 
 class BegunDraws:
-    """Draws that a device makes, and whose results are on their way to the host. For `BatchSampler`.
+    """Draws that have begun on a device, with their results on the way to the host. Made by `BatchSampler.begin`.
 
-    tokens: the tokens on the device, in the order of the draws, if all of them are final there: numbers of any type
-    [num_draws]. None: some draw has failed, or may have to be repeated, or there are logarithms or no draws.
+    tokens: the tokens on the device, in the order of the draws, if all of them are final there: [num_draws], of any
+    dtype. None if a draw has failed or may have to be repeated, or if there are log probabilities or no draws.
     """
 
     def __init__(

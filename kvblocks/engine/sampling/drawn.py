@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token: logarithms of probability, before penalties, temperature and limits.
+    """The log probabilities of a token and its alternatives, before penalties, temperature and limits.
 
-    logprob: of the token itself. top: the most likely tokens with their logarithms, as many as were asked for, the most
-    likely first; of equally likely ones, the first in the vocabulary. Logarithms are finite: a masked token has about
-    -3.4e38.
+    logprob: that of the token itself. top: the most likely tokens with theirs, as many as were asked for, in descending
+    order; equally likely ones in the order of the vocabulary. All are finite: a masked token has about -3.4e38.
     """
 
     logprob: float
@@ -18,7 +17,7 @@ class TokenLogprobs:
 
 
 class Drawn(NamedTuple):
-    """A token. logprobs: if they were asked for."""
+    """A drawn token. logprobs: None unless they were asked for."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -1,6 +1,6 @@
-"""Puts tokens that only the device knows into a step: those that the step before has drawn.
+"""Puts tokens that only the device knows into a step: those that the previous step has drawn.
 
-In the token ids of a step, -1 - i stands for the i-th token that was drawn (`ScheduledChunk.token_ids`).
+In the token ids of a step, -1 - i stands for the drawn token with index i (`ScheduledChunk.token_ids`).
 """
 
 from torch import Tensor
@@ -9,8 +9,8 @@ from torch import Tensor
 def feed(token_ids: Tensor, codes: list[int], drawn: Tensor) -> None:
     """Replace the codes in `token_ids` by the tokens that were drawn. Never waits for the device.
 
-    token_ids: integers [at least len(codes)], which begin with `codes` and are 0 or more behind them. drawn: numbers
-    [num_draws], on the same device. Decode steps of the same sequences as the step before take one launch.
+    token_ids: integers [at least len(codes)] that begin with `codes`; those after them aren't negative. drawn: numbers
+    [num_draws], on the same device. A decode step of the same sequences as the previous step takes one launch.
     """
     number = len(codes)
     if number <= len(drawn) and codes == list(range(-1, -1 - number, -1)):

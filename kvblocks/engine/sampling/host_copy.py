@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor to the host that begins now and is read later. On a CPU it is the tensor itself.
+    """A copy of a tensor to the host, begun now and read later. On a CPU it is the tensor itself.
 
-    The copy goes to pinned memory, behind the work that the device was given before. Work that it is given later
-    doesn't change the copy.
+    It goes to pinned memory, after the work that the device already has. Work that the device gets later doesn't change
+    it.
     """
 
     def __init__(self, values: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from kvblocks.arguments import check_count, is_number, wrong
 
 MAX_LOGPROBS = 1000
-"""The most top tokens whose logarithms can be asked for."""
+"""The most top tokens whose log probabilities can be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,11 @@ class SamplingParams:
     temperature: 0 is greedy: the first of the largest logits is taken, and the parameters below are ignored. Otherwise
     logits are divided by it, and tokens are drawn in proportion to e ** logit.
     min_p: keeps tokens whose probability is at least this share of the most likely token's. 0 to 1.
-    top_k: keeps the k most likely of the remaining tokens; None: all. top_p: of these, keeps as few of the most likely
-    as together have this share of their total probability. Of equally likely tokens, the first in the vocabulary counts
-    as more likely.
-    logprobs: how many of the most likely tokens each drawn token comes with, with their logarithms of probability; 0:
-    only the drawn token's logarithm; None: no logarithms. They are the model's own, of the logits before all of the
-    above.
+    top_k: keeps the k most likely of the remaining tokens; None: all. top_p: of these, keeps the smallest set of most
+    likely ones that together have this share of their total probability. Of equally likely tokens, the first in the
+    vocabulary counts as more likely.
+    logprobs: how many of the most likely tokens are returned with each drawn token, with their log probabilities; 0:
+    only the drawn token's own; None: none. They are those of the logits before all of the above.
 
     The defaults have no effect and no cost. Raises InvalidArgumentError.
     """
@@ -72,7 +71,7 @@ class SamplingParams:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether earlier tokens are made less likely, or more. O(1)."""
+        """Whether any penalty changes how likely earlier tokens are. O(1)."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 

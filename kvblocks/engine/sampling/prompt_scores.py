@@ -1,10 +1,10 @@
-"""Scores of prompts: the logarithm of probability of each token, given those before it.
+"""Scores of prompts: the log probability of each token, given those before it.
 
-A row of a step predicts the next token. So a score needs the logits of all rows of a prompt, not only of the last one.
-They are computed and reduced some rows at a time, so that no more than a tile of logits exists at once.
+Each row of a step predicts the next token, so scoring a prompt needs the logits of all its rows, not only of the last
+one. They are computed and reduced a few rows at a time, so that only one tile of logits exists at once.
 
-A cached token is not computed, so it has no logits. So a prompt that is scored hits only tokens that are scored already
-(`PromptScores.num_scored`), after a preemption for example. What it computes is cached for all requests.
+A cached token is not computed, so it has no logits. Therefore a prompt to score only hits tokens that are scored
+already (`PromptScores.num_scored`), for example after a preemption. What it computes is cached for all requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _GPU_TILE = 2**26
 class PromptScores:
     """The scores of one prompt, which its samples share. num_logprobs: how many top tokens each score includes.
 
-    logprobs: of the tokens that are scored so far, from the first one, which has None: nothing comes before it.
+    logprobs: the scores so far, from the first token on. The first one's is None, since nothing comes before it.
     """
 
     def __init__(self, num_prompt_tokens: int, num_logprobs: int) -> None:
@@ -39,12 +39,12 @@ class PromptScores:
 
     @property
     def num_scored(self) -> int:
-        """How many of its first tokens need no more computing for their scores. O(1)."""
+        """How many leading tokens needn't be computed again for the scores. O(1)."""
         return len(self.logprobs) - 1
 
     @property
     def is_whole(self) -> bool:
-        """Whether all its tokens are scored. O(1)."""
+        """Whether all tokens are scored. O(1)."""
         return len(self.logprobs) == self._num_prompt_tokens
 
     def rows(self, start: int, stop: int) -> range:

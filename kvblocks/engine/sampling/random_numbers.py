@@ -1,8 +1,8 @@
 """Seeds, and random numbers made from them by hashing.
 
-A random number depends only on its seed and on the token's position in the answer. So the batch, a preemption or a
-repeated step doesn't change a token, and there is no state to keep or undo. BLAKE2b gives unrelated numbers for
-neighboring seeds and positions, takes a microsecond, and is the same everywhere.
+A random number depends only on its seed and on the token's position in the answer. So neither the batch nor a
+preemption nor a repeated step changes a token, and there is no state to keep or undo. BLAKE2b gives unrelated numbers
+for neighboring seeds and positions, takes a microsecond, and is the same everywhere.
 """
 
 from functools import lru_cache
@@ -14,15 +14,15 @@ MAX_SEED = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number, from 0 to below 1, for token `position` of the answer with `seed`. O(1).
+    """The random number in [0, 1) for the token at `position` of an answer with `seed`. O(1).
 
-    It has 53 bits, the whole precision of a float. seed, position: 0 to 2**64 - 1, unchecked.
+    It has 53 bits, the full precision of a float. seed, position: 0 to 2**64 - 1, unchecked.
     """
     return (_hash(seed, position, b"kvblocks draw") >> 11) * 2.0**-53
 
 
 def sample_seed(seed: int, number: int) -> int:
-    """The seed of a prompt's sample `number`, from 0, in a call with `seed`. The first sample has `seed` itself.
+    """The seed of a prompt's sample `number` (from 0) in a call with `seed`. The first sample uses `seed` itself.
 
     The seeds of the others are hashed, so that calls with neighboring seeds have no sample in common. seed: 0 to
     2**64 - 1. Raises InvalidArgumentError.

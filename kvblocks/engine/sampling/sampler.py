@@ -16,9 +16,10 @@ GREEDY = SamplingParams()
 
 
 class TokenCounts:
-    """How often an answer has each token so far. with_prompt: include the prompt's tokens, which count 0 times.
+    """How often each token has come in an answer. with_prompt: also list the prompt's tokens, with a count of 0.
 
-    tokens, counts: int64, in the same order, each token once. They grow in place: copy them before the next `catch_up`.
+    tokens, counts: int64, in the same order, each token once. They grow in place, so copy them before the next
+    `catch_up`.
     """
 
     def __init__(self, *, with_prompt: bool) -> None:
@@ -30,7 +31,7 @@ class TokenCounts:
         self._is_whole = True
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Count the tokens that `sequence` has got since the last call. O(new tokens)."""
+        """Count the tokens that `sequence` has gained since the last call. O(new tokens)."""
         if not self._is_whole:  # the last call was interrupted: begin again
             self.tokens, self.counts, self._places, self._num_seen = array("q"), array("q"), {}, 0
         self._is_whole = False
@@ -48,17 +49,20 @@ class TokenCounts:
 
 
 class Constraint(Protocol):
-    """The state of one answer whose text must have some form."""
+    """The state of one answer whose text must follow a grammar."""
 
     def allowed(self, sequence: Sequence) -> Tensor:
-        """Return which tokens may come next: a bit each, int32 [vocab / 32] on the host, valid until the next call."""
+        """Return which tokens may come next, as a bit mask: int32 [vocab / 32] on the host.
+
+        Valid until the next call.
+        """
 
 
 class Draw(NamedTuple):
-    """How to draw from a row of logits. uniform: the random number. seen: earlier tokens, if there are penalties.
+    """How to draw from a row of logits. uniform: the random number.
 
-    bias: what is added to tokens' logits. banned: tokens that are excluded. allowed: a bit for each token, set if it is
-    allowed, as from `Constraint`; None: all are.
+    seen: counts of earlier tokens, if there are penalties. bias: what to add to the logits of tokens. banned: tokens to
+    exclude. allowed: a bit mask of the allowed tokens, as from `Constraint`; None: all are allowed.
     """
 
     params: SamplingParams
@@ -77,8 +81,7 @@ class Draw(NamedTuple):
 class Sampler:
     """Prepares the draws of one request. seed: 0 to 2**64 - 1; None: a random one. Raises InvalidArgumentError.
 
-    ban: excludes tokens at the beginning of an answer. constraint: the form of the answer's text; None: any text.
-    bias: tokens with what is added to their logits.
+    constraint: the form of the answer's text; None: any text. bias: for each biased token, what to add to its logit.
     """
 
     def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
@@ -100,13 +103,14 @@ class Sampler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether how a token is drawn depends on the tokens before it: by penalties, or by the text's form. O(1)."""
+        """Whether a draw depends on the answer's earlier tokens, because of penalties or a grammar. O(1)."""
         return self._seen is not None or self.constraint is not None
 
     def next_draw(self, sequence: Sequence, num_unknown: int = 0) -> Draw:
-        """How to draw the next token of `sequence`. The same until the sequence has that token. O(new tokens).
+        """How to draw the next token of `sequence`. Calls give the same result until the sequence has that token.
 
-        num_unknown: how many tokens before it the sequence doesn't have yet; 0 if the sampler `needs_tokens`.
+        O(new tokens). num_unknown: how many tokens before it the sequence doesn't have yet. It must be 0 if the sampler
+        `needs_tokens`.
         """
         if self._seen is not None:
             self._seen.catch_up(sequence)

@@ -1,13 +1,13 @@
-"""The arithmetic of sampling on tensors, a row for each draw, on whatever device the rows are on.
+"""The arithmetic of sampling on tensors, one row per draw, on any device.
 
-Weights are integers in proportion to e ** (logit / temperature). The largest is 2 ** q, where q is such that a row's
+Weights are integers in proportion to e ** (logit / temperature). The largest is 2 ** q, with q chosen so that a row's
 sum has at most 62 bits. So sums are exact, and a token depends neither on the order in which a device adds nor on the
 batch. A token less likely than 2 ** -q of the most likely one is never drawn; q is 44 for a vocabulary of 128k. All
 operations but `exp` are exact, or round each number by itself. Tests check that `exp` gives a number the same bits at
 any index.
 
-One random number u selects a token: the first one at which the running sum of weights exceeds u times the sum of all
-weights. Nothing here reads a value of a tensor on the host, so nothing waits for a GPU.
+A random number u selects the first token at which the running sum of weights exceeds u times the sum of all weights.
+Nothing here reads a tensor's value on the host, so nothing waits for a GPU.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,13 @@ from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.workspace import Workspace
 
 _BLOCK = 128
-"""Weights per block: the search first finds a block by the blocks' sums. A running sum over a row would take longer."""
+"""Weights per block.
+
+The search first finds a block by the blocks' sums, which is faster than a running sum over a row.
+"""
 
 _GROUP = 16
-"""Values per group: the search for a row's largest values first compares the groups' maxima."""
+"""Values per group. The search for a row's largest values first compares the groups' maxima."""
 
 _MAGNITUDE = 0x7FFFFFFF
 _INDEX = 0xFFFFFFFF
@@ -33,7 +36,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Columns:
-    """The parameters of draws as tensors [num_draws, 1], with facts about all draws that the host knows.
+    """The parameters of draws as tensors [num_draws, 1], and facts about all of them that the host knows.
 
     scale: 1 / temperature, float32. top_k: int64, at most the vocabulary's size. top_p, min_p, uniform: float64.
     num_logprobs: int64. repetition, presence, frequency: float32. has_min_p: whether any draw has a min_p.
@@ -93,12 +96,12 @@ class Columns:
 
 
 def scale_of(params: SamplingParams) -> float:
-    """1 / temperature. Its bounds are far beyond useful temperatures, and neither infinite nor 0 in float32."""
+    """1 / temperature, clamped so that it is neither infinite nor 0 in float32. Useful temperatures aren't affected."""
     return min(max(1 / max(params.temperature, 2.0**-126), 2.0**-100), 2.0**126)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`, without waiting for it: torch keeps pinned memory until the copy is done."""
+    """Copy `values` to `device` without waiting. torch keeps the pinned memory until the copy is done."""
     is_on_its_way = device.type == "cuda" and values.device.type == "cpu"
     return values.pin_memory().to(device, non_blocking=True) if is_on_its_way else values.to(device)
 
@@ -106,7 +109,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
     """Change float32 `logits` [num_draws, vocab] by the penalties for earlier tokens. O(entries).
 
-    entries: int64 [3, number]: the draw, a token (at most once for each draw), and how often the answer has it.
+    entries: int64 [3, num_entries]: rows of draws, tokens (each at most once per draw), and how often the answer has
+    them.
     """
     draws, tokens, counts = entries
     flat, places = logits.view(-1), draws * logits.shape[1] + tokens
@@ -117,18 +121,19 @@ def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
 
 
 def add_bias(logits: Tensor, entries: Tensor, values: Tensor) -> None:
-    """Add to float32 `logits` [num_draws, vocab]. O(entries).
+    """Add biases to float32 `logits` [num_draws, vocab], in place. O(entries).
 
-    entries: int64 [2, number]: the draw, and a token (at most once for each draw). values: float32 [number].
+    entries: int64 [2, num_entries]: rows of draws, and tokens (each at most once per draw). values: float32
+    [num_entries].
     """
     draws, tokens = entries
     logits.view(-1)[draws * logits.shape[1] + tokens] += values
 
 
 def ban(logits: Tensor, entries: Tensor) -> None:
-    """Make tokens impossible in float32 `logits` [num_draws, vocab]; a NaN stays one. O(entries).
+    """Make tokens impossible in float32 `logits` [num_draws, vocab], in place. A NaN stays NaN. O(entries).
 
-    entries: int64 [2, number]: the draw, and a token.
+    entries: int64 [2, num_entries]: rows of draws, and tokens.
     """
     draws, tokens = entries
     flat, places = logits.view(-1), draws * logits.shape[1] + tokens
@@ -137,16 +142,16 @@ def ban(logits: Tensor, entries: Tensor) -> None:
 
 
 def restrict(logits: Tensor, rows: Tensor, is_allowed: Tensor) -> None:
-    """Make tokens impossible in some rows of float32 `logits` [num_draws, vocab]; a NaN stays one. O(rows x vocab).
+    """Make tokens impossible in some rows of float32 `logits` [num_draws, vocab], in place. A NaN stays NaN.
 
-    rows: int64 [number]. is_allowed: bool [number, vocab].
+    rows: int64 [num_rows]. is_allowed: bool [num_rows, vocab]. O(num_rows x vocab).
     """
     own = logits.index_select(0, rows)
     logits.index_copy_(0, rows, own.masked_fill(is_allowed.logical_or(own.isnan()).logical_not_(), -torch.inf))
 
 
 def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of each row's largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
+    """The index of each row's first largest logit, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
     if logits.is_cpu and logits.dtype == torch.float32:  # numpy's argmax takes a tenth of the time
         tokens = torch.from_numpy(logits.numpy().argmax(-1, keepdims=True))
     else:
@@ -157,7 +162,8 @@ def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 def below_largest(logits: Tensor, memory: Workspace) -> tuple[Tensor, Tensor]:
     """How far each logit is below its row's largest, at most 0; and whether the row has a NaN: bool [num_draws, 1].
 
-    Infinite logits count as the largest and smallest float32. So in a row whose tokens are all masked, all are equal.
+    Infinite logits count as the largest and smallest float32. So if all tokens of a row are masked, all are equally
+    likely.
     """
     below = _clamped(logits, memory)
     largest = below.amax(-1, keepdim=True)
@@ -183,11 +189,11 @@ def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
 
 
 def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Workspace) -> tuple[Tensor, Tensor]:
-    """A token of each row, drawn by weight from those that min_p, top_k and top_p leave: int64 [num_draws, 1].
+    """Draw a token of each row, by weight, from those that min_p, top_k and top_p leave: int64 [num_draws, 1].
 
-    Also returns whether it is certain: bool [num_draws, 1]. Only the `num_likely` largest of each row are read. The
-    token isn't certain if min_p, top_k and top_p may leave more tokens than these. A certain token is the one that
-    reading all gives. top_k must be less than num_likely, or both must be the vocabulary's size. below: from
+    Also returns whether the token is certain, that is, the same as if all logits had been read: bool [num_draws, 1].
+    Only the `num_likely` largest of each row are read, so a token isn't certain if min_p, top_k and top_p may leave
+    more than these. top_k must be less than num_likely, or both must be the vocabulary's size. below: from
     `below_largest`; overwritten.
     """
     num_draws, vocab_size = below.shape
@@ -222,11 +228,12 @@ def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Works
 def logprobs_of(
     logits: Tensor, tokens: Tensor, columns: Columns, num_likely: int, width: int, memory: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """The logarithms of probability of `tokens` [num_draws, 1], and of the `width` most likely tokens of each row.
+    """The log probabilities of `tokens` [num_draws, 1], and of the `width` most likely tokens of each row.
 
-    Returns float64 [num_draws, 1 + 2 x width]: the token's logarithm, those of the most likely tokens, and these
-    tokens. Also returns whether these tokens are certain: bool [num_draws, 1]. num_likely: how many largest logits are
-    read, more than are asked for, or all. Infinite logits count as the largest and smallest float32.
+    Returns float64 [num_draws, 1 + 2 x width]: the log probability of the token, those of the most likely tokens, and
+    the ids of these tokens. Also returns whether these are certainly the most likely ones: bool [num_draws, 1].
+    num_likely: how many of the largest logits are read: more than `width`, or all. Infinite logits count as the largest
+    and smallest float32.
     """
     logs = memory.take("logarithms", (logits.shape[0], logits.shape[1]), torch.float32, logits.device)
     torch.log_softmax(_clamped(logits, memory), -1, out=logs)

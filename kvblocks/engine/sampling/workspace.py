@@ -1,13 +1,13 @@
-"""Memory for intermediate results."""
+"""Memory for the intermediate results of sampling."""
 
 import torch
 from torch import Tensor
 
 
 class Workspace:
-    """Tensors to write to, by name; on a CPU they are kept.
+    """Scratch tensors by name, which are kept for reuse on a CPU.
 
-    Fresh memory costs a page fault every 4 KiB, which takes several times as long as the computation on it. A CPU's
+    Fresh memory costs a page fault every 4 KiB, which takes several times as long as the computation on it. The CPU's
     allocator may or may not reuse memory; torch's allocator for GPUs does.
     """
 
@@ -15,7 +15,10 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor with any contents, valid until the name is taken again. A name has one dtype. O(1), or a growth."""
+        """An uninitialized tensor, valid until the name is taken again. A name has one dtype.
+
+        O(1) unless it must grow.
+        """
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         size = shape[0] * shape[1]

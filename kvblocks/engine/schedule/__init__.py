@@ -1,1 +1,1 @@
-"""Scheduling: requests, the scheduler, and the orders of admission. Needs the core only."""
+"""Scheduling: requests, the scheduler, and the orders of admission. Needs no torch, only the block manager."""

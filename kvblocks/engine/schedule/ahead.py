@@ -1,15 +1,15 @@
-"""The step behind one whose tokens aren't known yet, planned while the device still computes that one.
+"""Plans the next step before the tokens of the current one are known, while the device still computes it.
 
-What is planned is a decode step: each running request computes the token that the step before samples for it. The
-request reserves a slot for it, as vLLM's async scheduler does for its placeholders. The token joins the sequence when
-it is known, and only then takes the slot, so a block is cached only with tokens that are known.
+The planned step is a decode step: each running request computes the token that the current step samples for it. The
+request reserves a slot for that token, as vLLM's async scheduler does for its placeholders. The token joins the
+sequence once it is known, and only then takes the slot, so a block is cached only with known tokens.
 
-A request whose unknown token ends it, such as a stop token, is computed once too often. Its blocks, the reserved slot
-included, are given back when the token is known. Whoever gets them writes in a later step, which the device computes
-later. So the KV of a token behind the end is in nobody's context, and is never cached.
+A request whose unknown token turns out to end it, such as a stop token, is computed once too often. Its blocks, the
+reserved slot included, are given back when the token is known. Their next owner writes to them in a later step, which
+the device computes later. So the KV of a token after the end is in nobody's context, and is never cached.
 
-Nobody is preempted for such a step. Where the pool hasn't a block for everybody who needs one, nothing is planned
-before the tokens are known.
+Nobody is preempted for such a step. If the pool lacks a block for any request that needs one, nothing is planned until
+the tokens are known.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ from kvblocks.manager import KVCacheManager
 def may_plan(manager: KVCacheManager, remembered: RememberedPrompts | None) -> bool:
     """Whether steps can be planned ahead at all. O(groups).
 
-    They can't where layers keep a state, since a checkpoint is taken of known tokens. Nor where next tokens are
-    remembered, since a prompt is kept as it is before its answer goes on.
+    They can't if layers keep a state, since checkpoints need known tokens, nor if next tokens are remembered, since a
+    prompt is kept as it is before its answer goes on.
     """
     return remembered is None and not keeps_states(manager)
 
@@ -39,15 +39,16 @@ def plan(
     step: Items[ScheduledChunk],
     budget: int,
 ) -> list[ScheduledChunk]:
-    """Return the decodes behind `step`, with slots reserved; empty, and nothing has changed, if they can't be planned.
+    """Plan the decodes after `step`, and reserve their slots. Empty, with nothing changed, if they can't be planned.
 
-    running: the requests that a step could compute now. waiting: those that could be admitted to it. budget: how many
-    tokens a step computes at most. They can be planned if `step` samples for all of the running requests, and the pool
-    has a block for each that needs one. A request that has all its tokens once it has the one of `step` isn't computed
-    any more. O(requests + new blocks).
+    running: the requests that a step could compute now. waiting: those that it could admit. budget: the most tokens of
+    a step. The decodes can be planned if `step` samples for all running requests, and the pool has a block for each
+    that needs one. A request that is complete with the token of `step` isn't computed any more. O(requests + new
+    blocks).
 
-    Samples of a prompt, prompts to score and prompts without an answer change as their step ends. So their step is read
-    before anybody can cancel one of them. It is no planned step, and where they wait, none is planned.
+    Several samples of a prompt, prompts to score and prompts without an answer change when their step ends, so that
+    step has to be read before one of them can be cancelled. It is never a planned step, and while such a request waits,
+    no step is planned.
     """
     if any(request.siblings or request.max_hit_tokens is not None or not request.max_tokens for request in waiting):
         return []
@@ -75,10 +76,10 @@ def plan(
 def take_tokens(
     manager: KVCacheManager, step: Items[ScheduledChunk], token_ids: Items[int | None], planned: Items[ScheduledChunk]
 ) -> set[Request]:
-    """Give the requests that go on in a planned step their tokens, with the slots that were reserved. Returns them.
+    """Give the requests that go on in a planned step their tokens and reserved slots. Returns these requests.
 
-    token_ids: of the chunks of `step`, which is known now. Blocks that get full are cached: their step was launched.
-    Requests that have ended, or end with their token, are left out. O(requests).
+    token_ids: the tokens of the chunks of `step`, which are known now. Blocks that become full are cached, since their
+    step was launched. Requests that have ended, or end with their token, are left out. O(requests).
     """
     going_on, sequences, tokens = set(), [], []
     for chunk in planned:

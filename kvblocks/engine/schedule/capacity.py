@@ -1,11 +1,11 @@
-"""What the pool can serve at all: how long a request may be, and how much of the pool pins leave.
+"""What the pool can serve at all: how long a request may be, and how much of the pool is left by pins.
 
 If needed, the oldest request gets the blocks of all others. So only three things can stop it for good: the model's
-context, the size of the pool, and pins of priority 100, which keep blocks that it doesn't share. Rather than wait for
-ever, the scheduler then raises StalledError, and the caller may unpin.
+context, the size of the pool, and pins of priority 100 on blocks that it doesn't share. In the last case the scheduler
+raises StalledError instead of waiting for ever, and the caller may unpin.
 
-A sequence needs blocks in every group of layers. In groups with a window it needs only blocks that a step sees. So the
-longest request depends on how many tokens a step computes of it at most.
+A sequence needs blocks in every group of layers. In groups with a window it needs only blocks that a step sees, so the
+longest possible request depends on how many of its tokens one step computes at most.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ NO_LIMIT = 1 << 62
 
 
 class StalledError(PoolExhaustedError):
-    """Pins leave too few blocks for `request`, even with the blocks of all other requests."""
+    """Pins leave too few blocks for `request`, even if it gets the blocks of all other requests."""
 
     def __init__(self, message: str, request: Request) -> None:
         super().__init__(message)
@@ -34,10 +34,10 @@ class StalledError(PoolExhaustedError):
 
 
 def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, num_step_tokens: int) -> None:
-    """Raise if the request could never finish, even alone, in steps of `num_step_tokens` tokens. Changes nothing.
+    """Raise an error if the request could never finish, even alone, in steps of `num_step_tokens` tokens.
 
-    RequestTooLongError: it never could; PoolExhaustedError: not until a pin ends. O(groups), and O(tokens pinned +
-    prompt) with pins.
+    Raises RequestTooLongError if it never could, and PoolExhaustedError if it couldn't until a pin ends. Changes
+    nothing. O(groups), and O(tokens pinned + prompt) with pins.
     """
     sequence = request.sequence
     num_tokens = sequence.num_prompt_tokens + request.max_tokens
@@ -65,7 +65,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
 
 
 def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tokens: int) -> int:
-    """Return the most tokens, prompt and generated, of a request that shares nothing with blocks that pins keep.
+    """Return the most tokens, prompt and answer, of a request that shares no blocks that pins of priority 100 keep.
 
     O(groups * log(tokens)), and O(tokens pinned) with pins.
     """
@@ -74,11 +74,11 @@ def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tok
 
 
 def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:
-    """Raise StalledError if the oldest running request, just refused, can't go on even if all others give way.
+    """Raise StalledError if the oldest running request, just refused, can't go on even when all others give way.
 
-    It can go on if the rest of the pool has room for its first `num_tokens` tokens, beside the blocks that it has. It
-    can also go on if it starts again with at most `max_num_tokens` tokens, and there is room beside the blocks that the
-    cache then has for it, which pins may hold. Changes nothing. O(tokens pinned + the request's tokens).
+    It can go on if the pool has room for its first `num_tokens` tokens, in addition to the blocks that it has. It can
+    also go on by starting again with at most `max_num_tokens` tokens, if there is room in addition to the blocks that
+    it would hit, which pins may hold. Changes nothing. O(tokens pinned + the request's tokens).
     """
     kept = _kept_blocks(manager)
     if not kept:
@@ -93,7 +93,10 @@ def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max
 
 
 def stalled(manager: KVCacheManager, request: Request) -> StalledError:
-    """The error for a request that the pool has just refused, with no other request to preempt. O(tokens pinned)."""
+    """Make the error for a request that the pool has just refused, with no other request to preempt.
+
+    O(tokens pinned).
+    """
     refusal = manager.last_refusal
     wanted = "" if refusal is None else f" {refusal.num_blocks} more blocks"
     return StalledError(
@@ -112,8 +115,9 @@ def count_blocks(groups: Iterable[Group], num_tokens: int, num_step_tokens: int)
 def fitting_tokens(manager: KVCacheManager, request: Request, num_tokens: int, hit: CacheHit | None = None) -> int:
     """`num_tokens`, or fewer if a step of so many tokens would need more blocks than the pool has.
 
-    That happens if the limits were replaced after the request was checked for smaller steps. Where layers keep a state,
-    also fewer if the state is to be saved before. hit: of a request without blocks. O(groups), mostly.
+    This happens if the limits were replaced after the request was checked for smaller steps. If layers keep a state,
+    the result may also be smaller so that a step ends where the state is saved. hit: the cache hit of a request without
+    blocks. Mostly O(groups).
     """
     if num_tokens <= 1:  # a decode can't be cut
         return num_tokens
@@ -133,7 +137,10 @@ def keeps_states(manager: KVCacheManager) -> bool:
 
 
 def may_fork(manager: KVCacheManager, sequence: Sequence) -> bool:
-    """Whether a sequence can be forked now. With a state it needs a slot, and the state must be there. O(groups)."""
+    """Whether a sequence can be forked now. If layers keep a state, a slot must be free and no load under way.
+
+    O(groups).
+    """
     if not keeps_states(manager):
         return True
     is_loading = len(manager.tiers) > 0 and manager.tiers.is_loading(sequence)
@@ -141,12 +148,12 @@ def may_fork(manager: KVCacheManager, sequence: Sequence) -> bool:
 
 
 def num_possible_forks(manager: KVCacheManager) -> int:
-    """How many sequences can be forked: each needs a slot where layers keep a state. O(groups)."""
+    """How many forks are possible now: if layers keep a state, each takes a slot. O(groups)."""
     return manager.states.num_free_slots if keeps_states(manager) else NO_LIMIT
 
 
 def most_pool_tokens(manager: KVCacheManager, num_step_tokens: int) -> int:
-    """Return the most tokens that the whole pool holds of one sequence. O(groups * log(tokens))."""
+    """Return the most tokens of one sequence that fit into the whole pool. O(groups * log(tokens))."""
     return _most_tokens(manager, manager.num_blocks, num_step_tokens, manager.num_blocks * manager.block_size + 1)
 
 

@@ -1,12 +1,12 @@
 """The entrance: where requests wait for the session gate, before they come into the scheduler's queue.
 
-A request that the scheduler can't admit ends the admissions of a step. So requests that the gate holds back aren't in
-the queue at all: neither an order nor a salt's turn nor an overtake counts them. Preempted requests are in the queue
-already, and pass the gate no more.
+In the queue, a request that can't be admitted ends the admissions of a step. So requests that the gate holds back
+aren't in the queue at all, and don't count in its order, for a salt's turn or as overtaken. Preempted requests are in
+the queue already, and don't pass the gate again.
 
 The gate sees all samples of a prompt as one request. It is asked when the scheduler makes a step, since only then the
-clock (`manager.now`) is right and the lookup fresh. It is asked again only when something has changed, or when the time
-has come that it named.
+clock (`manager.now`) is right and the lookup fresh. It is asked again only when something has changed, or at the time
+that it named.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from kvblocks.retention.session_gate import HOST_SHARE, SessionGate
 
 
 def make_gate(manager: KVCacheManager, num_step_tokens: int) -> SessionGate:
-    """Return a gate whose room is what the manager's pool holds, and half of its host tier."""
+    """Return a gate whose room is the manager's pool plus half of its host tier."""
     num_tokens = most_pool_tokens(manager, num_step_tokens)
     num_host = sum([tier.num_blocks for tier in manager.tiers if tier.name == "host"])
     return SessionGate(num_tokens + int(HOST_SHARE * num_tokens * num_host / manager.num_blocks))
@@ -29,9 +29,10 @@ def make_gate(manager: KVCacheManager, num_step_tokens: int) -> SessionGate:
 
 @dataclass(frozen=True, slots=True)
 class EntranceView:
-    """The gate as it was after its last decision, at time `now`: for other threads.
+    """A snapshot of the gate after its last decision, at time `now`, for other threads.
 
-    members: with their tokens, and since when they pause (None: they run). waiting: the first ones in their order.
+    members: the admitted sessions, with their tokens, and since when they pause (None: they run). waiting: the first
+    waiting sessions, in order.
     """
 
     now: float
@@ -52,10 +53,11 @@ class _Prompt:
 
 
 class Entrance:
-    """The requests before a gate. Requests come by `add` and leave by `let_in`, or by `note_end` if they end before.
+    """The requests that wait for a gate.
 
-    rounds: of the gate; None: there is no gate, and nothing waits here. held: requests that wait here, in the order of
-    arrival; only read it. view: of the gate; never changed, only replaced, so that any thread may read it.
+    They come by `add` and leave by `let_in`, or by `note_end` if they end before that. rounds: the gate's rounds; None:
+    there is no gate, and nothing waits here. held: the requests that wait here, in the order of arrival; read only.
+    view: a snapshot of the gate. It is never changed, only replaced, so any thread may read it.
     """
 
     def __init__(self, gate: SessionGate | None, manager: KVCacheManager, lookups: Lookups) -> None:
@@ -69,7 +71,7 @@ class Entrance:
 
     @property
     def gate(self) -> SessionGate | None:
-        """The gate. `recover` replaces it by a new one. O(1)."""
+        """The gate, or None. `recover` replaces it by a new one. O(1)."""
         return None if self.rounds is None else self.rounds.gate
 
     @property
@@ -78,7 +80,10 @@ class Entrance:
         return self.rounds.wake_at if self.rounds is not None and self.held else None
 
     def add(self, request: Request) -> bool:
-        """Take a new request, with its siblings. False, and nothing has changed: there is no gate. O(samples)."""
+        """Take a new request with its siblings. Returns False, with nothing changed, if there is no gate.
+
+        O(samples).
+        """
         if self.rounds is None:
             return False
         prompt = _Prompt(request, 1 + len(request.siblings), request.sequence.num_prompt_tokens)
@@ -90,10 +95,10 @@ class Entrance:
         return True
 
     def let_in(self, num_busy: int) -> list[Request]:
-        """Return the requests that may come into the queue now, and hold them no more.
+        """Return the requests that may enter the queue now, and stop holding them.
 
-        If nobody has to wait, they are in the order of arrival, as without a gate. num_busy: requests that run or are
-        in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
+        If nobody has to wait, they come in the order of arrival, as without a gate. num_busy: how many requests run or
+        are in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
         """
         rounds, now = self.rounds, float(self._manager.now)
         if rounds is None or not rounds.is_due(num_busy, now):
@@ -116,7 +121,10 @@ class Entrance:
         return [prompt.first for prompt in passing]
 
     def hand_over(self, request: Request) -> bool:
-        """Let the next sample wait in the place of a request that has ended. False: it isn't held. O(requests held)."""
+        """Let the next sample wait in the place of a request that has ended. Returns False if that isn't held.
+
+        O(requests held).
+        """
         if request not in self.held:
             return False
         heir = self._prompts[request].first = request.hand_over()
@@ -125,7 +133,7 @@ class Entrance:
         return True
 
     def note_end(self, request: Request) -> None:
-        """Note that a sample has ended, wherever it was. When the last one has, its session pauses. O(1)."""
+        """Note that a sample has ended, wherever it was. Once all samples have, the session pauses. O(1)."""
         prompt = self._prompts.pop(request, None)
         if prompt is None or self.rounds is None:  # there was no gate, or `recover` has replaced it
             return
@@ -150,9 +158,9 @@ class Entrance:
             self.rounds.note_computed(num_tokens, seconds)
 
     def recover(self) -> list[Request]:
-        """Begin anew after an interruption, which may have left the gate in any state. Returns the held requests.
+        """Start over after an interruption, which may have left the gate in any state. Returns the held requests.
 
-        They pass, and no request that is known now counts any more.
+        These may enter the queue, and the new gate counts no request that is known now.
         """
         held, self.held = list(self.held), {}
         self._prompts, self._unasked = {}, {}

@@ -1,23 +1,23 @@
-"""Which part of a long prompt a step computes. A prompt is long if one step can't compute all of it that isn't cached.
+"""Decides which part of a long prompt a step computes. A prompt is long if its uncached rest takes more than one step.
 
-A step computes a part of one running long prompt at most. The running ones take turns, so a step lasts about as long
-however many they are. How many run is limited, since a prompt that takes turns with k others takes k times as long.
-Shorter prompts pass those that wait for a place. One salt gets all places but one, so a tenant with a long prompt need
-not wait for all of another's.
+A step computes a part of at most one long prompt. Running long prompts take turns, so a step takes about as long
+however many there are. Their number is limited, since a prompt that takes turns with k others takes about k + 1 times
+as long. Long prompts beyond the limit wait for a place, and shorter prompts pass them. One salt gets at most all places
+but one, so that a tenant with a long prompt needn't wait for all of another tenant's.
 
 *By layers*, if the runner can: the long prompt whose turn it is has an open chunk (`OpenChunk`), and a step computes
-either a slice of it, or a part of each other request. A slice is so short that a new request, which gets the next step,
+either a slice of it, or a part of each other request. A slice is short, so a new request, which gets the next step,
 waits little. Running requests get a step whenever the slices since their last one took about as long as
-`max_num_chunk_tokens` tokens. After every step of others comes a slice, so a long prompt gets every other step at
-least. What a chunk leaves of its prompt, at least one token, is computed by steps of others as a short prompt is. These
-sample, fork and score; so a prompt that is to be scored is never computed by layers.
+`max_num_chunk_tokens` tokens. After each step of the others comes a slice, so a long prompt gets at least every other
+step. The rest of the prompt after the chunk, at least one token, is computed in steps of the others, like a short
+prompt. Those steps sample, fork and score, so a prompt to score is never computed by layers.
 
-*By tokens*, otherwise: at most every other step computes no part of a long prompt, if a waiting request gets its first
-chunk instead: that step is over sooner. So a running long prompt gets a chunk in each 2 * (running long prompts) steps
-at least.
+*By tokens*, otherwise: a step may leave out the long prompt, and so end sooner, if a waiting request gets its first
+chunk instead, but at most every other step. So a running long prompt gets a chunk at least once in 2 * (running long
+prompts) steps.
 
-All this needs blocks. If the pool may have too few for what runs, the step computes all running requests by tokens, the
-oldest first. So the youngest can be preempted for older ones, as without long prompts.
+All this takes blocks. If the pool may have too few for what runs, the step computes all running requests by tokens, the
+oldest first. Then the youngest can be preempted for older ones, as without long prompts.
 """
 
 from collections.abc import Sequence as Items
@@ -30,16 +30,16 @@ from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
 from kvblocks.manager import KVCacheManager
 
 _SLICES = 4
-"""About how many slices take as long as `max_num_chunk_tokens` tokens: a new request waits for one of them."""
+"""About how many slices take as long as `max_num_chunk_tokens` tokens. A new request waits for one slice."""
 
 
 class LongPrompts:
-    """The turns of running long prompts, whose sequences are `manager`'s. remembered: as of the scheduler.
+    """The turns of running long prompts, whose sequences are `manager`'s. remembered: the scheduler's.
 
-    num_layers: of the model, if chunks can be computed by layers; else 1.
+    num_layers: the layers of the model if chunks can be computed by layers, else 1.
 
-    Attributes: postponed, in the present step, the one whose turn it is, if it is to be computed only if no new request
-    is; else empty. open: the chunk that is being computed by layers.
+    Attributes: postponed, in the current step: the prompt whose turn it is, if it is computed only when no new request
+    is admitted; else empty. open: the chunk that is being computed by layers.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class LongPrompts:
     def begin_step(self, running: list[Request], limits: StepLimits, *, others_wait: bool) -> list[Request]:
         """Return the running requests that the step computes first, in order.
 
-        running: those that can be computed, the oldest first. others_wait: whether the queue has requests. Gives up
-        remembered prompts if the pool lacks room. O(running).
+        running: the requests that can be computed, the oldest first. others_wait: whether the queue has requests. Gives
+        up remembered prompts if the pool lacks room. O(running requests).
         """
         self.postponed, gave_way = [], self._gave_way
         self._gave_way = False
@@ -81,12 +81,12 @@ class LongPrompts:
         return sum([(min(request.num_left_tokens, most) + size - 2) // size + 1 for request in running])
 
     def give_way(self, *, to_new: bool) -> bool:
-        """Note whether the step computes a new request instead of the one postponed. Returns the same. O(1)."""
+        """Note whether the step computes a new request instead of the postponed prompt. Returns `to_new`. O(1)."""
         self._gave_way = to_new
         return to_new
 
     def next_by_layers(self, computable: Items[Request], limits: StepLimits) -> Request | None:
-        """Return whose chunk is open, or else whose next chunk is to be opened now; None: the step is by tokens.
+        """Return the request whose chunk is open, or should be opened now; None if the step computes by tokens.
 
         computable: the running requests that aren't loading. Gives up remembered prompts if the pool lacks room.
         O(running requests).
@@ -102,10 +102,10 @@ class LongPrompts:
         return turn if self._has_room(num_blocks + self._most_blocks(others, limits)) else None
 
     def beside(self, computable: Items[Request], limits: StepLimits) -> list[Request]:
-        """Return which running requests are computed before the next slice, in order, while a chunk is or gets open.
+        """Return the running requests to compute before the next slice, in order, while a chunk is open or about to be.
 
-        None before the slices since their last step are worth a step. Of the long prompts that are computed by tokens
-        it is the oldest one. O(running requests).
+        Empty until the slices since their last step took as long as a step. Of the long prompts that are computed by
+        tokens, it contains only the oldest. O(running requests).
         """
         num_next, own = (0.0, None) if self.open is None else (self.open.num_worth_tokens, self.open.request)
         if self._num_sliced_tokens <= max(0.0, limits.num_step_tokens - num_next):
@@ -116,20 +116,23 @@ class LongPrompts:
 
     @property
     def may_give_way(self) -> bool:
-        """Whether others may be computed before the next slice: the last step was a slice. O(1)."""
+        """Whether others may be computed before the next slice, that is, whether the last step was a slice. O(1)."""
         return not self._gave_way
 
     def note_others(self, *, advanced: bool) -> None:
-        """Note that the step computes others, and not a slice. advanced: whether it had those of `beside`. O(1)."""
+        """Note that the step computes other requests, and no slice. advanced: whether these include those of `beside`.
+
+        O(1).
+        """
         self._gave_way = True
         if advanced:
             self._num_sliced_tokens = 0.0
 
     def take_slice(self, computable: Items[Request], limits: StepLimits) -> ScheduledChunk | None:
-        """Return the next slice of the open chunk, or the first one of a chunk that this opens, with slots.
+        """Return the next slice of the open chunk, or open a chunk, with slots, and return its first slice.
 
-        None, with nothing changed, if no chunk can be opened. Arguments and costs as of `next_by_layers`, and O(new
-        blocks).
+        None, with nothing changed, if no chunk can be opened. Arguments and cost are those of `next_by_layers`, plus
+        O(new blocks).
         """
         if self.open is None:
             self.open = self._begin(self.next_by_layers(computable, limits), limits)
@@ -140,7 +143,7 @@ class LongPrompts:
         return ScheduledChunk.slice_of(self.open)
 
     def end_slice(self, part: OpenChunk) -> bool:
-        """Note that a slice was computed, and cache the chunk's blocks if it was the last one. Returns whether it was.
+        """Note that a slice was computed. If it was the last one, cache the chunk's blocks and return True.
 
         O(blocks).
         """
@@ -151,7 +154,7 @@ class LongPrompts:
         return part.is_done
 
     def drop(self, request: Request) -> OpenChunk | None:
-        """Drop the open chunk if it is the request's. Returns it; None if it isn't. O(1)."""
+        """Drop the open chunk if it belongs to the request, and return it, else None. O(1)."""
         part = self.open
         if part is None or part.request is not request:
             return None

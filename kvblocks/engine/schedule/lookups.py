@@ -1,9 +1,9 @@
 """Lookups of waiting requests, shared by all callers until the scheduler changes something.
 
-A server looks up a request when it comes, an order when it ranks the request, and the scheduler when it admits the
-request. All of them get the same hit as long as the scheduler has changed nothing. So no caller sees fewer cached
-tokens than a lookup of its own would find. Changes by others than the scheduler, such as a reset, can only remove
-cached blocks. `allocate_slots` refuses a hit that has lost a block.
+A server looks up a request when it arrives, an order when it ranks the request, and the scheduler when it admits the
+request. All of them get the same hit as long as the scheduler has changed nothing, so no caller sees fewer cached
+tokens than a lookup of its own would find. Others than the scheduler can only remove cached blocks, for example by a
+reset, and `allocate_slots` refuses a hit that has lost a block.
 """
 
 from kvblocks.core.hit import CacheHit

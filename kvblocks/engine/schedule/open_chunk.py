@@ -5,8 +5,8 @@ eight times as many, but takes eight times as long. So such a chunk stays open o
 through the next layers, and other requests have steps of their own in between.
 
 Nobody may read a token's KV before all layers have written it. So the chunk's slots are allocated delayed: its blocks
-are cached when the last slice is complete. Whoever ends the request or takes its blocks drops the chunk. A step is over
-before the next one is scheduled, so nothing writes to these blocks afterwards.
+are cached when the last slice is complete. When the request ends or loses its blocks, the chunk is dropped. A step is
+over before the next one is scheduled, so nothing writes to these blocks afterwards.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from kvblocks.engine.schedule.request import Request
 
 @dataclass(eq=False, slots=True)
 class OpenChunk:
-    """The next `num_tokens` tokens of a running request, from position `start`. They have slots.
+    """The next `num_tokens` tokens of a running request, from position `start`, with slots allocated.
 
-    copies: pairs of block ids, as of a `ScheduledChunk`, for the first slice. num_layers: of the model.
-    num_slice_layers: of a slice; the last one may have fewer. num_done_layers: of the slices that are complete.
-    seconds: what these took. rest: computes one layer whenever it is advanced; None before the first slice. Only a
-    runner sets and advances it, and it ends with the chunk.
+    copies: pairs of block ids to copy in the first slice, as in a `ScheduledChunk`. num_layers: the layers of the
+    model. num_slice_layers: the layers of a slice; the last slice may have fewer. num_done_layers: the layers of
+    completed slices. seconds: how long these took. rest: an iterator that computes one layer per advance; None before
+    the first slice. Only a runner sets and advances it.
     """
 
     request: Request
@@ -42,7 +42,7 @@ class OpenChunk:
 
     @property
     def num_worth_tokens(self) -> float:
-        """How many tokens through all layers take about as long as the next slice. O(1)."""
+        """How many tokens, computed through all layers, take about as long as the next slice. O(1)."""
         return self.num_tokens * len(self.layers) / self.num_layers
 
     @property

@@ -1,13 +1,13 @@
 """In which order waiting requests are admitted.
 
 In each step an order yields candidates, best first, and the scheduler admits them until the step is full. A request
-that was admitted before (preempted since, or in a step that died) comes first in any order: it has waited its turn, and
-is at the front of the queue.
+that was admitted before, and was preempted or was in a step that failed, comes first in any order: it is at the front
+of the queue, since it has waited already.
 
 `FirstCome` is the order of arrival. `AgingOrder` is the base of cache-aware orders. They rank only the first
-`num_candidates` of the queue, so that a step costs the same however many requests wait. Nobody is overtaken more than
-`max_overtakes` times. That bound is exact: a request that was overtaken so often is overdue, and no later request is
-admitted before it, whatever its rank. An overdue request doesn't wait for a prefix that another request computes.
+`num_candidates` of the queue, so that a step costs the same however many requests wait. No request is overtaken more
+than `max_overtakes` times: after that it is overdue, and no later request is admitted before it, whatever its rank. An
+overdue request doesn't wait for a prefix that another request computes.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,12 @@ from kvblocks.engine.schedule.request import Request
 
 
 class Order(Protocol):
-    """What an order provides to the scheduler."""
+    """The interface of an order of admission."""
 
     def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:
-        """Yield requests of `waiting`, best first. The scheduler may admit a yielded request before it takes the next.
+        """Yield requests of `waiting`, best first. The scheduler may admit a request before it takes the next one.
 
-        lookups: of the requests, and the manager. Changes nothing but the order's own memory.
+        lookups: finds the requests' hits, and has the manager. Changes only the order's own state.
         """
 
     def is_overdue(self, request: Request) -> bool:
@@ -39,7 +39,7 @@ class Order(Protocol):
 
 
 class FirstCome:
-    """First come, first served. O(1) a candidate, except those that are passed over."""
+    """First come, first served. A candidate costs O(1), plus the requests before it that were passed over."""
 
     def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:  # noqa: ARG002
         """As `Order`."""
@@ -51,11 +51,11 @@ class FirstCome:
                 index += 1
 
     def is_overdue(self, request: Request) -> bool:  # noqa: ARG002
-        """Never. Others pass only a request that waits for a prefix, while that is being computed."""
+        """Always False: others pass a request only while the prefix that it waits for is being computed."""
         return False
 
     def note_admitted(self, request: Request) -> None:
-        """As `Order`. Does nothing."""
+        """Do nothing."""
 
 
 class AgingOrder(ABC):
@@ -70,7 +70,7 @@ class AgingOrder(ABC):
         self.max_overtakes = check_count("max_overtakes", max_overtakes, 0)
 
     def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:
-        """As `Order`. O(num_candidates) a candidate, and the costs of `start` and `choose`."""
+        """As `Order`. O(num_candidates) for each candidate, plus the costs of `start` and `choose`."""
         untried = list(islice(waiting, self.num_candidates))
         self.start(untried, lookups)
         window = untried[:]
@@ -94,7 +94,7 @@ class AgingOrder(ABC):
 
     @abstractmethod
     def choose(self, candidates: Items[Request]) -> Request:
-        """Return the best of `candidates`, which are in order of arrival."""
+        """Return the best of `candidates`, which come in the order of arrival."""
 
     def note_admitted(self, request: Request) -> None:  # noqa: B027
         """As `Order`."""

@@ -1,19 +1,19 @@
 """The next tokens of whole prompts, so that the same prompt again gets its first token without a forward pass.
 
-Only requests with a `prompt_key` take part: those whose first token depends only on their prompt, as the most likely
-token does. When a step has computed such a prompt, the sequence is forked. The fork is kept with the token that the
-step gave. So the KV of the whole prompt stays, also that of its unfilled last block.
+Only requests with a `prompt_key` take part: those whose first token depends only on their prompt, as with greedy
+sampling. When a step has computed such a prompt, the sequence is forked, and the fork is kept together with the token.
+This keeps the KV of the whole prompt, including its partly filled last block.
 
-- A waiting request gets the token wherever it is in the queue, since this takes no block. It keeps its turn. Until then
-  it is like a preempted request: it has a token that isn't computed yet.
-- If the cache has less than the whole prompt when its turn comes, the request gets the blocks of the fork, as another
-  fork. The last block is copied when the request writes to it.
+- A waiting request gets the token wherever it is in the queue, since this takes no block. It keeps its turn, and until
+  then it is like a preempted request: it has a token that isn't computed yet.
+- If the cache has less than the whole prompt when its turn comes, the request gets the fork's blocks by forking it
+  again. The last block is copied when the request writes to it.
 
-A fork owns blocks, but no request may lack blocks because of it. So forks are given up, least recently used first,
-before a request is refused a block, and so before any request is preempted or waits, and before a pin gives way.
-Together they hold at most a share of the pool, and those of a salt at most its quota. A block that several forks share
-counts once. A fork is useless after a reset, after its salt was forgotten, or when it has lost KV
-(`Sequence.lost_from`). Useless forks are dropped before the next answer.
+A fork owns blocks, but no request may lack blocks because of it. So forks are given up, the least recently used first,
+before a request is refused a block, is preempted or has to wait, and before a pin gives way. Together they hold at most
+a share of the pool, and those of a salt at most its quota. A block that several forks share counts once. A fork can't
+be used after a reset, after its salt was forgotten, or when it has lost KV (`Sequence.lost_from`). Such forks are
+dropped before the next answer.
 """
 
 from collections import Counter, OrderedDict
@@ -57,9 +57,9 @@ class _Prompt:
 
 
 class RememberedPrompts:
-    """At most `max_prompts` prompts with their next tokens, whose forks hold at most `max_blocks` blocks of a manager.
+    """At most `max_prompts` prompts with their next tokens. Their forks hold at most `max_blocks` blocks of a manager.
 
-    num_answers: how many first tokens it gave. Raises InvalidArgumentError.
+    Attribute: num_answers, how many first tokens it has given. Raises InvalidArgumentError.
     """
 
     def __init__(self, manager: KVCacheManager, max_blocks: int, max_prompts: int = MAX_PROMPTS) -> None:
@@ -77,14 +77,14 @@ class RememberedPrompts:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that forks hold, each once. O(salts)."""
+        """The number of blocks that forks hold; shared ones count once. O(salts)."""
         return sum([len(held) for held in list(self._holds.values())])  # copied: a scrape may come from another thread
 
     def note(self, request: Request, token_id: int) -> None:
         """Keep a prompt that a step has computed, with its next token. Call it before the sequence has that token.
 
-        Does nothing if the request has no key or has generated tokens already, if its blocks are from before a reset,
-        or if it holds more blocks than there is room for. O(tokens + blocks).
+        Does nothing if the request has no key, has already generated tokens, has blocks from before a reset, or holds
+        more blocks than there is room for. O(tokens + blocks).
         """
         key, sequence = request.prompt_key, request.sequence
         if key is None or request.num_output_tokens or key in self._prompts or not _is_valid(sequence):
@@ -102,7 +102,7 @@ class RememberedPrompts:
             self.give_up()
 
     def answer(self, waiting: Iterable[Request]) -> Iterator[tuple[Request, int]]:
-        """Yield the waiting requests whose first token is known, with the token, which the caller gives them.
+        """Yield the waiting requests whose first token is known, with that token. The caller gives it to them.
 
         Each is looked up when the iterator reaches it. O(waiting requests + remembered prompts).
         """
@@ -115,7 +115,7 @@ class RememberedPrompts:
                 yield request, token_id
 
     def take_token(self, request: Request) -> int | None:
-        """Return the first token of a request without tokens, and count the answer; None if the token isn't known.
+        """Return the first token of a request that has none yet, and count the answer; None if it isn't known.
 
         Makes the prompt the most recently used one. O(prompt) if the token is known, else O(1).
         """
@@ -127,11 +127,10 @@ class RememberedPrompts:
         return self._prompts[key].token_id
 
     def fork(self, request: Request, num_cached_tokens: int) -> Sequence | None:
-        """Return a sequence for a request that was given its token, with its tokens and the KV of its whole prompt.
+        """Return a sequence with the tokens of a request, which has its first one, and the KV of its whole prompt.
 
-        num_cached_tokens: how many tokens of the prompt the cache has. Returns None if it has all, or if the prompt
-        isn't remembered. The sequence has the request's id, which no other sequence with blocks may have. O(tokens +
-        blocks).
+        num_cached_tokens: how many tokens of the prompt are cached. Returns None if all are, or if the prompt isn't
+        remembered. The sequence has the request's id, which no other sequence with blocks may have. O(tokens + blocks).
         """
         key, own = request.prompt_key, request.sequence
         is_better = num_cached_tokens < own.num_prompt_tokens and request.num_output_tokens
@@ -154,9 +153,9 @@ class RememberedPrompts:
         return True
 
     def drop_stale(self) -> None:
-        """Drop the prompts that may no longer be read: after a reset, a loss, or when a salt was forgotten. O(prompts).
+        """Drop the prompts that may no longer be used, after a reset, a loss of KV or a forgotten salt. O(prompts).
 
-        Also drops prompts of salts whose quota has become smaller.
+        Also drops prompts of salts whose quota has shrunk.
         """
         for key in [key for key, prompt in self._prompts.items() if not prompt.is_valid]:
             self._drop(key)
@@ -170,7 +169,7 @@ class RememberedPrompts:
                 pass
 
     def recover(self) -> None:
-        """Drop all prompts after a call was interrupted at any point, and a fork that wasn't kept yet. O(blocks)."""
+        """Drop all prompts, and any fork that wasn't kept yet, after a call was interrupted at any point. O(blocks)."""
         last = self.manager.sequence(("remembered", self._number))
         forks = [prompt.fork for prompt in self._prompts.values()]
         for fork in forks if last is None or last in forks else [*forks, last]:
@@ -226,9 +225,9 @@ def make_room(
     hit: CacheHit | None = None,
     loads: Items[TierHit] = (),
 ) -> bool:
-    """Allocate slots for a sequence as `KVCacheManager.allocate_slots` does. Gives up remembered prompts for room.
+    """Allocate slots as `KVCacheManager.allocate_slots` does, giving up remembered prompts if there is no room.
 
-    They are given up before pins. Returns whether there was room. Raises what that call raises, and costs as much.
+    They are given up before pins. Returns whether there was room. Errors and cost are those of that call.
     """
     if remembered is not None and manager.pins:
         start = sequence.num_computed_tokens if hit is None else hit.num_tokens

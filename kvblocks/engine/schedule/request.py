@@ -1,11 +1,11 @@
-"""A request as the scheduler sees it: a sequence, when it is finished, and what it has cost so far.
+"""A request as the scheduler sees it: its sequence, its end, and its cost so far.
 
 A sampled token joins the sequence at once, without a slot. The next step allocates its slot, as for any other token
 that isn't computed yet. So a request that loses its blocks loses no token, and prefill, decode and recompute are the
 same case. Only the scheduler changes a request.
 
-Several samples of one prompt are requests of their own. Until the prompt is computed, only the first one is scheduled.
-Then all get a token from its logits, and the others get its blocks, by forking.
+Each sample of a prompt is a request of its own. Until the prompt is computed, only the first one is scheduled. Then all
+of them get a token from its logits, and the others get its blocks, by forking.
 """
 
 from collections.abc import Callable, Hashable
@@ -28,30 +28,30 @@ class Request:
     """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
 
     What it is to do:
-    - sequence: another object after the request was forked.
+    - sequence: the tokens and blocks. A fork replaces this object by another.
     - max_tokens: if 0, it ends when its prompt is computed, and has no samples.
-    - deadline: when `Scheduler.expire` cancels it, on the caller's clock; set it before the request is queued. None:
-      never.
-    - siblings: the other samples of the prompt, until the prompt is computed.
-    - max_hit_tokens: the most tokens that it may take from the cache when it is admitted, since it needs the logits of
-      the others. The caller may raise this later. None: any number.
-    - priority: among waiting requests of its salt, those with smaller numbers go first.
+    - deadline: when `Scheduler.expire` cancels the request, on the caller's clock; None: never. Set it before the
+      request is queued.
+    - siblings: the other samples of the prompt; empty once the prompt is computed.
+    - max_hit_tokens: the most tokens that it may take from the cache when it is admitted, for requests that need the
+      logits of the remaining ones. The caller may raise this later. None: any number.
+    - priority: among waiting requests of one salt, smaller numbers go first.
     - prompt_key: the key by which its first token is remembered (`RememberedPrompts`), if the token depends only on the
       prompt. None: it isn't remembered.
-    - name_stop: gives a more exact name to the reason "stop", from the generated tokens without the stop token. It must
-      not raise. None: there is none.
+    - name_stop: returns a more exact reason than "stop", from the generated tokens without the stop token. It must not
+      raise. None: the reason is "stop".
 
     What became of it:
     - finish_reason: None while it is unfinished; "stop" or "length" if it has all its tokens; otherwise why it ended
       early.
-    - num_cached_tokens: tokens of the prompt that weren't computed for it: those that the cache had when it was first
-      admitted, or the whole prompt if it was forked.
-    - num_loaded_tokens: of these, by tier, those that were loaded from below the device.
+    - num_cached_tokens: tokens of the prompt that weren't computed for this request: those that the cache had when it
+      was first admitted, or the whole prompt if it was forked.
+    - num_loaded_tokens: how many of these were loaded from tiers below the device, by tier.
     - num_computed_tokens: tokens that went through the model for it, recomputed ones included.
-    - num_preemptions: how often it lost its blocks to an older one.
+    - num_preemptions: how often it lost its blocks to an older request.
     - was_admitted: whether it ever ran.
     - num_overtakes: how many requests behind it in the queue were admitted before it.
-    - round: of its salt's turns (`Turns`), since it was queued.
+    - round: its round in the turns of salts (`Turns`), set when it is queued.
     - is_long: whether it was admitted with more tokens to compute than one step takes of a request.
     - was_sought: whether a store that servers share was asked for its prefix. is_sought: whether the answer is still
       awaited; until it is there, the request isn't admitted.
@@ -85,7 +85,7 @@ class Request:
 
     @property
     def num_left_tokens(self) -> int:
-        """Tokens that have no slot yet: the rest of the prompt, or one token that was sampled. O(1)."""
+        """Tokens that have no slot yet: the rest of the prompt, or the last sampled token. O(1)."""
         return self.sequence.num_tokens - self.sequence.num_computed_tokens
 
     @property
@@ -100,7 +100,7 @@ class Request:
 
     @property
     def pause_reason(self) -> str | None:
-        """Why its session pauses: the finish_reason, for which `name_stop` may have a name. O(tokens generated)."""
+        """Why its session pauses: the finish_reason, or what `name_stop` makes of "stop". O(tokens generated)."""
         if self.finish_reason != "stop" or self.name_stop is None:
             return self.finish_reason
         tokens = self.output_token_ids
@@ -109,8 +109,8 @@ class Request:
     def add_sample(self, sequence_id: Hashable) -> "Request":
         """Return a request for one more sample of the prompt. It is queued together with this request.
 
-        sequence_id: an id that no other request has. Raises SequenceStateError if this request has generated tokens
-        already, or is to generate none. O(prompt).
+        sequence_id: an id that no other request has. Raises SequenceStateError if this request has already generated
+        tokens, or has max_tokens 0. O(prompt).
         """
         if not self.max_tokens:
             raise SequenceStateError("add_sample: expected a request that is to generate tokens, got max_tokens 0")
@@ -124,7 +124,7 @@ class Request:
         return sample
 
     def note_loaded(self, num_tokens: int) -> None:
-        """Note that loads have ended, and that hit and loads gave so many tokens. O(tiers)."""
+        """Note that loads have ended, after which cache hit and loads cover `num_tokens` tokens. O(tiers)."""
         num_left = num_tokens - (self.num_cached_tokens - sum(self.num_loaded_tokens.values()))
         for tier, num_wanted in self.num_loaded_tokens.items():  # nearest first
             self.num_loaded_tokens[tier] = num_here = max(0, min(num_wanted, num_left))
@@ -133,7 +133,10 @@ class Request:
         self.num_cached_tokens = min(self.num_cached_tokens, num_tokens)  # the hit may be lost too
 
     def take_token(self, token_id: int | None) -> None:
-        """Add a sampled token, which may finish the request. None, for no token, ends it with an error. O(1)."""
+        """Add a sampled token, which may finish the request. None (no token) ends it with finish_reason "error".
+
+        O(1).
+        """
         if token_id is None:
             self.finish_reason = "error"
             return
@@ -146,7 +149,7 @@ class Request:
     def hand_over(self) -> "Request":
         """Make the next sample the one that is scheduled for all, and return it.
 
-        The prompt's costs so far, and its place in the queue, count for that sample now. O(samples).
+        That sample takes over the prompt's costs so far and its place in the queue. O(samples).
         """
         heir, *others = self.siblings
         self.siblings, heir.siblings = [], others

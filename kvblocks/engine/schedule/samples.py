@@ -1,4 +1,4 @@
-"""The samples of a prompt: requests of their own once it is computed, and before that the first one's siblings."""
+"""The samples of a prompt. They are siblings of the first one until the prompt is computed, then separate requests."""
 
 from collections import deque
 
@@ -10,7 +10,10 @@ from kvblocks.manager import KVCacheManager
 def fork_samples(
     manager: KVCacheManager, request: Request, running: list[Request], waiting: deque[Request], max_num_seqs: int
 ) -> None:
-    """Fork a running request's prompt for its siblings. Those beyond the limits wait, in front. O(prompt) for each."""
+    """Fork a running request's prompt for its siblings. Those beyond the limits wait at the front.
+
+    O(prompt) for each.
+    """
     siblings, request.siblings = request.siblings, []
     num_forks = max(0, min(max_num_seqs - len(running), num_possible_forks(manager)))
     forks, others = siblings[:num_forks], siblings[num_forks:]
@@ -26,7 +29,7 @@ def fork_samples(
 def hand_over(
     manager: KVCacheManager, request: Request, running: list[Request], waiting: deque[Request], *, is_open: bool
 ) -> None:
-    """Let the next sample go on in the place of a running request that ends; where it can't, it waits, in front.
+    """Let the next sample run in the place of a request that ends, or wait at the front of the queue if it can't.
 
     is_open: whether the request has an open chunk. O(prompt).
     """

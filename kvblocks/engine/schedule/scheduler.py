@@ -1,35 +1,34 @@
 """Decides what each step computes: continuous batching with chunked prefill over one block manager.
 
 Sans-IO: no tensors, no clock, no model. `schedule` says what to compute. The caller computes it, and then calls
-`complete` with the sampled tokens, or `abort` if the step died. One step at a time.
+`complete` with the sampled tokens, or `abort` if the step failed. There is one step at a time.
 
 Invariants:
 - A sequence that is scheduled in a step keeps its blocks until the step has ended. The manager caches a block as soon
-  as it is allocated full, so other requests may already have hit blocks that this step will write. Hence the order of
-  `schedule`: running requests first, the oldest first. The request to preempt is always the youngest, which the step
-  hasn't reached. A step may compute some running long prompts after others, or not at all (`LongPrompts`), but only if
-  the pool has blocks for all.
+  as it is allocated full, so other requests may already have hit blocks that this step will write. That is why
+  `schedule` takes running requests first, the oldest first. The request to preempt is always the youngest, which the
+  step hasn't reached. A step may compute some running long prompts after others, or not at all (`LongPrompts`), but
+  only if the pool has blocks for all.
 - Waiting requests come last, and only into a step that preempted nobody. Otherwise a preempted request would get its
   blocks back at once, and lose them again in the next step.
-- The oldest running request advances in every step without a slice; if it is a long prompt, whenever it is its turn.
-  Alone it fits, or `add` would have refused it. Pins may have grown since; if they leave too little for it, the step
-  raises, before it has changed anything.
+- The oldest running request advances in every step without a slice, or on its turn if it is a long prompt. Alone it
+  fits, or `add` would have refused it. If pins have grown since and leave too little for it, the step raises an error
+  before anything changes.
 - Waiting requests are admitted in the order of `order`, preempted ones first. Their queue has the order of arrival, in
   which salts take turns (`Turns`). If a running request computes, in chunks, a prefix that a waiting request begins
   with, the waiting request waits for that, and others may be admitted before it. These don't begin with the same
-  prefix, so they don't prolong the wait. A long prompt may wait for a place, and others pass it too. Only running
-  requests are waited for, so requests never wait for each other. When the pool or the watermark refuses a request,
-  nobody behind it is admitted in that step.
-- A long prompt may have an open chunk, which steps compute in slices of layers (`LongPrompts`). A step with a slice has
-  nothing else. The request is in no other step before the chunk is complete, and may be preempted as any other.
+  prefix, so they don't prolong the wait. Others also pass a long prompt that waits for a place. Only running requests
+  are waited for. When the pool or the watermark refuses a request, none behind it is admitted in that step.
+- A long prompt may have an open chunk, which steps compute in slices of layers (`LongPrompts`). A step with a slice
+  contains nothing else. The request is in no other step until the chunk is complete, and may be preempted.
 - A request whose prefix comes from a tier (`manager.tiers`) has blocks and counts as running, but is in no step until
-  its loads have ended (`note_loaded`). It may be preempted as any other. A block under a transfer is free only after
-  the transfer. So a step may be empty while transfers are under way; that is no error.
-- Samples of one prompt are forked between two steps, after the prompt's last chunk was computed. So all blocks that
-  they share are written. Until then no later request is admitted in their stead. Samples without room wait, in front.
-- With a session gate, requests wait before the queue until it lets them in (`Entrance`). Nothing here counts them.
-- Blocks that `remembered` keeps take nothing from requests: all of them are given up before a request is refused a
-  block. They were written by a step that is complete.
+  its loads have ended (`note_loaded`). It may be preempted like any other. A block in a transfer is free only after the
+  transfer, so a step may be empty while transfers are under way; that is no error.
+- Samples of one prompt are forked between two steps, after the prompt's last chunk was computed, so all blocks that
+  they share are written. Until then no later request is admitted in their place. Those without room wait at the front.
+- With a session gate, requests wait in front of the queue until it lets them in (`Entrance`). Nothing here counts them.
+- Blocks that `remembered` keeps never cost a request anything: all are given up before a request is refused a block.
+  They were written by a step that is complete.
 
 The order of work, and recomputing as the only kind of preemption, are those of vLLM v1's scheduler.
 """
@@ -58,15 +57,15 @@ from kvblocks.tiers.transfer import Loaded, TierHit
 
 
 class Scheduler:
-    """Schedules requests on `manager`, whose sequences are all its own.
+    """Schedules requests on `manager`, whose sequences must all belong to it.
 
-    max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
-    first come, first served. remembered: prompts whose first tokens are known, of the same manager; None: none.
-    num_layers: of the model, if the runner can compute chunks by layers; else 1.
-    waiting, running: unfinished requests, whoever was queued or admitted first in front; until a prompt is computed,
-    its further samples are among the `siblings` of its first one. Only read these lists. lookups: of the waiting
-    requests. entrance: lets all requests into the queue at once. To have a session gate, assign another `Entrance`
-    before any request comes, and set `manager.now` before each step.
+    max_model_len: the most tokens in the model's context. limits: may be replaced between steps. order: None is first
+    come, first served. remembered: prompts of the same manager whose first tokens are known, or None. num_layers: the
+    layers of the model if the runner can compute chunks by layers, else 1.
+    waiting, running: the unfinished requests, in the order of queueing and of admission; read only. Until a prompt is
+    computed, its further samples are among the `siblings` of its first one. lookups: those of waiting requests.
+    entrance: by default lets all requests into the queue at once. For a session gate, assign another `Entrance` before
+    any request comes, and set `manager.now` before each step.
     """
 
     def __init__(
@@ -95,32 +94,32 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, beside those that wait for the gate (`Entrance.wake_at`). O(1)."""
+        """Whether any request is unfinished, not counting those that wait for the gate (`Entrance.wake_at`). O(1)."""
         return bool(self.waiting or self.running)
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens, prompt and generated, of a request that shares nothing with blocks that pins keep.
+        """The most tokens, prompt and answer, of a request that shares no blocks that pins of priority 100 keep.
 
         O(groups * log(tokens)), and O(tokens pinned) with pins.
         """
         return capacity.max_request_tokens(self.manager, self.max_model_len, self.limits.num_step_tokens)
 
     def check_fits(self, request: Request) -> None:
-        """Raise if the request could not finish, even alone. Changes nothing.
+        """Raise an error if the request could not finish, even alone. Changes nothing.
 
-        InvalidArgumentError: it never could; PoolExhaustedError: not until a pin ends. The number of its samples
-        doesn't matter, since they can run one after another. O(1), and O(tokens pinned + prompt) with pins.
+        Raises RequestTooLongError if it never could, PoolExhaustedError if not until a pin ends. Samples can run one
+        after another, so their number doesn't matter. O(groups), and O(tokens pinned + prompt) with pins.
         """
         capacity.check_fits(self.manager, request, self.max_model_len, self.limits.num_step_tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request with its siblings. Raises and costs as `check_fits`. Changes nothing if it raises."""
+        """Queue a request with its siblings. Errors and cost are those of `check_fits`; an error changes nothing."""
         self.check_fits(request)
         self.add_checked(request)
 
     def add_checked(self, request: Request) -> None:
-        """Queue a request that passed `check_fits`, with its siblings. O(samples), and what `Turns.place` takes."""
+        """Queue a request that passed `check_fits`, with its siblings. O(samples) plus the cost of `Turns.place`."""
         deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
         self._next_deadline = min([self._next_deadline, *deadlines])
         if not self.entrance.add(request):
@@ -129,8 +128,8 @@ class Scheduler:
     def answer(self) -> Iterator[tuple[Request, int]]:
         """Give waiting requests their remembered first tokens, between two steps. Yields each request with its token.
 
-        No block is taken. A request that this finishes leaves the queue; any other still waits for its turn. A request
-        gets its token when the iterator reaches it. O(waiting requests + remembered prompts), and O(prompt) an answer.
+        This takes no block. A request that is then finished leaves the queue; others keep their turn. A request gets
+        its token when the iterator reaches it. O(waiting requests + remembered prompts), and O(prompt) for each answer.
         """
         for request, token_id in () if self.remembered is None else self.remembered.answer(self.waiting):
             self.lookups.forget()
@@ -143,11 +142,11 @@ class Scheduler:
         """Return what the next step computes, with slots allocated. It is empty only if there is no work, or if all
         work waits for transfers, for a store's answer (`Request.is_sought`) or for the gate.
 
-        Preempts the youngest requests if the pool has too few blocks. Raises StalledError, a PoolExhaustedError, and
-        changes nothing, if pins keep so many blocks that not even its `request`, the oldest or the next in line, can
-        go on. Then unpin something or cancel that request, and call again. O(running requests + new blocks + tokens of
-        waiting requests that are looked up). Those are the admitted ones, at most max_num_seqs that wait for a prefix,
-        one refused, and those that `order` looks up.
+        Preempts the youngest requests if the pool has too few blocks. Raises StalledError (a PoolExhaustedError), with
+        nothing changed, if pins keep so many blocks that not even the oldest request, or the next in line, can go on.
+        The error's `request` is that request: unpin something or cancel it, and call again. O(running requests + new
+        blocks + tokens of waiting requests that are looked up). Those are the admitted ones, at most max_num_seqs that
+        wait for a prefix, one refused, and those that `order` looks up.
         """
         chunks: list[ScheduledChunk] = []
         self._let_in()
@@ -179,10 +178,11 @@ class Scheduler:
         return chunks
 
     def schedule_ahead(self, step: Items[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Return what the next step computes, while the tokens of `step` aren't known; empty if they have to be known.
+        """Return what the next step computes before the tokens of `step` are known; empty if they must be known first.
 
-        step: the last one, which samples for the own request of each chunk. Running requests decode, others are
-        admitted, nobody is preempted. `complete` takes both steps. Call it only if `ahead.may_plan`. As `schedule`.
+        step: the last step, in which each chunk samples for its own request. Running requests decode, others are
+        admitted, nobody is preempted. Pass both steps to `complete`. Requires `ahead.may_plan`. Otherwise as
+        `schedule`.
         """
         self._let_in()
         waiting = self.waiting if len(self.running) < self.limits.max_num_seqs else ()
@@ -203,14 +203,14 @@ class Scheduler:
         return self.is_moving and all(self._is_loading(request) for request in self.running)
 
     def note_loaded(self, loaded: Loaded) -> None:
-        """Note the result of a request's loads. The request continues with the next step. O(running requests)."""
+        """Note the result of a request's loads. The request goes on in the next step. O(running requests)."""
         self.lookups.forget()
         for request in self.running:
             if request.sequence is loaded.sequence and not request.num_computed_tokens:
                 request.note_loaded(loaded.num_tokens)
 
     def note_step(self, chunks: Items[ScheduledChunk], seconds: float) -> None:
-        """Note how long a step took: tiers decide by this whether to load, the gate how long to wait. O(chunks)."""
+        """Note how long a step took: tiers decide by it whether to load, and the gate how long to wait. O(chunks)."""
         num_tokens = sum([chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1])
         for part in [chunk.part for chunk in chunks if chunk.part is not None]:
             part.seconds = seconds = part.seconds + seconds
@@ -223,12 +223,12 @@ class Scheduler:
     def complete(
         self, chunks: Items[ScheduledChunk], token_ids: Items[int | None], planned: Items[ScheduledChunk] = ()
     ) -> None:
-        """Record a step that was computed. Finished requests free their blocks, which stay cached.
+        """Record a computed step. Finished requests free their blocks, which stay cached.
 
-        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in order. None, for no token,
-        ends the request with finish_reason "error". A request that has ended meanwhile is left as it is. planned: the
-        step that `schedule_ahead` has planned behind this one. Raises InvalidArgumentError, and changes nothing, for
-        more or fewer tokens. O(requests of the step), and O(prompt) for each sample that is forked.
+        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in order. None (no token)
+        ends the request with finish_reason "error". Requests that have ended meanwhile are left alone. planned: the
+        step that `schedule_ahead` planned after this one. Raises InvalidArgumentError, with nothing changed, for more
+        or fewer tokens. O(requests of the step), and O(prompt) for each sample that is forked.
         """
         num_sampled = sum([1 + len(chunk.request.siblings) for chunk in chunks if chunk.samples])
         if len(token_ids) != num_sampled:
@@ -257,9 +257,9 @@ class Scheduler:
                     self._remove(request)
 
     def abort(self, chunks: Items[ScheduledChunk]) -> None:
-        """Undo a step that died. Nothing that it should have written stays cached. Its requests wait again, in front.
+        """Undo a failed step. Nothing that it should have written stays cached. Its requests wait again, at the front.
 
-        They keep all their tokens, and hit blocks that earlier steps wrote. Those that have ended are left as they are.
+        They keep all their tokens, and hit blocks that earlier steps wrote. Requests that have ended are left alone.
         O(blocks of the step's sequences).
         """
         self.lookups.forget()
@@ -272,8 +272,8 @@ class Scheduler:
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End an unfinished request, between two steps. Its cached blocks stay cached, and its siblings stay queued.
 
-        Its blocks are free at once. reason: its finish_reason from now on. A request that has a finish_reason already
-        is left as it is. O(requests), and O(prompt) if the next sample takes its place.
+        Its blocks are freed at once. reason: becomes its finish_reason. A request that already has one is left alone.
+        O(requests), and O(prompt) if the next sample takes its place.
         """
         if request.finish_reason is not None:
             return
@@ -292,9 +292,9 @@ class Scheduler:
         self._remove(request)
 
     def expire(self, now: float) -> list[Request]:
-        """Cancel the requests whose `deadline` is not after `now`, between two steps, and return them.
+        """Cancel the requests whose `deadline` has come by `now`, between two steps, and return them.
 
-        Their finish_reason is "timeout". Nothing expires by itself: call it before each step. O(1) before the next
+        Their finish_reason is "timeout". Nothing expires by itself, so call this before each step. O(1) before the next
         deadline, then O(requests).
         """
         if now < self._next_deadline:

@@ -1,4 +1,4 @@
-"""One step: how much it computes at most, and what it computes of each request."""
+"""One step: its limits, and what it computes of each request."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,23 +10,23 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
 
 GPU_BATCHED_TOKENS, GPU_SEQS = 8192, 256
-"""The limits of a step on a GPU, if nobody says otherwise: smaller ones hardly take less time there."""
+"""The default limits of a step on a GPU. Smaller steps hardly take less time there."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """How much one step computes at most: tokens of all sequences together, and sequences. Raises InvalidArgumentError.
+    """The most that one step computes: tokens of all sequences together, and sequences. Raises InvalidArgumentError.
 
-    Every running sequence needs room for one token, so the limit of tokens is at least that of sequences.
-    max_num_chunk_tokens: of one sequence, so that a step with a part of a long prompt ends soon; None: no such limit. A
-    prompt that needs more than a step computes of it is long. If the runner can compute a chunk by layers, a long
-    prompt's chunks have up to max_num_batched_tokens tokens, and a step computes a few layers of one, which take no
-    longer than max_num_chunk_tokens tokens in all layers (`LongPrompts`). max_num_partial_prefills: how many long
-    prompts run at once, in turns. Others wait, and shorter prompts pass them. Prompts of one salt get all of these
-    places but one, if there are several. wait_for_prefixes: whether a request waits while a running one computes, in
-    chunks, a prefix that both begin with; otherwise both compute it. watermark: the share of the pool, from 0.0 to
-    below 1.0, that is left free when a request is admitted. Running requests then have room to grow, and aren't
-    preempted at once. It is rounded down to whole blocks, and has no effect while nothing runs.
+    Every running sequence needs room for one token, so the limit of tokens must be at least that of sequences.
+    max_num_chunk_tokens: the most tokens of one sequence, so that a step with a part of a long prompt ends soon; None:
+    no such limit. A prompt is long if it takes more than one step for this reason. If the runner can compute a chunk by
+    layers, a long prompt's chunks have up to max_num_batched_tokens tokens, and a step computes a few layers of one,
+    which take no longer than max_num_chunk_tokens tokens through all layers (`LongPrompts`). max_num_partial_prefills:
+    how many long prompts run at once, in turns. Other long prompts wait, and shorter ones pass them. If there are
+    several such places, the prompts of one salt get all but one of them. wait_for_prefixes: whether a request waits
+    while a running one computes, in chunks, a prefix that both begin with; otherwise both compute it. watermark: the
+    share of the pool, at least 0.0 and below 1.0, that stays free when a request is admitted, so that running requests
+    can grow and aren't preempted at once. It is rounded down to whole blocks, and has no effect while nothing runs.
     """
 
     max_num_batched_tokens: int = 512
@@ -49,11 +49,11 @@ class StepLimits:
 
     @classmethod
     def default_on(cls, device_type: str) -> "StepLimits":
-        """The limits of an engine on a "cpu" or on "cuda", if nobody says otherwise. O(1)."""
+        """The default limits of an engine on "cpu" or "cuda". O(1)."""
         return cls(GPU_BATCHED_TOKENS, GPU_SEQS) if device_type == "cuda" else cls()
 
     def chunk_tokens(self, num_left: int) -> int:
-        """How many tokens one sequence may compute in a step that has `num_left` left. O(1)."""
+        """How many tokens of one sequence may be computed in a step with room for `num_left` more. O(1)."""
         return num_left if self.max_num_chunk_tokens is None else min(num_left, self.max_num_chunk_tokens)
 
     @property
@@ -63,14 +63,13 @@ class StepLimits:
 
 
 class ScheduledChunk(NamedTuple):
-    """The next `num_tokens` tokens of a request, from position `start`. samples: whether the last one's logits are
-    wanted.
+    """The next `num_tokens` tokens of a request, from position `start`.
 
-    copies: (source, destination) ids of blocks to copy in all layers, one pair after the other. Make the copies of
-    earlier chunks first, and all copies before the step stores anything. part: if the step computes only a slice of an
-    open chunk, `part.layers` of these tokens, the open chunk. Such a step has no other chunk, and samples nothing.
-    source: of a chunk that was scheduled before its token was known: the token's place among those that the step before
-    samples. None: its tokens are known.
+    samples: whether the logits of the last token are wanted. copies: (source, destination) ids of blocks to copy in all
+    layers, in order. Make the copies of earlier chunks first, and all copies before the step stores anything. part: the
+    open chunk, if the step computes only a slice of it, the layers `part.layers` of these tokens. Such a step has no
+    other chunk, and samples nothing. source: for a chunk that was scheduled before its token was known, the index of
+    that token among those that the previous step samples. None: its tokens are known.
     """
 
     request: Request
@@ -96,12 +95,15 @@ class ScheduledChunk(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether it is the last chunk of a request that generates nothing. O(1)."""
+        """Whether this is the last chunk of a request that generates nothing. O(1)."""
         return not self.request.max_tokens and self.start + self.num_tokens == self.request.sequence.num_tokens
 
     @property
     def sampled_requests(self) -> list[Request]:
-        """The requests that get a token from its logits: none, its own, or all samples of its prompt. O(samples)."""
+        """The requests that get a token from this chunk's logits: none, its own, or all samples of its prompt.
+
+        O(samples).
+        """
         request = self.request
         if not self.samples:
             return []
@@ -109,7 +111,7 @@ class ScheduledChunk(NamedTuple):
 
 
 def chunk_of(manager: KVCacheManager, request: Request, start: int) -> ScheduledChunk:
-    """Return the chunk of a request from `start` to where it has just been given slots. Takes the copies. O(copies)."""
+    """Return a request's chunk from `start` to its last allocated slot. Takes the pending copies. O(copies)."""
     end = request.sequence.num_computed_tokens
     copies = tuple([(source, destination) for _, source, destination in manager.take_copies()])
     samples = end == request.sequence.num_tokens and request.max_tokens > 0

@@ -1,12 +1,12 @@
-"""Whose turn it is to be admitted: tenants, told apart by salt, take turns in the queue.
+"""Fairness in the queue: tenants, told apart by their salts, take turns.
 
-The queue is made of rounds, and a salt has one request in each round. So whoever queues many requests at once waits for
-others' requests between them. A new request joins the round after that of its salt's last waiting request, or the round
-after the present one if that is later. The present round takes no new requests, so it ends, whatever comes and under
-whatever salts. Hence nobody starves. Requests of one salt keep the order of arrival, unless they have priorities: then
-the places of a salt go to its requests in the order of these. So a priority makes only requests of its salt wait.
+The queue consists of rounds, and a salt has one request in each round. So if a tenant queues many requests at once,
+other tenants' requests come between them. A new request joins the round after that of its salt's last waiting request,
+or the round after the current one if that is later. The current round takes no new requests, so it always ends, and
+nobody starves. Requests of one salt keep the order of arrival unless they have priorities. Priorities only distribute
+the places of one salt among its own requests, so they never delay requests of another salt.
 
-Turns decide the place in the queue and nothing else. Orders, and overtakes, go by that place.
+Turns decide the place in the queue and nothing else. Orders and overtakes go by that place.
 """
 
 from collections import deque
@@ -23,8 +23,8 @@ class Turns:
     def place(self, request: Request, waiting: deque[Request]) -> None:
         """Put a new request in its place in the queue, and set its `round`.
 
-        O(requests behind the last one of its salt): O(1) if all have one salt. O(requests) if it goes before one of
-        its salt.
+        O(requests after the last one of its salt), so O(1) if all have one salt. O(requests) if its priority puts it
+        before another request of its salt.
         """
         salt = request.sequence.salt
         before = next((other for other in reversed(waiting) if other.sequence.salt == salt), None)

@@ -1,13 +1,13 @@
 """The watermark: the blocks that stay free when a request is admitted, so that running requests can grow.
 
-Without it, a pool that is nearly full admits a request, preempts it a few tokens later, admits it again, and computes
-it anew each time. So a request is admitted beside others only if some blocks then stay free for tokens that will be
-generated. All known tokens count as taken: those of the request that aren't cached, and those of running requests that
+Without it, a request is admitted to a nearly full pool, preempted a few tokens later, admitted again, and computed anew
+each time. So while others run, a request is admitted only if some blocks then stay free for tokens that will be
+generated. All known tokens count as taken: the request's own that aren't cached, and those of running requests that
 have no slots yet.
 
-Cached blocks that somebody owns cost a request nothing. Free blocks that it hits stop being free, and are counted. All
-other free blocks are available, cached or not, so a pool full of free cached blocks counts as empty. The share left
-free is vLLM v0's watermark. With chunked prefill the whole prompt must be counted, not its first chunk.
+Cached blocks that somebody owns cost a request nothing. Free blocks that it hits stop being free, so they count. All
+other free blocks are available, cached or not, so a pool full of free cached blocks counts as empty. The idea is vLLM
+v0's watermark; with chunked prefill the whole prompt must count, not only its first chunk.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from kvblocks.manager import KVCacheManager
 
 
 class Watermark:
-    """How much of the pool one step's admissions may use. share: of the pool, to be left free.
+    """How much of the pool one step's admissions may use. share: the share of the pool to leave free.
 
     num_step_tokens: the most tokens that a step computes of a request; layers with a window hold blocks accordingly.
     Running requests are counted when the first request asks for admission. O(running requests).
@@ -37,7 +37,7 @@ class Watermark:
     def admits(self, request: Request, hit: CacheHit) -> bool:
         """Whether a waiting request with this hit leaves enough blocks free. True if nothing runs.
 
-        O(blocks of the hit + groups of each running request that wasn't counted yet).
+        O(blocks of the hit + groups of each running request that hasn't been counted yet).
         """
         if self._is_alone or not self._num_reserved_blocks:
             return True

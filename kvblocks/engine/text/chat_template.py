@@ -1,14 +1,14 @@
-"""Chat messages to prompt text, by the Jinja template that a model's folder carries.
+"""Turns chat messages into prompt text, by the Jinja template in a model's folder.
 
 This module finds the template, renders it, and keeps users' text apart from the model's markup.
 
 Invariants:
-- Rendered text is that of `transformers`' apply_chat_template, character for character.
-- A template is a program from a download, so it runs in Jinja's immutable sandbox and sees only plain JSON values.
-- Markup comes from the template alone. Where a message contains the text of a special token, such as "<|im_end|>", one
+- Rendered text equals that of `transformers`' apply_chat_template, character by character.
+- A template is downloaded code, so it runs in Jinja's immutable sandbox and sees only plain JSON values.
+- Markup comes from the template alone. Where a message contains the text of a special token, such as "<|im_end|>", a
   private-use character that occurs nowhere else replaces it while the template runs. The resulting spans say which text
-  may be read as markup. If a template garbles the stand-in, odd text is left over, never markup. (A template may build
-  markup out of pieces, such as "<|" + role + "|>". So the caller must choose the roles, not the users.)
+  may be read as markup. If a template garbles this placeholder, the result is odd text, but never markup. (A template
+  may build markup from pieces, such as "<|" + role + "|>", so let the caller choose the roles, not the users.)
 
 The environment (options, loop controls, raise_exception, strftime_now, tojson that does not escape HTML) follows what
 `transformers` documents for the authors of templates.
@@ -38,14 +38,14 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 class Span(NamedTuple):
-    """A piece of a prompt: its text, and whether special tokens in it are markup (the template's) or text (users')."""
+    """A piece of a prompt: its text, and whether special tokens in it are the template's markup or users' text."""
 
     text: str
     is_markup: bool
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering changes no state. source: its text. variables: the names that it reads."""
+    """A compiled chat template. Rendering changes no state. source: its text. variables: the names of what it reads."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """`source` is Jinja; `variables` are visible to it by name, such as bos_token.
@@ -70,8 +70,9 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> "ChatTemplate | None":
         """The template of a Hugging Face folder, or None if it has none (base models don't).
 
-        chat_template.jinja takes precedence over the "chat_template" of tokenizer_config.json, as in `transformers`. Of
-        several named templates the one called "default" is used. Raises ModelError if the template does not compile.
+        chat_template.jinja takes precedence over the "chat_template" of tokenizer_config.json, as in `transformers`. If
+        there are several named templates, the one called "default" is used. Raises ModelError if the template does not
+        compile.
         """
         path = folder / "chat_template.jinja"
         if path.is_file():
@@ -80,7 +81,10 @@ class ChatTemplate:
 
     @classmethod
     def from_config(cls, tokenizer_config: Mapping[str, Any], place: str = "the model") -> "ChatTemplate | None":
-        """The template of tokenizer_config.json's fields, as `from_folder`. place: of the fields, for errors."""
+        """As `from_folder`, but from the fields of tokenizer_config.json alone.
+
+        place: where these are from, for errors.
+        """
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
@@ -99,12 +103,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> list[Span]:
-        """The prompt as spans, whose texts joined are the prompt.
+        """Render messages as spans, whose texts joined are the prompt.
 
         `special_texts` are markup only where the template wrote them. `variables` (JSON values, such as tools or
         enable_thinking) are visible to the template by name, and protected like messages.
 
-        Raises InvalidArgumentError if the messages are not JSON values, or the template refuses them. O(length).
+        Raises InvalidArgumentError if messages aren't JSON values, or if the template refuses them. O(length).
         """
         plain = _plain_copy({**variables, "messages": messages})
         stand_ins = _StandIns(special_texts, taken=self.source + json.dumps(plain, ensure_ascii=False))

@@ -1,17 +1,17 @@
 """Stop strings: text that ends a generation, and is not part of it.
 
-Text comes in pieces of any size, and text that was shown can't be taken back. So text that may begin a stop string is
-held back until this is decided. The result doesn't depend on how the text is cut into pieces. The stop string that ends
-first counts; of several that end there, the longest.
+Text comes in pieces of any size, and can't be taken back once it was shown. So text that may be the beginning of a stop
+string is held back until that is clear. The result doesn't depend on how the text is cut into pieces. The stop string
+that ends first counts; if several end there, the longest one.
 """
 
 from collections.abc import Iterable
 
 
 class StopMatcher:
-    """Passes text on up to the first of `stops`, which are not empty.
+    """Passes text on up to the first of `stops`, none of which is empty.
 
-    num_exempt: how many of the first pieces are passed on unchecked; no stop string begins in them.
+    num_exempt: how many of the first pieces are passed on unchecked; a stop string can't begin in them.
     is_matched: whether a stop string was found; text that is fed afterwards is dropped.
     """
 
@@ -38,7 +38,7 @@ class StopMatcher:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return the text that was held back, when no more text comes."""
+        """Return the text that was held back. Call it when no more text comes."""
         held, self._held = self._held, ""
         return held
 

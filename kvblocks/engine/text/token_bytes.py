@@ -1,4 +1,4 @@
-"""The bytes that each token stands for. Joined they are the text; a character may be spread over several tokens."""
+"""The bytes that each token stands for. Joined they form the text; a character may be split among several tokens."""
 
 import json
 import re
@@ -22,9 +22,9 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
-    """The bytes of the tokens of one tokenizer. It never changes, so threads may share it.
+    """The bytes of one tokenizer's tokens. Immutable, so threads may share it.
 
-    definition: the content of tokenizer.json, parsed.
+    definition: the parsed content of tokenizer.json.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, definition: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class TokenBytes:
         self._has_byte_tokens = '"ByteFallback"' in decoder
 
     def of(self, token_id: int) -> bytes:
-        """Return a token's bytes; none for an id that no token has. O(length of the token)."""
+        """Return a token's bytes; b"" for an unknown id. O(length of the token)."""
         if token_id in self._added:
             return self._added[token_id].encode()
         spelled = self._tokenizer.id_to_token(token_id)

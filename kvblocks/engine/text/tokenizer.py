@@ -1,17 +1,17 @@
 """Text to token ids and back, from the tokenizer.json of a Hugging Face folder.
 
-This module decides which text may become a special token, decodes streams, and makes prompts from chats (with
+This module decides which text may become a special token, decodes streams, and turns chats into prompts (with
 chat_template.py).
 
 Invariants:
-- Unless the caller says `parse_special=True`, no part of a text becomes a special token. So a user can't end their turn
+- Unless the caller says `parse_special=True`, no part of a text becomes a special token. So users can't end their turn
   by writing "<|im_end|>". In a chat, only the template's own markup becomes special tokens. Special tokens are those
   that tokenizer.json marks (`"special": true`). One limit: if special tokens are matched after normalization
-  (`"normalized": true`, older Llama 2 folders), chats are protected only against their exact text.
-- For text that contains no special token's text, ids are those of `transformers`' AutoTokenizer.
-- The pieces of a StreamDecoder joined are `decode` of all ids, and no piece ends inside a character.
+  (`"normalized": true`, as in older Llama 2 folders), chats are protected only against their exact text.
+- For text without the texts of special tokens, ids are those of `transformers`' AutoTokenizer.
+- The joined pieces of a StreamDecoder equal `decode` of all ids, and no piece ends inside a character.
 
-The encoding itself is the `tokenizers` library's.
+The encoding itself is done by the `tokenizers` library.
 """
 
 import json
@@ -37,10 +37,10 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 class Tokenizer:
     """A model's tokenizer. Calls change no state, so threads may share it.
 
-    Attributes: `num_tokens` (ids are below it; a model's vocabulary may be padded beyond), `special_token_ids`,
-    `eos_token_ids` (any of them ends a generation), `bos_token_id` (None if the model has none), `byte_token_ids`
-    (tokens that stand for one byte of a character), `has_chat_template`, `longest_token` (characters of the longest
-    one, as the vocabulary spells it).
+    Attributes: `num_tokens` (all ids are below it; a model's vocabulary may be padded further), `special_token_ids`,
+    `eos_token_ids` (each of them ends a generation), `bos_token_id` (None if the model has none), `byte_token_ids`
+    (tokens that stand for one byte of a character), `has_chat_template`, `longest_token` (the number of characters of
+    the longest token, as the vocabulary spells it).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @classmethod
     def from_text(cls, definition: str, configs: Mapping[str, Mapping[str, Any]]) -> "Tokenizer":
-        """As `from_folder`, of a folder with tokenizer.json and these other files, by name. Raises ModelError."""
+        """As `from_folder`, from the text of tokenizer.json and the parsed other files, by name. Raises ModelError."""
         whole = {name: configs.get(name, {}) for name in _CONFIGS}
         return cls(definition, whole, ChatTemplate.from_config(whole["tokenizer_config.json"]))
 
@@ -123,13 +123,13 @@ class Tokenizer:
         return {token.content: index for index, token in added if token.special}
 
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`.
+        """Return the ids of `text`.
 
-        `parse_special`: whether "<|im_end|>" and the like become the token instead of their characters. Off by default:
-        turn it on only for text that no user wrote. `add_special_tokens`: whether to add the tokens that tokenizer.json
-        adds to every prompt (a BOS, for some models).
+        `parse_special`: whether "<|im_end|>" and the like become special tokens instead of text. Turn this on only for
+        text that no user wrote. `add_special_tokens`: whether to add the tokens that tokenizer.json adds to every
+        prompt (a BOS, for some models).
 
-        Raises InvalidArgumentError if the text is not valid Unicode. O(len(text)); other threads run meanwhile.
+        Raises InvalidArgumentError if the text is not valid Unicode. O(len(text)). Releases the interpreter's lock.
         """
         encoder = self._markup if parse_special else self._plain
         try:
@@ -140,7 +140,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids. Bytes that aren't a character become U+FFFD; unknown ids have no text.
+        """Return the text of the ids. Bytes that aren't a character become U+FFFD; unknown ids have no text.
 
         Raises InvalidTokensError if an id is not an integer from 0 to 2**32 - 1. O(ids).
         """
@@ -154,9 +154,9 @@ class Tokenizer:
         return self._markup.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; for a special token those of its text; b"" for an unknown id.
+        """Return the bytes that a token stands for: a special token's are those of its text, an unknown id has b"".
 
-        A character may be spread over several tokens, so the bytes may be invalid UTF-8. O(length of the token).
+        A character may be split among several tokens, so the bytes may be invalid UTF-8. O(length of the token).
         """
         return self._bytes.of(token_id)
 
@@ -167,14 +167,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The ids of a chat, as the model was trained to read it.
+        """Return the ids of a chat, in the form that the model was trained on.
 
         `messages` are {"role": ..., "content": ...}, with other fields that the template may read.
         `add_generation_prompt`: whether the prompt ends where the assistant's answer begins. `variables`: more values
-        for the template, such as tools. Special tokens written in messages are encoded as text. Without any, the ids
-        are those of `transformers`.
+        for the template, such as tools. Special tokens that are written in messages are encoded as text; otherwise the
+        ids are those of `transformers`.
 
-        Raises ModelError if the model has no template; InvalidArgumentError if the template refuses the messages.
+        Raises ModelError if the model has no template, and InvalidArgumentError if the template refuses the messages.
         O(length).
         """
         if self._template is None:
@@ -190,7 +190,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids as they are generated. Show what `feed` returns, and at the end what `finish` returns.
+    """Decodes ids as they are generated: pass them to `feed`, and call `finish` at the end.
 
     The returned texts, joined, are always a prefix of the text of all ids, and at the end the whole text. Text is held
     back only while later ids could still change it: an unfinished character, or a sequence of byte tokens.
@@ -207,10 +207,10 @@ class StreamDecoder:
         self._num_returned = 0  # characters of the window's text
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that these ids make certain: "" if a character isn't finished.
+        """Return the text that these ids complete: "" while a character isn't finished.
 
-        Raises InvalidTokensError as `Tokenizer.decode` does, and changes nothing then. O(ids), apart from ids that
-        spell no valid text for long.
+        Raises InvalidTokensError as `Tokenizer.decode` does, and then changes nothing. O(ids), unless many ids in a row
+        spell no valid text.
         """
         ids = list(token_ids)
         try:
@@ -231,7 +231,7 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """The text that was held back, with U+FFFD for an unfinished character. Resets the decoder."""
+        """Return the text that was held back, with U+FFFD for an unfinished character. Resets the decoder."""
         piece = self._decode(self._window)[self._num_returned :]
         self._window, self._num_returned = [], 0
         return piece

@@ -1,8 +1,8 @@
 """`BlockBytes`: copies the bytes of a KV cache's blocks to rows of host memory and back.
 
-A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part behind the other. On a CPU a
-block is contiguous, so a row of the cache is the block itself. On CUDA one launch of a kernel gathers blocks into a
-buffer on the device, and they are copied to rows from there, on a stream of their own.
+A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part after another. On a CPU a block
+is contiguous, so a row of the cache is the block itself. On CUDA one launch of a kernel gathers blocks into a buffer on
+the device, from where they are copied to rows on a separate stream.
 """
 
 import mmap
@@ -25,9 +25,9 @@ _HAS_FLAGS = hasattr(mmap, "MAP_ANONYMOUS")
 
 
 def new_rows(num_rows: int, num_block_bytes: int, *, is_pinned: bool) -> Row:
-    """Return host memory for rows. All its pages have been written to. is_pinned: for copies from and to a GPU.
+    """Return host memory for rows, with all pages touched. is_pinned: for copies from and to a GPU.
 
-    Raises what torch does if CUDA can't pin so much.
+    Raises torch's error if CUDA can't pin that much.
     """
     if is_pinned and num_rows > 0:
         return _pinned_rows(num_rows, num_block_bytes)
@@ -52,9 +52,9 @@ def _pinned_rows(num_rows: int, num_block_bytes: int) -> Row:
 
 
 class BlockBytes:
-    """The blocks of `kv_cache` as rows of bytes. Any thread may call it. Calls wait until the bytes are copied.
+    """The blocks of `kv_cache` as rows of bytes. Any thread may call it. Calls return when the bytes are copied.
 
-    after: a result of `mark`. Bytes are read, or overwritten, only when all work launched before it is done.
+    after: a result of `mark`. Bytes are read or overwritten only when all work launched before it is done.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
@@ -67,7 +67,10 @@ class BlockBytes:
             self._stream = torch.cuda.Stream(kv_cache.keys[0].device)
 
     def mark(self) -> "torch.cuda.Event | None":
-        """Return an event for all work launched so far on the current stream. None on a CPU, where it is done."""
+        """Return an event after all work launched so far on the current stream.
+
+        None on a CPU, where it is done already.
+        """
         if self.is_on_host:
             return None
         event = torch.cuda.Event()
@@ -75,7 +78,7 @@ class BlockBytes:
         return event
 
     def new_rows(self, num_rows: int) -> Row:
-        """As the function `new_rows`, for blocks of this cache."""
+        """Call the function `new_rows` for blocks of this cache."""
         return new_rows(num_rows, self.num_block_bytes, is_pinned=not self.is_on_host)
 
     def read(self, block_ids: Sequence[int], rows: Sequence[Row], after: "torch.cuda.Event | None") -> None:
@@ -101,7 +104,7 @@ class BlockBytes:
             self._kv_cache.scatter_blocks(torch.tensor(block_ids), staging)
 
     def rows_of(self, block_ids: Sequence[int]) -> list[Row]:
-        """Return the blocks themselves as rows, on a CPU only. Writing to the rows writes to the blocks."""
+        """Return the blocks themselves as rows: writing to the rows writes to the blocks. Only on a CPU."""
         return [self._rows[block_id] for block_id in block_ids]
 
     @contextmanager
@@ -116,14 +119,14 @@ class BlockBytes:
 
 
 class Staging:
-    """Rows of host memory on the way between a device and a place, for one thread. Nothing is taken before its use."""
+    """Host rows that one thread uses between a device and a place. They are allocated when first needed."""
 
     def __init__(self, blocks: BlockBytes) -> None:
         self._blocks = blocks
         self._memory: Row | None = None
 
     def rows(self, number: int) -> list[Row]:
-        """Return the first rows: the same ones in each call, unless more than ever are asked for."""
+        """Return `number` rows. They are the same ones in each call, unless more are asked for than ever before."""
         if self._memory is None or len(self._memory) < number:
             self._memory = self._blocks.new_rows(number if self._memory is None else max(number, 2 * len(self._memory)))
         return [*self._memory[:number]]

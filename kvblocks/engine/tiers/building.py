@@ -1,4 +1,4 @@
-"""From options to tiers: the places that are opened, the tiers that the manager knows, and the transfers' carriers."""
+"""Builds tiers from options: opens the places, tells the manager about the tiers, and makes the transfers' carriers."""
 
 import threading
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from kvblocks.tiers.tier import Tier, check_layers
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """The open places of an engine whose manager isn't made yet, the fastest first.
+    """The opened places of an engine whose manager isn't made yet, the fastest first.
 
-    It is a context manager: an error inside closes them.
+    As a context manager it closes them if an error is raised inside.
     """
 
     places: tuple[Place, ...]
@@ -41,11 +41,11 @@ class BuiltTiers:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """What the manager is to know of them."""
+        """The tiers to make the manager with."""
         return tuple(place.tier for place in self.places)
 
     def begin(self, manager: KVCacheManager, runner: ModelRunner) -> Offload | None:
-        """Read what the places remember, and return the `Offload`; None without tiers. O(slots on the disk)."""
+        """Read what the places remember, and return the `Offload`, or None without tiers. O(slots on the disk)."""
         if not self.places:
             return None
         block_bytes, ended = BlockBytes(runner.kv_cache), threading.Event()
@@ -69,7 +69,7 @@ class BuiltTiers:
 
 
 def build_tiers(options: Sequence[TierOptions], model: LoadedModel, plan: Plan, backend: Backend) -> BuiltTiers:
-    """Open the places of tiers, the fastest first. Raises InvalidArgumentError and what the places raise.
+    """Open the places of tiers, the fastest first. Raises InvalidArgumentError, and what the places raise.
 
     O(bytes of the weights) for each place whose fingerprint covers them.
     """

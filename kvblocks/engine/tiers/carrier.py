@@ -1,8 +1,8 @@
-"""`Carrier`: carries out the transfers of one tier on two threads: loads on one, stores and all else on the other.
+"""`Carrier`: carries out the transfers of one tier: loads on one thread, stores and everything else on another.
 
-So a load, for which a request waits, never waits for a store, a flush or a deletion. On each thread one thing follows
-the other. A transfer has ended when its bytes are where they belong. Between two steps the engine asks for `ended`, and
-tells the manager. An error fails only its own transfer, and is counted. Nothing is raised to the engine.
+So a load, for which a request waits, never waits for a store, a flush or a deletion. Each thread does one thing at a
+time. A transfer has ended when its bytes are where they belong. Between two steps the engine asks for `ended`
+transfers, and tells the manager. An error fails only its own transfer and is counted; nothing is raised to the engine.
 """
 
 import logging
@@ -25,18 +25,18 @@ from kvblocks.tiers.transfer import Transfer
 logger = logging.getLogger("kvblocks.engine.tiers")
 
 PATIENCE_S = 1.0
-"""The most seconds until what a place remembers is made durable."""
+"""After at most this many seconds, what a place remembers is made durable."""
 
 USES_S = 10.0
-"""The same for the order of use. It is worth less than a commit a second: a kill loses only that order."""
+"""The same for the order of use, which isn't worth a commit per second: a kill loses only that order."""
 
 Commands = queue.SimpleQueue[Callable[[], object] | None]
-"""What a thread is to call, in order; None: the end."""
+"""What a thread is to call, in order; None ends the thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A transfer that has ended. seconds: how long it took, without waiting."""
+    """A transfer that has ended. seconds: how long it took, without its wait in the queue."""
 
     transfer: Transfer
     ok: bool
@@ -44,10 +44,11 @@ class Ended:
 
 
 class Carrier:
-    """The transfers of tier `name`, whose bytes are in `place`. block_bytes: the device's side.
+    """Carries out the transfers of tier `name`, whose bytes are in `place`. block_bytes: the device's side.
 
-    on_end: called on a thread of the carrier's whenever a transfer has ended. num_bytes, seconds: moved and spent so
-    far, by direction ("load", "store"), without failed transfers; only the carrier's threads write them.
+    on_end: called on one of the carrier's threads whenever a transfer has ended. num_bytes, seconds: what was moved and
+    how long it took so far, by direction ("load", "store"), without failed transfers; only the carrier's threads write
+    them.
     """
 
     def __init__(self, name: str, place: Place, block_bytes: BlockBytes, on_end: Callable[[], None]) -> None:
@@ -70,32 +71,35 @@ class Carrier:
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
-        """Queue a transfer. It begins after all work that is launched on the device so far."""
+        """Queue a transfer. It begins after all work that has been launched on the device so far."""
         move = self._move_of(transfer)
         commands = self._loads if transfer.is_load else self._commands
         commands.put(lambda: self._carry(transfer, move))
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Queue a note of what slots hold. It follows the calls queued so far, and is made durable soon."""
+        """Queue a note of what slots hold. It comes after the calls queued so far, and is made durable soon."""
         if changes:
             self._commands.put(lambda: self._remember(changes))
 
     def note_used(self, slots: list[int]) -> None:
-        """Queue a note of slots in which used prefixes end. It is made durable within `USES_S`, or with other notes."""
+        """Queue a note of the slots in which used prefixes end.
+
+        It is made durable within `USES_S`, or with other notes.
+        """
         if slots:
             self._commands.put(lambda: self._note_used(slots))
 
     def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> "Future[None]":
         """Queue the deletion of a salt's bytes, between earlier and later calls (see `Place`).
 
-        Returns a future that is done when they are gone, durably, or that has the place's error.
+        Returns a future that is done when they are durably gone, or that has the place's error.
         """
         return self.call(lambda: self._place.forget(salt, slots, timeout_s))
 
     def call(self, function: Callable[[], object]) -> "Future[None]":
-        """Queue a call of a function, behind all calls so far except loads.
+        """Queue a call of a function, after all earlier calls except loads.
 
-        Returns a future that is done when it has returned, or that has its error.
+        Returns a future that is done when the function has returned, or that has its error.
         """
         future: Future[None] = Future()
 
@@ -125,9 +129,9 @@ class Carrier:
         return self._place.describe(num_cached_blocks)
 
     def close(self, *, drops: bool = False) -> None:
-        """Make what was stored durable, and end. Waits for that. A second call does nothing.
+        """Make durable what was stored, wait for that, and end. A second call does nothing.
 
-        drops: fail the queued transfers that aren't under way; otherwise they are carried out.
+        drops: whether queued transfers that aren't under way fail; otherwise they are carried out.
         """
         self._is_hurried = self._is_hurried or drops
         self._loads.put(None)

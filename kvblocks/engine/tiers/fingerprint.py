@@ -1,9 +1,10 @@
 """The fingerprint of KV: whatever changes the KV of the same tokens changes the fingerprint.
 
-It covers the bytes of all weights, the model's configuration (with RoPE and its scaling), the dtype, the layout of a
-block, and the version of this format. It doesn't cover the layout in which weights are read: that changes only the last
-bits of KV, as another processor or batch size does. A mode that promises the same bits adds all that these bits depend
-on, with the weights' layout. It doesn't cover adapters, which are keys of prefixes (`lora`); the engine has none.
+It covers the bytes of all weights, the model's configuration (including RoPE and its scaling), the dtype, the layout of
+a block, and the version of this format. It doesn't cover the layout in which weights are read, which changes only the
+last bits of KV, as another processor or batch size does. A mode that promises the same bits adds all that these bits
+depend on, including that layout. Adapters aren't covered either: they are keys of prefixes (`lora`), and this engine
+has none.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ _FORMAT = "kvblocks KV 1"
 def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
     """Return 32 bytes that identify a model and how its KV is computed and laid out. O(bytes of the weights).
 
-    layout: of a block's bytes. mode: what the bits depend on beside the weights.
+    layout: a text that describes the layout of a block's bytes. mode: what else the bits depend on.
     """
     digest = xxh3_128()
     weights = model.weights
@@ -43,7 +44,7 @@ def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
 
 
 def kv_fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
-    """Return the fingerprint of an engine's KV, its name outside the process. O(bytes of the weights)."""
+    """Return the fingerprint of an engine's KV, by which it is known outside the process. O(bytes of the weights)."""
     block_size = check_groups(plan.groups).block_size
     kept = model.dtype if backend.scales is None else backend.scales
     groups = tuple([group for group in plan.groups if group.has_table])

@@ -1,4 +1,4 @@
-"""`Forgetting`: the deletion of a salt's bytes in the tiers, which goes on beside the engine's thread."""
+"""`Forgetting`: the deletion of a salt's bytes in the tiers, which runs beside the engine's thread."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -8,15 +8,15 @@ from kvblocks.errors import KVBlocksError
 from kvblocks.tiers.transfer import Transfer
 
 FORGET_S = 60.0
-"""How long a deletion may take before whoever asked for it is told what is left."""
+"""How many seconds a deletion may take before its caller is told what is left."""
 
 
 class Forgetting:
-    """What is left of a deletion. Any thread may call it.
+    """A deletion under way. Any thread may call it.
 
-    salt: whose blocks it is about. num_blocks: how many of them can't be hit any more. parts: by tier whose bytes
-    outlive the process, a future that is done when they are gone there. waits_for: transfers that were under way when
-    it began, whose slots are overwritten when they have ended; only the engine's thread uses it.
+    salt: the salt whose blocks are deleted. num_blocks: how many of them can't be hit any more. parts: for each tier
+    whose bytes outlive the process, a future that is done when they are gone there. waits_for: the transfers that were
+    under way when it began, whose slots are overwritten when they end; only the engine's thread uses it.
     """
 
     def __init__(self, salt: str | None, num_blocks: int, tiers: Iterable[str], waits_for: Iterable[Transfer]) -> None:
@@ -28,11 +28,11 @@ class Forgetting:
             part.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
 
     def follow(self, tier: str, deletion: "Future[None]") -> None:
-        """Have a tier's part end as this call of its place does."""
+        """End a tier's part when `deletion` ends, with the same result."""
         deletion.add_done_callback(lambda done: self.end(tier, done.exception()))
 
     def end(self, tier: str, error: BaseException | None) -> None:
-        """End a tier's part, with an error or without."""
+        """End a tier's part, with an error or None."""
         if error is None:
             self.parts[tier].set_result(None)
         else:
@@ -45,11 +45,11 @@ class Forgetting:
                 self.end(tier, KVBlocksError("expected an engine that stays open, got one that was closed"))
 
     def wait(self, seconds: float) -> bool:
-        """Wait for so many seconds at most. Return whether all parts have ended."""
+        """Wait for at most `seconds`. Return whether all parts have ended."""
         return not wait(self.parts.values(), seconds).not_done
 
     def check(self) -> None:
-        """Raise ForgetError, which says what is left and what to do, unless all parts have ended well."""
+        """Raise ForgetError, which says what is left and what to do, unless all parts have ended without an error."""
         left: list[str] = []
         for tier, part in self.parts.items():
             if not part.done():
@@ -63,5 +63,5 @@ class Forgetting:
         if left:
             raise ForgetError(
                 "forget_salt: expected all bytes to be deleted, got some that are left, though nothing finds them any"
-                f" more: {'; '.join(left)}. Ask for it again: it goes on where it failed"
+                f" more: {'; '.join(left)}. Call it again: it continues where it failed"
             )

@@ -1,6 +1,6 @@
 """`Offload`: runs an engine's tiers. Between two steps it begins the manager's transfers, and reports ended ones.
 
-The order of a step is that of `kvblocks.tiers`: the step is launched, then its transfers begin. Carriers wait for the
+The order is that of `kvblocks.tiers`: the step is launched, and then its transfers begin. Carriers wait for the
 launched work (`BlockBytes.mark`).
 """
 
@@ -20,9 +20,9 @@ from kvblocks.tiers.transfer import Loaded, Transfer
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What was moved between the device and a tier, by direction ("load", "store"): bytes, and seconds.
+    """The bytes moved between the device and a tier, and the seconds that took, by direction ("load", "store").
 
-    Failed transfers don't count. place: the place's own counts, such as a disk's `DiskStats`; None: it has none.
+    Failed transfers don't count. place: the place's own counts, such as a disk's `DiskStats`, or None.
     """
 
     tier: str
@@ -34,8 +34,8 @@ class TierTraffic:
 class Offload:
     """The tiers of a manager with their carriers. Only the engine's thread calls it.
 
-    carriers: of all tiers. something_ended: set by their `on_end`. seeker: asks the store that servers share, or None.
-    is_closed: whether `close` was called.
+    carriers: those of all tiers. something_ended: the event that their `on_end` sets. seeker: asks a shared store, if
+    there is one. is_closed: whether `close` was called.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Offload:
     def forget(self, salt: str | None, num_blocks: int) -> Forgetting:
         """Begin to delete the bytes of a salt that the manager has just forgotten. Waits for nothing.
 
-        What slots of persistent tiers hold is overwritten: at once where no transfer uses them, and else when the
-        transfers that are under way have ended. A shared store's blocks of the salt are deleted, from whichever server
-        they came. num_blocks: see `Forgetting`. O(slots of persistent tiers).
+        Slots of persistent tiers are overwritten, at once if no transfer uses them, otherwise when the transfers under
+        way have ended. In a shared store, all blocks of the salt are deleted, whichever server stored them. num_blocks:
+        see `Forgetting`. O(slots of persistent tiers).
         """
         persistent = self._note_changes()
         shared = [] if self._seeker is None else [self._seeker.name]
@@ -100,7 +100,7 @@ class Offload:
         return forgetting
 
     def wait(self, seconds: float) -> None:
-        """Wait until a transfer has ended since the last `advance`, or a store has answered, but at most `seconds`."""
+        """Wait for at most `seconds`, until a transfer has ended since the last `advance` or a store has answered."""
         if self._seeker is None or not self._seeker.has_answer:
             self._something_ended.wait(seconds)
 
@@ -112,14 +112,14 @@ class Offload:
         ]
 
     def describe(self) -> list[str]:
-        """Return a line for people on each tier, the fastest first. O(tiers)."""
+        """Return a readable line about each tier, the fastest first. O(tiers)."""
         return [self._carriers[tier.name].describe(tier.num_cached_blocks) for tier in self._tiers]
 
     def close(self, timeout_s: float) -> None:
-        """Store the blocks that wait, for at most `timeout_s` seconds, make them durable, and end.
+        """Store waiting blocks for at most `timeout_s` seconds, make what was stored durable, and end.
 
-        What isn't stored by then is dropped, except for transfers under way. A second call does nothing. Raises the
-        manager's errors, but ends nevertheless.
+        What isn't stored by then is dropped, except for transfers under way. A second call does nothing. It ends even
+        if it raises an error of the manager.
         """
         if self.is_closed:
             return

@@ -1,4 +1,4 @@
-"""Where tiers' bytes are: `HostPlace`, an arena in host memory, and `DiskPlace`, a folder."""
+"""The built-in places on one machine: `HostPlace`, an arena in host memory, and `DiskPlace`, a folder."""
 
 import logging
 from collections.abc import Mapping
@@ -21,14 +21,13 @@ CPU = torch.device("cpu")
 DEFAULT_DISK_SIZE = "8GiB"
 
 LONG_PREFIX_TOKENS = 256
-"""Prefixes of at least so many tokens are stored on the disk, or in a store, at once; shorter ones on their second use.
-"""
+"""Prefixes of at least this many tokens are stored (on a disk or in a store) at once, others on their second use."""
 
 
 class HostPlace(Place):
-    """One piece of host memory with a row for each slot. Only this process has it, so what was stored is there.
+    """An arena of host memory with one row per slot. It belongs to this process alone, so loads never fail.
 
-    The scheme is `host`, the address a size: bytes, a text, or a share of the memory that the pool leaves free.
+    The scheme is `host`, and the address is a size: bytes, a text, or a share of the memory that the pool leaves free.
     """
 
     def __init__(self, tier: Tier, arena: Row) -> None:
@@ -66,13 +65,14 @@ class HostPlace(Place):
 
 
 class DiskPlace(Place):
-    """A `DiskStore`. Damaged blocks and failed writes make a transfer fail; the store counts and logs them.
+    """A folder on a disk, by `DiskStore`.
 
-    Loads and stores may run at the same time, each on a thread of its own.
+    Damaged blocks and failed writes fail the transfer, and are counted and logged. A load and a store may run at the
+    same time, on separate threads.
 
-    The scheme is `disk`, the address a folder. used_bytes: by column of a block's identity, how many of its first bytes
-    its group uses. The bytes behind them may be left from a block of another group, perhaps of another tenant. Zeros
-    are stored instead, so that a tenant's data can be deleted.
+    The scheme is `disk`, and the address is a folder. used_bytes: for each column of a block's identity, how many of
+    its leading bytes its group uses. The bytes after them may be left over from a block of another group or tenant.
+    Zeros are stored instead, so that a tenant's data can be deleted completely.
     """
 
     def __init__(self, tier: Tier, store: DiskStore, folder: str, used_bytes: tuple[int, ...]) -> None:
@@ -138,7 +138,7 @@ class DiskPlace(Place):
         return f"{super().describe(num_cached_blocks)}, {num_cached_blocks} of them found in {self._folder}"
 
     def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> None:  # noqa: ARG002  # as `Place`
-        """As `Place`. Slots say what is to go: no byte here is found by its salt."""
+        """As `Place`. It goes by slots, since nothing on the disk is found by its salt."""
         self._store.erase(slots)
 
     def close(self) -> None:

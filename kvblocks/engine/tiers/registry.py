@@ -1,4 +1,4 @@
-"""Which scheme names which place: `register_place`."""
+"""The schemes of URLs, and the places that they name."""
 
 from collections.abc import Iterable
 
@@ -14,10 +14,10 @@ _PLACES: dict[str, type[Place]] = {"host": HostPlace, "disk": DiskPlace, **dict.
 
 
 def register_place(scheme: str, place: type[Place]) -> None:
-    """Have `Engine(tiers=["SCHEME:ADDRESS"])` open a place of this class. Raises InvalidArgumentError. O(1).
+    """Make `Engine(tiers=["SCHEME:ADDRESS"])` open a place of this class. Raises InvalidArgumentError. O(1).
 
-    scheme: letters in lower case, digits and signs, without a colon. One that is taken is refused, unless the class is
-    the same.
+    scheme: lower-case letters, digits and signs, without a colon. A scheme that is taken is refused, unless the class
+    is the same.
     """
     if not check_text("register_place: scheme", scheme) or ":" in scheme:
         raise wrong("register_place: scheme", "a text without a colon", scheme)
@@ -31,14 +31,12 @@ def place_of(options: TierOptions) -> type[Place]:
     """Return the class of a tier's place. Raises InvalidArgumentError for an unknown scheme. O(1)."""
     found = _PLACES.get(options.scheme)
     if found is None:  # the text isn't shown, since it may hold a password
-        raise InvalidArgumentError(
-            f"tiers: expected a URL that begins with one of {', '.join(_PLACES)}, and a colon, got another"
-        )
+        raise InvalidArgumentError(f"tiers: expected a URL with one of the schemes {', '.join(_PLACES)}; got another")
     return found
 
 
 def read_tiers(tiers: Iterable[str | TierOptions]) -> tuple[TierOptions, ...]:
-    """Return a user's tiers as options that their places have checked. Raises InvalidArgumentError. Opens nothing."""
+    """Turn a user's tiers into options, which their places check. Opens nothing. Raises InvalidArgumentError."""
     if isinstance(tiers, str):  # it isn't shown, since it may hold a password
         raise wrong("tiers", "a list of URLs and TierOptions", str)
     given = listed("tiers", "a list of URLs and TierOptions", tiers)

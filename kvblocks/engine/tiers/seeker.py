@@ -1,12 +1,12 @@
 """`Seeker`: asks a shared store which blocks of waiting prompts it has, on a thread of its own.
 
-No index of this process knows what other servers have stored. So the store is asked once for each prompt before the
-prompt is admitted. The prompt waits for the answer, but at most the store's `lookup_timeout_s`. After that, nothing is
-loaded from the store for it. Prompts that come together are asked for together.
+No index of this process knows what other servers have stored, so the store is asked once for each prompt before the
+prompt is admitted. The prompt waits for the answer for at most the store's `lookup_timeout_s`. After that, nothing is
+loaded from the store for it. Prompts that come together are asked for in one batch.
 
-If all blocks of a prompt are at hand, the store is only told of their use, and nobody waits (`Uses`).
+If this server already has all blocks of a prompt, the store is only told that they are used, and nobody waits (`Uses`).
 
-The same thread retries a store that failed, so that no prompt waits for this. It also deletes what a reset gave up.
+The same thread retries a failed store, so that no prompt waits for that, and deletes what a reset has given up.
 """
 
 import logging
@@ -33,10 +33,10 @@ MOST_TOGETHER = 32
 """The most prompts that are asked for in one batch."""
 
 ENOUGH_BLOCKS = 1024
-"""No more prompts join a batch of so many blocks, since all prompts of a batch get their answers together."""
+"""No more prompts join a batch that has this many blocks, since all prompts of a batch get their answers together."""
 
 DELETE_S = 60.0
-"""How long the deletion after a reset may take before it is tried again."""
+"""How many seconds the deletion after a reset may take before it is tried again."""
 
 _RETRY_S = 1.0
 
@@ -52,10 +52,10 @@ class _Search:
 
 
 class Seeker:
-    """Asks `store`. carrier: of its tier, whose name the seeker has too.
+    """Asks `store` for the blocks of waiting prompts. carrier: the carrier of the store's tier.
 
-    num_columns: of the side groups. on_end: called on the seeker's thread whenever an answer is there. Only the
-    engine's thread calls the seeker.
+    num_columns: the number of columns of the side groups. on_end: called on the seeker's thread whenever an answer has
+    come. Only the engine's thread calls the seeker.
     """
 
     def __init__(
@@ -97,9 +97,10 @@ class Seeker:
         return any(search.is_over.is_set() for search in self._searches)
 
     def seek(self, waiting: Iterable[Request], lookups: Lookups) -> None:
-        """Ask for waiting requests that weren't asked for yet. They are not admitted before the answer. O(waiting).
+        """Ask for waiting requests that haven't been asked for. They are not admitted before the answer.
 
-        Requests whose blocks are all on the device, or in a tier above, aren't asked for: the store is told of the use.
+        O(waiting requests). Requests whose blocks are all on the device or in a faster tier aren't asked for; the store
+        is only told of the use.
         """
         self._note_resets()
         for request in waiting:
@@ -124,7 +125,7 @@ class Seeker:
             self._queue.put(search)
 
     def take(self) -> bool:
-        """Pass new answers on to the tiers, and end expired waits. Returns whether there were any of either."""
+        """Pass new answers on to the tiers, and end expired waits. Returns whether there were any."""
         lost_any = self._uses.take()
         now_s, left = time.monotonic(), list[_Search]()
         for search in self._searches:
@@ -137,7 +138,7 @@ class Seeker:
         return had_any or lost_any
 
     def close(self) -> None:
-        """End, and close the store. Waits for no answer."""
+        """End the thread, and close the store, without waiting for answers."""
         self._note_resets()
         if self._must_delete or self._deletion is not None:
             logger.warning("blocks that a reset gave up aren't deleted from the store: reset an engine that stays open")

@@ -1,4 +1,4 @@
-"""`StorePlace`: a store that servers share. It keeps no records here, since the store keeps its own."""
+"""`StorePlace`: a store that servers share. No records are kept here, since the store keeps its own."""
 
 import numpy as np
 
@@ -12,14 +12,14 @@ from kvblocks.tiers.store.store import Owner
 from kvblocks.tiers.tier import Tier
 
 KNOWN_SHARE, LEAST_KNOWN = 4, 4096
-"""How many blocks of a shared store are known at a time: KNOWN_SHARE times the pool's, at least LEAST_KNOWN."""
+"""How many blocks of a shared store are known at a time: KNOWN_SHARE times the pool's blocks, at least LEAST_KNOWN."""
 
 
 class StorePlace(Place):
-    """A `SharedStore`. Loads and stores may run at the same time, each on a thread of its own.
+    """A `SharedStore`, such as a Valkey server. A load and a store may run at the same time, on separate threads.
 
-    The schemes and addresses are those of `parse_address`. used_bytes: by column of a block's identity, how many of its
-    first bytes its group uses. Only these are sent.
+    Schemes and addresses are those of `parse_address`. used_bytes: for each column of a block's identity, how many of
+    its leading bytes its group uses. Only these are sent.
     """
 
     def __init__(self, tier: Tier, store: SharedStore, used_bytes: tuple[int, ...]) -> None:
@@ -35,7 +35,7 @@ class StorePlace(Place):
 
     @classmethod
     def open(cls, options: TierOptions, site: Site) -> "StorePlace":
-        """As `Place`. It connects later."""
+        """As `Place`. It doesn't connect yet."""
         address = parse_address(options.url)
         store = SharedStore(address, Sealer(site.fingerprint(), options.secret), open_clients(address))
         tier = Tier(
@@ -49,7 +49,7 @@ class StorePlace(Place):
         return cls(tier, store, site.used_bytes)
 
     def store(self, move: Move) -> bool:
-        """As `Place`. Blocks that another server stored, or is storing, count as stored."""
+        """As `Place`. Blocks that another server has stored, or is storing, count as stored."""
         rows = move.fetch()
         used = [row[: self._used_bytes[one.column]].data for row, one in zip(rows, move.identities, strict=True)]
         owner = Owner(move.salt, move.max_blocks)
@@ -76,7 +76,7 @@ class StorePlace(Place):
         return f"{self.tier.name}: {self.shared.address}, asked for each prompt that isn't cached here"
 
     def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> None:  # noqa: ARG002  # as `Place`
-        """As `Place`. All that the salt has in the store is deleted, from whichever server it came."""
+        """As `Place`. Everything of the salt in the store is deleted, whichever server stored it."""
         self.shared.forget(salt, timeout_s)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""`Uses`: tells a shared store which blocks hits use, so that it doesn't evict what is used most.
+"""`Uses`: tells a shared store which blocks are hit, so that it doesn't evict the most used ones.
 
-A prompt whose blocks are all on the device loads nothing, so nobody asks the store for it. The store is told of such a
-use behind the request's back, on the thread of its stores. Its answer may be that blocks are gone, since it was flushed
-or has evicted them. Then the tier's map learns it, and they are stored again when a sequence that has them ends.
+A prompt whose blocks are all on the device loads nothing, so nobody asks the store for it. Instead, the thread of the
+stores tells the store of the use, and the request doesn't wait. The store may answer that blocks are gone, because it
+was flushed or has evicted them. The tier's map is then corrected, and the blocks are stored again when a sequence that
+has them ends.
 """
 
 import logging
@@ -20,11 +21,11 @@ from kvblocks.tiers.tiers import Tiers
 logger = logging.getLogger("kvblocks.engine.tiers")
 
 MOST_WAITING = 64
-"""So many uses wait for the thread of the stores at most; others aren't told, but those that come later may be."""
+"""The most uses that wait for the thread of the stores. Further ones are skipped until there is room again."""
 
 
 class Uses:
-    """What `store` is to be told. stores: the carrier of the stores to its tier. Only the engine's thread calls it."""
+    """The uses to tell `store`. stores: the carrier of its tier. Only the engine's thread calls this."""
 
     def __init__(self, stores: Carrier, store: SharedStore, tiers: Tiers) -> None:
         self._stores = stores
@@ -35,7 +36,7 @@ class Uses:
         self._ended: deque[tuple[Asked, Hashable]] = deque()
 
     def note(self, asked: Asked) -> None:
-        """Take note that blocks are used now. The store is told soon, unless it was a moment ago. O(tokens)."""
+        """Note that blocks are used now. The store is told soon, unless it has just been told of them. O(tokens)."""
         if not asked.num_blocks or self._num_waiting >= MOST_WAITING or self._store.is_away:
             return
         name = asked.name()
@@ -45,7 +46,7 @@ class Uses:
             self._stores.call(lambda: self._tell(asked, name, owner))
 
     def take(self) -> bool:
-        """Correct the tier's map where blocks are gone. Returns whether any are."""
+        """Correct the tier's map for blocks that are gone. Returns whether any are."""
         had_any = False
         while self._ended:
             asked, name = self._ended.popleft()

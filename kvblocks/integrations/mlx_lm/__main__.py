@@ -17,10 +17,12 @@ def main(arguments: list[str] | None = None) -> None:
     from kvblocks.integrations.mlx_lm.install import install
 
     parser = argparse.ArgumentParser("kvblocks.integrations.mlx_lm", add_help=False, allow_abbrev=False)
-    parser.add_argument("--cache-bytes", type=_size, help="most bytes of all cached KV (default: a quarter)")
+    parser.add_argument("--cache-bytes", type=_size, help="most bytes of cached KV (default: a quarter of the memory)")
     parser.add_argument("--cache-block-size", type=int, default=64, help="tokens of a block (default: 64)")
-    parser.add_argument("--cache-folder", help="keep what is cached in this folder, too; found again after a restart")
-    parser.add_argument("--cache-folder-bytes", type=_size, default=20 << 30, help="of that (default: 20 GiB)")
+    parser.add_argument("--cache-folder", help="also keep cached KV in this folder, across restarts")
+    parser.add_argument(
+        "--cache-folder-bytes", type=_size, default=20 << 30, help="most bytes in that folder (default: 20 GiB)"
+    )
     options, others = parser.parse_known_args(arguments)
     if "-h" in others or "--help" in others:
         parser.print_help()

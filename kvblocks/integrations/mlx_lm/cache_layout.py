@@ -1,4 +1,4 @@
-"""`CacheLayout`: all layers of a prompt cache together, and how its arrays are stacked."""
+"""`CacheLayout`: the layers of a prompt cache, and how their arrays are stacked."""
 
 import copy
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from kvblocks.integrations.mlx_lm import layers
 from kvblocks.integrations.mlx_lm.layers import Arrays, Held, Layer, Stack
 
 State = tuple[Arrays, tuple[int, ...]]
-"""The state of one layer: its arrays, or the one object that is kept whole, and the options that go with them."""
+"""The state of one layer: its arrays (or the one object that is kept whole), and the options that go with them."""
 
 
 class CacheLayout:
-    """The layers of one kind of prompt cache. Compared by `key`.
+    """The layers of one kind of prompt cache. Layouts are compared by `key`.
 
-    stacks: all of them. Rows come first. num_rows: how many of the stacks are rows; the others are windows, which reach
-    back `most_reach` tokens at most.
-    block_bytes: the bytes of the rows of a block, at least 1. has_states: whether there are layers with states, or kept
-    whole. whole_names: the classes of those. can_trim: whether there are such ones, and none with states or windows.
+    stacks: all stacks, those of rows first. num_rows: how many of the stacks are rows; the others are windows, which
+    reach back at most `most_reach` tokens. block_bytes: the bytes of a block's rows, at least 1. has_states: whether
+    some layers have states or are kept whole. whole_names: the classes of layers that are kept whole. can_trim: whether
+    there are such layers, and none with states or windows.
     """
 
     def __init__(self, shape: tuple[Any, ...], found: Sequence[Layer], block_size: int) -> None:
@@ -43,7 +43,7 @@ class CacheLayout:
         self.block_bytes = max(1, block_size * sum(row_bytes[: self.num_rows]))
 
     def block_of_bytes(self, raw: bytes, block_size: int) -> Arrays:
-        """Return the rows of a block whose bytes stand one after another. O(bytes)."""
+        """Return the rows of a block from their concatenated bytes. O(bytes)."""
         arrays, start = [], 0
         for stack, members in zip(self.stacks[: self.num_rows], self._members, strict=False):
             shape = (len(members), *stack.shape[:-1], block_size, stack.shape[-1])
@@ -55,7 +55,7 @@ class CacheLayout:
         return arrays
 
     def stretches(self, held: Sequence[Held]) -> list[tuple[int, int]]:
-        """Return from which token to which each stack has all rows."""
+        """Return, for each stack, the range of tokens (first, end) for which it has all rows."""
         found = []
         for members in self._members:
             layers_of = [held[number] for number, _ in members]
@@ -63,7 +63,7 @@ class CacheLayout:
         return found
 
     def cut(self, held: Sequence[Held], stack: int, first: int, end: int) -> mx.array:
-        """Return the rows of a stack from `first` to `end`, of shape (arrays, …, rows, size), still to be computed."""
+        """Return the rows of a stack from `first` to `end`: a lazy array of shape (arrays, …, rows, size)."""
         parts = []
         for number, place in self._members[stack]:
             one = held[number]
@@ -73,9 +73,10 @@ class CacheLayout:
     def build(
         self, rows: Sequence[mx.array], states: Sequence[State], end: int, num_excess: int = 0
     ) -> list[Any] | None:
-        """Return a new prompt cache of `end` tokens. rows: of each stack, those that its layers need, and perhaps room.
+        """Return a new prompt cache of `end` tokens.
 
-        num_excess: by how many tokens layers that are kept whole are to be trimmed. None: one of them wasn't.
+        rows: for each stack, the rows that its layers need, and perhaps room. num_excess: by how many tokens to trim
+        layers that are kept whole. Returns None if one of these can't be trimmed.
         """
         left = iter(states)
         made = []

@@ -1,11 +1,11 @@
-"""`Disk`: what a `BlockPromptCache` keeps below its memory, in a `kvblocks.tiers.disk.DiskStore`.
+"""`Disk`: the disk tier of a `BlockPromptCache`, in a `kvblocks.tiers.disk.DiskStore`.
 
-Blocks are stored under their `BlockIdentity`. A piece is cut into as many slots as it needs; their identities have the
-digest of the block that the piece ends with, and a hash of its tail. A store serves one model and layout at a time; the
-folder keeps what was stored for others as long as there is room. `layout.txt` beside it says the layout of the model
-that was stored last, so that a new process can read blocks before it has computed any.
+Blocks are stored under their `BlockIdentity`. A piece takes as many slots as it needs. Their identities have the digest
+of the last block before the piece's end, and a hash of the tail after that block. A store serves one model and layout
+at a time; the folder keeps what was stored for others as long as there is room. `layout.txt` has the layout of the
+model that was stored last, so that a new process can read blocks before it has computed any.
 
-Writing is done by a thread of its own. What it has not synced yet when the process is killed is lost, and nothing else.
+A separate thread writes. If the process is killed, only what isn't synced yet is lost.
 """
 
 import ast
@@ -37,11 +37,11 @@ _WEIGHTS = ("*.safetensors", "*.npz", "*.gguf", "*.json")
 
 
 class DiskOptions(NamedTuple):
-    """Where to keep what was cached. folder: used by nothing else. max_bytes: of all files together.
+    """Where to keep cached prompts. folder: a folder that nothing else uses.
 
-    fingerprint: names the weights, for callers whose name of the model isn't the path that mlx-lm loaded; None: paths
-    in the name are looked at, and their files' names, sizes and times are the fingerprint. secret: at least 16 bytes;
-    then nobody without it can plant KV in the folder.
+    max_bytes: the most bytes of all files together. fingerprint: identifies the weights, for callers whose name of the
+    model isn't the path that mlx-lm loaded. None: it is made of the names, sizes and times of the files at the paths in
+    the name. secret: at least 16 bytes; nobody without it can plant KV in the folder.
     """
 
     folder: str | os.PathLike[str]
@@ -51,7 +51,7 @@ class DiskOptions(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """A piece as it is stored. states: None: none were kept."""
+    """A piece as it is stored. states: None if none were kept."""
 
     num_tokens: int
     rows: list[mx.array]
@@ -60,7 +60,7 @@ class StoredPiece(NamedTuple):
 
 
 class Disk:
-    """A folder with the blocks and pieces of one model. Raises nothing after it was made: what fails is a miss."""
+    """A folder with the blocks and pieces of one model. After construction nothing is raised: a failure is a miss."""
 
     def __init__(self, options: DiskOptions, block_size: int) -> None:
         if options.max_bytes < 1:
@@ -82,7 +82,7 @@ class Disk:
     # Opening.
 
     def known_layout(self, model: Hashable) -> CacheLayout | None:
-        """Return the layout of what is stored for a model, opening its store; None if nothing is."""
+        """Return the layout of what is stored for a model, and open its store; None if nothing is stored."""
         fingerprint = self._fingerprint(model)
         if fingerprint is None:
             return None
@@ -101,7 +101,7 @@ class Disk:
         return layout if self.open(model, layout) else None
 
     def open(self, model: Hashable, layout: CacheLayout) -> bool:
-        """Have the store of this model and layout open. False: there is none."""
+        """Open the store of this model and layout, unless it is open. Returns whether there is one."""
         fingerprint = self._fingerprint(model)
         if fingerprint is None:
             return False
@@ -137,7 +137,7 @@ class Disk:
         return True
 
     def close(self) -> None:
-        """Write what waits, and close the store. The next `open` opens it again."""
+        """Write what is waiting, and close the store. The next `open` opens it again."""
         while self._jobs:
             self._jobs.popleft().result()
         if self._store is not None:
@@ -167,7 +167,7 @@ class Disk:
     # Finding and reading.
 
     def identities(self, packed: Any, num_blocks: int) -> Iterator[BlockIdentity]:
-        """Yield the identities of a prompt's first blocks. packed: u32 tokens."""
+        """Yield the identities of a prompt's first `num_blocks` blocks. packed: u32 tokens."""
         above, raw, size = b"", packed.tobytes(), 4 * self._block_size
         for number in range(num_blocks):
             identity = BlockIdentity(above, b"", raw[number * size : (number + 1) * size])
@@ -175,7 +175,7 @@ class Disk:
             above = identity.digest()
 
     def path(self, packed: Any) -> list[BlockIdentity]:
-        """Return the identities of the blocks of a prompt that are stored, without a gap."""
+        """Return the identities of a prompt's stored blocks, up to the first that is missing."""
         found = []
         for identity in self.identities(packed, len(packed) // self._block_size):
             if identity.digest() not in self._slots:
@@ -184,7 +184,7 @@ class Disk:
         return found
 
     def ends(self, packed: Any, path: Sequence[BlockIdentity]) -> list[int]:
-        """Return where pieces of this prompt that are stored end: numbers of tokens, ascending."""
+        """Return where the stored pieces of this prompt end, as numbers of tokens, ascending."""
         raw, found = packed.tobytes(), []
         for number in range(len(path) + 1):
             start = number * self._block_size
@@ -195,7 +195,7 @@ class Disk:
         return sorted(found)
 
     def read_blocks(self, layout: CacheLayout, identities: Sequence[BlockIdentity]) -> list[list[mx.array]]:
-        """Return the rows of stored blocks, up to the first that isn't right."""
+        """Return the rows of stored blocks, up to the first that can't be read or verified."""
         found = []
         for identity in identities:
             raw = self._read(identity, self._slot_bytes)
@@ -205,7 +205,7 @@ class Disk:
         return found
 
     def read_piece(self, packed: Any, path: Sequence[BlockIdentity], num_tokens: int) -> StoredPiece | None:
-        """Return the piece that ends here; None if it isn't there, or isn't right."""
+        """Return the piece that ends after `num_tokens` tokens; None if it is missing or can't be verified."""
         number = num_tokens // self._block_size
         above = path[number - 1].digest() if number else b""
         tail = packed[number * self._block_size : num_tokens].tobytes()
@@ -239,7 +239,7 @@ class Disk:
     # Writing.
 
     def store(self, packed: Any, blocks: Sequence[tuple[int, list[mx.array]]], pieces: Sequence[StoredPiece]) -> None:
-        """Have the blocks and pieces of a prompt written that aren't stored yet. blocks: by number, all of them."""
+        """Queue the writing of a prompt's blocks and pieces that aren't stored yet. blocks: all of them, by number."""
         if self._store is None:
             return
         identities = list(self.identities(packed, len(packed) // self._block_size))

@@ -9,7 +9,10 @@ CACHE_TYPES = ("assistant", "user", "system")
 
 
 class Ends:
-    """The pieces at which inserted prompts end, by type, in the order of use. num_bytes: of everything, by type."""
+    """The pieces at which inserted prompts end, by type and in the order of use.
+
+    num_bytes: the bytes of all pieces, by type.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = dict.fromkeys(CACHE_TYPES, 0)
@@ -20,7 +23,7 @@ class Ends:
         return sum([len(uses) for uses in self._uses.values()])
 
     def num_of_type(self, name: str) -> int:
-        """Return how many ends came with insertions of a type."""
+        """Return how many ends have insertions of a type made."""
         return len(self._uses[name])
 
     def add(self, piece: KeptPiece) -> None:
@@ -44,10 +47,10 @@ class Ends:
             uses.move_to_end(piece)
 
     def next_to_go(self) -> tuple[KeptPiece, list[KeptPiece]]:
-        """Return the end that goes next if their number is bounded, and those of other types that were used before it.
+        """Return the next end to drop if their number is bounded, and the ends of other types that were used before it.
 
-        As in mlx-lm: the least recently used one of the first type, in the order of `CACHE_TYPES`, that has no fewer
-        ends than the type behind it. There is an end. O(ends).
+        As in mlx-lm, that is the least recently used end of the first type, in the order of `CACHE_TYPES`, that has no
+        fewer ends than the type after it. Requires at least one end. O(ends).
         """
         kinds = [self._uses[name] for name in CACHE_TYPES]
         fuller = [one for one, other in pairwise(kinds) if one and len(one) >= len(other)]

@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: put `BlockPromptCache` in the place of mlx-lm's prompt cache, and take it out again."""
+"""`install` and `uninstall`: replace mlx-lm's prompt cache by `BlockPromptCache`, and restore it."""
 
 import os
 import sys
@@ -16,13 +16,13 @@ _originals: dict[str, Any] = {}
 
 
 def install(*, max_bytes: int | None = None, block_size: int = 64, disk: Any = None) -> type[BlockPromptCache]:
-    """Have mlx-lm's server, and programs that make an `LRUPromptCache`, use kvblocks from now on. Returns the class.
+    """Make mlx-lm's server, and programs that create an `LRUPromptCache`, use kvblocks from now on. Returns the class.
 
-    max_bytes: of each cache that is made; None: a quarter of the machine's memory. A program's own `max_bytes` goes
-    first, and so does its `max_size`, except for 10, mlx-lm's default: bytes are bounded, not the number of prompts.
-    disk: a `DiskOptions`: what was inserted is also kept in a folder, and found there after a restart. Replaces a name
-    in two modules of mlx-lm, in memory; a second call replaces the options. Call it before a program imports the name.
-    Raises UnsupportedEngineError and InvalidArgumentError.
+    max_bytes: the most bytes of each cache; None: a quarter of the machine's memory. A program's own `max_bytes` takes
+    precedence, and so does its `max_size`, except for mlx-lm's default of 10, since here bytes are bounded and not the
+    number of prompts. disk: a `DiskOptions`, to also keep what is inserted in a folder, and to find it there after a
+    restart. Replaces a name in two modules of mlx-lm, in memory, so call it before a program imports the name. A second
+    call replaces the options. Raises UnsupportedEngineError and InvalidArgumentError.
     """
     given: Any = max_bytes
     if given is not None and (type(given) is not int or given < 0):
@@ -54,7 +54,7 @@ def install(*, max_bytes: int | None = None, block_size: int = 64, disk: Any = N
 
 
 def uninstall() -> None:
-    """Undo `install`. Caches that were made keep working."""
+    """Undo `install`. Existing caches keep working."""
     original = _originals.get(_CACHE)
     for name in (_CACHE, _SERVER):  # a server that was imported since `install` has ours, too
         if original is not None and name in sys.modules:
@@ -63,7 +63,7 @@ def uninstall() -> None:
 
 
 def default_max_bytes() -> int:
-    """Return a quarter of the memory that a model may use here."""
+    """Return a quarter of the memory that a model may use on this machine, in bytes."""
     total = mx.device_info().get("memory_size")
     if total is None:  # without a GPU
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,15 +1,15 @@
-"""What the layers of a prompt cache hold, and how it is cut in rows and put together again.
+"""What the layers of a prompt cache hold, and how that is cut into rows and put together again.
 
-mlx-lm keeps one cache object a layer. There are four kinds of them:
+mlx-lm keeps one cache object per layer. There are four kinds:
 
-- *rows*: a row for each token, from the first on. Any beginning of them is right by itself.
-- *windows*: rows of the latest tokens. Going on at a token needs the `reach` rows before it.
-- *states*: what a layer keeps instead of rows. It is right at exactly one token.
-- *whole objects*: those of a class that isn't known here. A copy of the object is kept, as mlx-lm's own prompt cache
-  does with all classes. It is right at exactly one token and, if it can be trimmed, at all before.
+- *rows*: a row for each token, from the first on. The first n rows are valid for the first n tokens.
+- *windows*: rows of the latest tokens. Continuing at a token needs the `reach` rows before it.
+- *states*: what a layer keeps instead of rows. A state is valid at exactly one token.
+- *whole objects*: objects of other classes. A copy of the object is kept, as mlx-lm's own prompt cache does with all
+  classes. It is valid at exactly one token and, if it can be trimmed, at all earlier ones.
 
 Arrays of one kind, shape and dtype are stacked, so that the number of arrays doesn't grow with the layers. Everything
-here copies: what is kept is never part of an array that somebody else has.
+here is copied, so nothing that is kept is part of somebody else's array.
 """
 
 import copy
@@ -28,7 +28,7 @@ Arrays = list[mx.array]
 
 
 class Stack(NamedTuple):
-    """Arrays that are stacked: with which reach (0 for rows), shape without the rows, and dtype."""
+    """A kind of arrays that are stacked: their reach (0 for rows), their shape without the rows, and their dtype."""
 
     reach: int
     shape: tuple[int, ...]
@@ -36,7 +36,10 @@ class Stack(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One cache object of mlx-lm's. options: what it is made with. stacks: that of each array, none of a state's."""
+    """One cache object of mlx-lm. options: what it is made with.
+
+    stacks: the stack of each of its arrays; empty for a state.
+    """
 
     kind: str
     class_name: str
@@ -45,10 +48,10 @@ class Layer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one cache object has: arrays of the rows from `first` to `end`, or of a state.
+    """What one cache object holds: arrays of the rows from `first` to `end`, or of a state.
 
-    end: None if unknown. options: those that differ from one state of the layer to another. Of a whole object, arrays
-    is its copy alone.
+    end: None if unknown. options: those that differ between states of the same layer. For a whole object, `arrays`
+    contains only its copy.
     """
 
     layer: Layer
@@ -59,7 +62,7 @@ class Held(NamedTuple):
 
 
 def unnested(prompt_cache: Sequence[Any]) -> list[Any]:
-    """Return the cache objects, with those of each CacheList in its place."""
+    """Return the cache objects, with each CacheList replaced by its members."""
     found: list[Any] = []
     for cache in prompt_cache:
         found += unnested(cache.caches) if type(cache) is theirs.CacheList else [cache]
@@ -67,12 +70,12 @@ def unnested(prompt_cache: Sequence[Any]) -> list[Any]:
 
 
 def shape_of(prompt_cache: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the tree of a prompt cache: None for a cache object, a tuple for a CacheList."""
+    """Return a prompt cache's structure: None for a cache object, a tuple for a CacheList."""
     return tuple([shape_of(cache.caches) if type(cache) is theirs.CacheList else None for cache in prompt_cache])
 
 
 def read(cache: Any) -> Held:
-    """Say what a cache object has. Raises UnsupportedEngineError for a class that can't be kept, by its name."""
+    """Read what a cache object holds. Raises UnsupportedEngineError, naming the class, if it can't be kept."""
     kind = type(cache)
     if kind in (theirs.KVCache, theirs.ConcatenateKVCache):
         end = cache.offset
@@ -140,9 +143,9 @@ def _in_order(array: mx.array, end: int, index: int) -> mx.array:
 
 
 def make(layer: Layer, arrays: Arrays, end: int, options: tuple[int, ...] = ()) -> Any:
-    """Return a new cache object. arrays: its own from now on; rows may have room behind them. end: how many tokens.
+    """Return a new cache object of `end` tokens. arrays: it owns them from now on; rows may be followed by room.
 
-    options: as `Held` has them.
+    options: as in `Held`.
     """
     kind: Any = getattr(theirs, layer.class_name)
     if layer.kind == UNUSED:
@@ -165,7 +168,7 @@ def make(layer: Layer, arrays: Arrays, end: int, options: tuple[int, ...] = ()) 
 
 
 def nested(shape: tuple[Any, ...], caches: list[Any]) -> list[Any]:
-    """Return new cache objects as a prompt cache of this tree; undoes `unnested`."""
+    """Return cache objects as a prompt cache of this structure. Undoes `unnested`."""
     left = iter(caches)
 
     def build(tree: tuple[Any, ...]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Checks that this mlx-lm has what the integration needs, before anything of it is replaced.
 
 mlx-lm doesn't promise any interface that is used here: the calls of its prompt cache, the states of its cache objects,
-and where its server makes the prompt cache. Whatever differs is named. The version only decides whether there is a
+and where its server makes the prompt cache. Errors name whatever differs. The version only decides whether there is a
 warning.
 """
 

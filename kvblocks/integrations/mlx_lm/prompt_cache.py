@@ -26,12 +26,12 @@ _BLOCKS_AT_ONCE = 64  # are cut and computed together, so that little is held tw
 class BlockPromptCache:
     """The calls of `mlx_lm.models.cache.LRUPromptCache`, over blocks of KV that all prompts share.
 
-    model: is checked, if given: a model with layers that can't be kept is refused by their name. max_bytes: the most
-    bytes of all that is kept; what was used least recently goes first. block_size: tokens of a block. max_size: the
-    most prompts whose ends are kept; None: any number. disk: where to keep all of it, too; None: nowhere. Raises
-    InvalidArgumentError and UnsupportedEngineError.
+    model: is checked, if given; an error names layers that can't be kept. max_bytes: the most bytes to keep; the least
+    recently used goes first. block_size: tokens per block. max_size: the most prompts whose ends are kept; None: any
+    number. disk: where to keep everything on disk, too; None: nowhere. Raises InvalidArgumentError and
+    UnsupportedEngineError.
 
-    index: the `PrefixCache` underneath, for `stats` and `inspect`; change nothing by it. Any thread may call.
+    index: the `PrefixCache` underneath, to read `stats` and `inspect` from; don't change it. Any thread may make calls.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class BlockPromptCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all that is kept; what prompts share counts once."""
+        """The bytes of everything that is kept; shared parts count once."""
         return self.index.inspect.num_bytes()
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
-        """Return, by the type of insertions, how many ends of prompts are kept, and the bytes that they added."""
+        """Return, by type of insertion, how many ends of prompts are kept, and how many bytes they added."""
         with self._lock:
             ends = self._ends
             return {
@@ -77,11 +77,12 @@ class BlockPromptCache:
             }
 
     def fetch_nearest_cache(self, model: Hashable, tokens: Sequence[int]) -> tuple[list[Any] | None, list[int]]:
-        """Return a prompt cache of the most of these tokens, and the tokens behind it; None: all of them.
+        """Return a prompt cache of as many of these tokens as possible (None: of none), and the remaining tokens.
 
-        model: the caller's name of the model, as given to `insert_cache`. The cache is the caller's own: nothing of it
-        is shared. If exactly these tokens were inserted, no token is left; else at least one is, for its logits. What
-        was found becomes the most recently used. O(tokens found), with a disk O(tokens), and a copy of the KV.
+        model: the caller's name of the model, as given to `insert_cache`. The caller owns the returned cache, and
+        nothing of it is shared. If exactly these tokens were inserted, no token remains; otherwise at least one does,
+        for its logits. What was found becomes the most recently used. O(tokens found), with a disk O(tokens), plus a
+        copy of the KV.
         """
         with self._lock:
             prompt = self._beginning(model, tokens)
@@ -98,10 +99,10 @@ class BlockPromptCache:
     def insert_cache(
         self, model: Hashable, tokens: Sequence[int], prompt_cache: Sequence[Any], *, cache_type: str = "assistant"
     ) -> None:
-        """Keep a prompt cache of these tokens. Copies what isn't kept yet; the caller goes on with its own.
+        """Keep a prompt cache of these tokens. Copies what isn't kept yet, so the caller can go on using its own.
 
-        If the cache has fewer tokens than were given, only those are kept. A class of layers that can't be kept is
-        named in a warning, once, and nothing is kept. O(tokens), and a copy of the new KV.
+        If the cache has fewer tokens than were given, only those are kept. If a class of layers can't be kept, nothing
+        is, and a warning names the class once. O(tokens), plus a copy of the new KV.
         """
         if cache_type not in CACHE_TYPES:
             raise InvalidArgumentError(f"cache_type: expected one of {', '.join(CACHE_TYPES)}, got {cache_type!r}")
@@ -126,7 +127,7 @@ class BlockPromptCache:
                 self._trim(self.max_size, _MOST)
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Evict what was used least recently until at most so many ends of prompts, and so many bytes, are kept."""
+        """Evict the least recently used until at most `n_sequences` ends of prompts and `n_bytes` bytes are kept."""
         with self._lock:
             self._trim(_MOST if n_sequences is None else n_sequences, _MOST if n_bytes is None else n_bytes)
 
@@ -139,7 +140,10 @@ class BlockPromptCache:
             self._ends = Ends()
 
     def check(self) -> None:
-        """Raise AssertionError unless blocks, pieces and counters are those of the index. For tests. O(all)."""
+        """Raise AssertionError unless blocks, pieces and counters agree with the index. For tests.
+
+        O(everything kept).
+        """
         with self._lock:
             self.index.check()
             assert self.index.cached_block_count() == len(self._blocks), "blocks that the index doesn't have, or lacks"
@@ -361,7 +365,7 @@ class BlockPromptCache:
         disk.store(prompt.packed, [(number, block.rows) for number, block in enumerate(path)], pieces)
 
     def close(self) -> None:
-        """Have the disk write what waits, and close it. What is in memory stays of use."""
+        """Write what waits for the disk, and close it. What is in memory can still be used."""
         with self._lock:
             if self._disk is not None:
                 self._disk.close()
@@ -412,7 +416,7 @@ class BlockPromptCache:
 
 
 def check_model(model: Any) -> None:
-    """Raise UnsupportedEngineError unless all layers of a model can be kept. Makes a cache of it, and drops it."""
+    """Raise UnsupportedEngineError unless all layers of a model can be kept. Makes and drops a cache of the model."""
     from mlx_lm.models.cache import make_prompt_cache
 
     for cache in layers.unnested(make_prompt_cache(model)):

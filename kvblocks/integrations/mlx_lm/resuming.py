@@ -1,6 +1,6 @@
-"""`Space`: the prompts of one model and layout. `Resumption`: up to which token one can be gone on from, and with what.
+"""`Space`: the prompts of one model and layout. `Resumption`: the token that a prompt can continue from, and with what.
 
-A beginning of a prompt is of use if its rows are there from the first token on, the windows' rows for their reach
+A beginning of a prompt is usable if all its rows are kept from the first token on, the windows' rows for their reach
 before its end, and all states exactly at its end.
 """
 
@@ -23,12 +23,12 @@ _MOST_ROOM = 4096  # more rows: two of the chunks in which mlx-lm computes promp
 
 
 class Resumption:
-    """A beginning of a prompt that is of use: its first `num_tokens` tokens. 0: nothing is.
+    """A usable beginning of a prompt: its first `num_tokens` tokens, perhaps 0.
 
-    blocks: its blocks, a last one of which may be used in part. part: a piece with the tokens behind them; None: none
-    are needed. states: by layer with states. num_excess: by how many tokens the layers that are kept whole are to be
-    trimmed. end: the piece that the states are of. last: the deepest piece of the whole prompt. is_exact: whether a
-    prompt that was inserted ends there, and no token is left.
+    blocks: its blocks, the last of which may be used only in part. part: a piece with the tokens after them, or None.
+    states: the states, for each layer that has some. num_excess: by how many tokens to trim layers that are kept whole.
+    end: the piece that the states come from. last: the deepest piece of the whole prompt. is_exact: whether an inserted
+    prompt ends there and no token remains.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Resumption:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is anything to continue from."""
         return self.num_tokens > 0 or self.is_exact or bool(self.states)
 
     def windows(self, number: int, stack: int) -> tuple[int, Any] | None:
-        """Return the window rows of a stack in block `number`: the position of the first, and the rows."""
+        """Return a stack's window rows in block `number`: the position of the first one, and the rows; or None."""
         piece = self.blocks[number].piece if number < len(self.blocks) else self.part
         return None if piece is None else piece.windows.get(stack)
 
     def pieces(self) -> list[KeptPiece]:
-        """Return the pieces that it needs, of one chain of blocks, the deepest last. O(blocks of windows)."""
+        """Return the pieces that it needs, all in one chain of blocks, the deepest last. O(blocks of windows)."""
         if self.end is not None and self.num_excess:
             return [self.end]
         reach, size = self._layout.most_reach, self._block_size
@@ -65,7 +65,10 @@ class Resumption:
         return [piece for piece in found if piece is not None]
 
     def shorten(self) -> None:
-        """Set `num_tokens` to the most, of those and fewer, at which all windows are there. O(blocks of windows)."""
+        """Lower `num_tokens`, if need be, to the largest number at which all windows are complete.
+
+        O(blocks of windows).
+        """
         for stack in range(self._layout.num_rows, len(self._layout.stacks)):
             reach = self._layout.stacks[stack].reach
             number = (self.num_tokens - 1) // self._block_size
@@ -79,16 +82,16 @@ class Resumption:
                 number -= 1
 
     def has_windows(self) -> bool:
-        """Whether all windows are there at `num_tokens`. Changes nothing."""
+        """Whether all windows are complete at `num_tokens`. Changes nothing."""
         num_tokens = self.num_tokens
         self.shorten()
         shortened, self.num_tokens = self.num_tokens, num_tokens
         return shortened == num_tokens
 
     def build(self, num_more: int) -> list[Any] | None:
-        """Return a new prompt cache of the tokens; None if a layer that is kept whole can't be trimmed. O(KV).
+        """Return a new prompt cache of the tokens; None if a layer that is kept whole can't be trimmed. O(bytes of KV).
 
-        num_more: how many tokens come next. Rows have room for them, up to a limit, and for the beginning of an answer.
+        num_more: how many tokens come next. Rows get room for them, up to a limit, and for the beginning of an answer.
         """
         room = min(num_more, _MOST_ROOM) + _ROOM
         stacks = range(len(self._layout.stacks))
@@ -119,7 +122,7 @@ class Resumption:
 
 
 class Space:
-    """The prompts of one model and layout. name: theirs in the index. root: stands before their first blocks."""
+    """The prompts of one model and layout. name: its name in the index. root: the parent of all first blocks."""
 
     def __init__(self, name: str, layout: CacheLayout, block_size: int) -> None:
         self.name = name
@@ -128,7 +131,7 @@ class Space:
         self._block_size = block_size
 
     def plan(self, prompt: PromptTokens, blocks: list[Block], pieces: Sequence[tuple[int, KeptPiece]]) -> Resumption:
-        """Return the longest beginning of a prompt that is of use. blocks, pieces: what the index found."""
+        """Return the longest usable beginning of a prompt. blocks, pieces: what the index found."""
         is_exact = bool(pieces) and pieces[-1][0] == prompt.num_tokens and pieces[-1][1].is_end
         most = prompt.num_tokens if is_exact else prompt.num_tokens - 1
         own = [piece for end, piece in pieces if end <= most]
@@ -143,7 +146,7 @@ class Space:
         return plan
 
     def path(self, prompt: PromptTokens) -> list[Block]:
-        """Return the blocks that are kept of a prompt. O(blocks log(siblings))."""
+        """Return the kept blocks of a prompt, from the first on. O(blocks log(siblings))."""
         found: list[Block] = []
         last = self.root
         for end in range(self._block_size, prompt.num_tokens + 1, self._block_size):
@@ -155,7 +158,7 @@ class Space:
         return found
 
     def depth(self, tokens: Sequence[int]) -> int:
-        """Return how many blocks are kept of a prompt. O(their tokens)."""
+        """Return how many leading blocks of a prompt are kept. O(their tokens)."""
         size, last, depth = self._block_size, self.root, 0
         stretch = size
         start = 0
@@ -205,7 +208,7 @@ class Space:
         return plan
 
     def can_trim(self, piece: KeptPiece) -> bool:
-        """Whether a piece is of use for all beginnings of its prompt that have rows: its layers can be trimmed."""
+        """Whether a piece can be trimmed to any beginning of its prompt whose rows are kept."""
         return self.layout.can_trim and all(own[0].is_trimmable() for own, _ in piece.states or ())
 
     def _plan_piece(self, blocks: list[Block], pieces: list[KeptPiece]) -> Resumption:
@@ -221,9 +224,9 @@ class Space:
         return Resumption(self.layout, self._block_size, [], None)
 
     def cut_pieces(self, prompt: PromptTokens, path: Sequence[Block], held: Sequence[Held]) -> list[KeptPiece]:
-        """Return the pieces of a prompt that ends here, with copies of what they hold: the last one is its end.
+        """Return the pieces of a prompt, with copies of what they hold. The last one is its end.
 
-        path: all of its blocks. A piece that is kept already gets what it lacks.
+        path: all blocks of the prompt. A piece that is kept already gets what it lacks.
         """
         size, layout, num_tokens = self._block_size, self.layout, prompt.num_tokens
         pieces: dict[int, KeptPiece] = {}
@@ -271,7 +274,7 @@ class Space:
         return KeptPiece(block, tail, end) if there is None else there
 
     def restore_pieces(self, prompt: PromptTokens, stored: Sequence[StoredPiece]) -> list[KeptPiece]:
-        """Return the pieces of a prompt that were read, the last one at its end. What is kept already stays."""
+        """Return pieces of a prompt that were read from disk, the last one at its end. What is kept already stays."""
         path = self.path(prompt)
         pieces = []
         for one in stored:

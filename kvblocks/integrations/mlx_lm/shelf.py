@@ -1,8 +1,8 @@
-"""What a `BlockPromptCache` keeps: blocks, and pieces of what isn't a block. Knows nothing of arrays.
+"""What a `BlockPromptCache` keeps: blocks, and pieces, which hold everything else. Knows nothing about arrays.
 
-A block has the rows of `block_size` tokens. A piece is a payload of `PrefixCache`: at the end of a whole block it has
-the rows of windows in this block, and perhaps states; behind the last whole block of a prompt it has the rows of the
-tokens there too. `Siblings` finds the block or piece that begins with the most of some tokens.
+A block has the rows of `block_size` tokens. A piece is a payload of `PrefixCache`. At the end of a full block it has
+the rows of windows in that block, and perhaps states. After the last full block of a prompt it also has the rows of the
+tokens there. `Siblings` finds the block or piece that shares the longest beginning with given tokens.
 """
 
 from bisect import bisect_left
@@ -12,25 +12,25 @@ TOKEN_BYTES = 8  # of a packed token: the negative ids of images fit too
 
 
 class Siblings:
-    """What follows one prefix: blocks and pieces by their packed tokens, sorted."""
+    """The blocks and pieces that follow one prefix, sorted by their packed tokens."""
 
     def __init__(self) -> None:
         self._tokens: list[bytes] = []
         self._items: list[Any] = []
 
     def add(self, tokens: bytes, item: Any) -> None:
-        """Add what begins with these tokens; none with the same is there. O(siblings)."""
+        """Add an item with these tokens, which no other item has. O(siblings)."""
         place = bisect_left(self._tokens, tokens)
         self._tokens.insert(place, tokens)
         self._items.insert(place, item)
 
     def remove(self, tokens: bytes) -> None:
-        """Remove what `add` added. O(siblings)."""
+        """Remove the item with these tokens. O(siblings)."""
         place = bisect_left(self._tokens, tokens)
         del self._tokens[place], self._items[place]
 
     def get(self, tokens: bytes) -> Any:
-        """Return what has exactly these tokens, or None. O(log(siblings))."""
+        """Return the item with exactly these tokens, or None. O(log(siblings))."""
         place = bisect_left(self._tokens, tokens)
         return self._items[place] if place < len(self._tokens) and self._tokens[place] == tokens else None
 
@@ -43,10 +43,10 @@ class Siblings:
         return [item for item in self._items if isinstance(item, Block)]
 
     def nearest(self, tokens: bytes, most: int) -> tuple[int, list[Any]]:
-        """Return how many of the first tokens one has, the most, and at most `most` of those that have so many.
+        """Return the most leading tokens that any item shares, and at most `most` of the items that share so many.
 
-        O(log(siblings) + tokens). Those that share the longest beginning with a string are beside its place among
-        sorted strings.
+        O(log(siblings) + tokens). In sorted order, the items that share the longest beginning are next to the place of
+        the tokens themselves.
         """
         place = bisect_left(self._tokens, tokens)
         best = 0
@@ -65,7 +65,7 @@ class Siblings:
 
 
 def num_equal(one: bytes, other: bytes) -> int:
-    """Return how many of the first bytes are equal. O(log(bytes)) comparisons."""
+    """Return how many leading bytes are equal. O(log(bytes)) comparisons."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -79,9 +79,9 @@ def num_equal(one: bytes, other: bytes) -> int:
 
 
 class Block:
-    """The rows of a block. above: the block before it, or the root of its prompts. tokens: packed. num_bytes: of rows.
+    """The rows of a block. above: the previous block, or the root. tokens: packed. num_bytes: the bytes of the rows.
 
-    piece: what is kept at its end. siblings: what follows. cache_type: of the insertion that added it.
+    piece: what is kept at its end. siblings: what follows it. cache_type: the type of the insertion that added it.
     """
 
     __slots__ = ("above", "cache_type", "num_bytes", "piece", "rows", "siblings", "tokens")
@@ -98,18 +98,18 @@ class Block:
             above.siblings.add(tokens, self)
 
     def forget(self) -> None:
-        """Take it out of the block above it."""
+        """Remove it from the block above it."""
         if self.above is not None:
             self.above.siblings.remove(self.tokens)
             self.above = None
 
 
 class KeptPiece:
-    """What is kept at one token. block: the last whole block before it. tail: the packed tokens behind that.
+    """What is kept at one token. block: the last full block before it. tail: the packed tokens after that block.
 
-    rows: of the tail, by stack. windows: by stack, the position in the block of the first row, and the rows up to the
-    token. states: by layer, arrays or one object that is kept whole, and options; None: none were kept. is_end:
-    whether a prompt that was inserted ends here. is_kept: whether the cache still has it.
+    rows: the rows of the tail, by stack. windows: for each stack, the position of the first row in the block, and the
+    rows up to the token. states: for each layer, arrays or the one object that is kept whole, and options; None if none
+    were kept. is_end: whether an inserted prompt ends here. is_kept: whether the cache still has it.
     """
 
     __slots__ = (
@@ -146,14 +146,14 @@ class KeptPiece:
         return b"".join(reversed(parts))
 
     def measure(self) -> None:
-        """Set `num_bytes`, of arrays and objects; what holds nothing counts as one. O(arrays)."""
+        """Set `num_bytes` to the bytes of its arrays and objects, at least 1. O(arrays)."""
         arrays = [*self.rows, *[rows for _, rows in self.windows.values()]]
         for own, _ in self.states or ():
             arrays += own
         self.num_bytes = max(1, sum([array.nbytes for array in arrays]))
 
     def keep(self) -> None:
-        """Enter it where it is found."""
+        """Register it with its block, where lookups find it."""
         if not self.is_kept:
             self.is_kept = True
             if self.tail:
@@ -162,7 +162,7 @@ class KeptPiece:
                 self.block.piece = self
 
     def forget(self) -> None:
-        """Take it out again."""
+        """Undo `keep`."""
         if self.is_kept:
             self.is_kept = False
             if self.tail:

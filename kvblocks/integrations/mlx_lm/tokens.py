@@ -1,7 +1,7 @@
-"""`PromptTokens`: the tokens of a request as a `PrefixCache` takes them.
+"""`PromptTokens`: the tokens of a request, in the form that `PrefixCache` takes.
 
-mlx-lm's server puts negative ids of images in place of the tokens of their patches. `PrefixCache` takes ids of 32 bits.
-So a stretch of one such id becomes tokens 0 with an extra key.
+mlx-lm's server replaces the tokens of an image's patches by a negative id of the image. `PrefixCache` takes unsigned
+ids of 32 bits, so a stretch of one such id becomes tokens 0 with an extra key.
 """
 
 from array import array
@@ -13,7 +13,7 @@ _MOST_TOKEN = 2**32 - 1
 
 
 class PromptTokens:
-    """packed: u32 tokens. keys: the extra keys of images."""
+    """The tokens of a prompt. packed: u32 tokens. keys: the extra keys of images."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.num_tokens = len(tokens)
@@ -32,7 +32,7 @@ class PromptTokens:
                     start = end
 
     def beginning(self, num_tokens: int) -> "PromptTokens":
-        """Return the first tokens as a prompt of its own."""
+        """Return the first `num_tokens` tokens as a separate prompt."""
         return PromptTokens(self._tokens[:num_tokens])
 
     @staticmethod
@@ -52,5 +52,5 @@ class PromptTokens:
         return self._wide[TOKEN_BYTES * first : TOKEN_BYTES * end]
 
     def keys_before(self, num_tokens: int) -> list[tuple[int, int, str]]:
-        """Return the keys of a beginning that is a prompt of its own."""
+        """Return the extra keys of the first `num_tokens` tokens, as a separate prompt would have them."""
         return [(start, min(end, num_tokens), key) for start, end, key in self.keys if start < num_tokens]

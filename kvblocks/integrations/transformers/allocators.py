@@ -1,9 +1,9 @@
-"""transformers' cache allocators with kvblocks' block tables, from transformers 5.18 on.
+"""transformers' cache allocators, made to use kvblocks' block tables. For transformers 5.18 and newer.
 
-transformers' tensor is cut into sectors, a sector into blocks of one kind of attention, and a block into a page of
-`tokens_per_page` tokens for each layer. If all layers attend alike, a kvblocks block is one of transformers' blocks.
-Otherwise it is a sector, which then holds several pages of tokens (`Geometry`). Sectors 0 and 1 are transformers' own,
-for padding; kvblocks' ids begin behind them.
+transformers' tensor is divided into sectors, a sector into blocks of one kind of attention, and a block into one page
+of `tokens_per_page` tokens per layer. If all layers have the same kind of attention, a kvblocks block is one of
+transformers' blocks. Otherwise it is a sector, which then holds several pages of tokens (`Geometry`). Sectors 0 and 1
+are for transformers' padding; kvblocks' ids begin after them.
 
 The tensors, their views and `update` stay as they are.
 """
@@ -21,7 +21,7 @@ from kvblocks.integrations.transformers.rows import FullRows, Geometry, Rows, Sl
 
 
 def plan_groups(cache: Any) -> tuple[list[Group], list[Geometry], int]:
-    """Return kvblocks' groups for a PagedAttentionCache's allocators, their geometries, and the first block id."""
+    """Return kvblocks' groups for a PagedAttentionCache's allocators, with their geometries and the first block id."""
     allocators = list(cache.cache_allocators.values())
     is_mixed = len(allocators) > 1
     pages = [allocator.blocks_per_sector if is_mixed else 1 for allocator in allocators]
@@ -37,14 +37,14 @@ def plan_groups(cache: Any) -> tuple[list[Group], list[Geometry], int]:
 
 
 class OnKVBlocks(Rows):
-    """What both kinds of allocator have in common: they read kvblocks' tables, and keep no lists of their own."""
+    """The base of both allocators, which read kvblocks' tables and keep no lists of their own."""
 
     __slots__ = ()
 
     kv_is_first: bool
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Return how many kvblocks blocks are needed in all groups; the first allocator answers for all."""
+        """Return how many kvblocks blocks are needed in all groups. The first allocator answers for all of them."""
         if not self.kv_is_first:
             return 0
         return count_needed_blocks(self.kv_manager, self.kv_records, request_id, past_length + query_length)
@@ -59,7 +59,7 @@ class OnKVBlocks(Rows):
 
 
 class KVBlocksFullAllocator(FullAttentionCacheAllocator, OnKVBlocks, FullRows):
-    """Full attention, with kvblocks' calls in place of transformers'."""
+    """The allocator for full attention, on kvblocks."""
 
     needs_new_blocks = OnKVBlocks.needs_new_blocks
     get_read_indices = FullRows.get_read_indices
@@ -68,7 +68,7 @@ class KVBlocksFullAllocator(FullAttentionCacheAllocator, OnKVBlocks, FullRows):
 
 
 class KVBlocksSlidingAllocator(SlidingAttentionCacheAllocator, OnKVBlocks, SlidingRows):
-    """A sliding window, with kvblocks' calls in place of transformers'."""
+    """The allocator for sliding windows, on kvblocks."""
 
     needs_new_blocks = OnKVBlocks.needs_new_blocks
     get_read_indices = SlidingRows.get_read_indices
@@ -76,4 +76,4 @@ class KVBlocksSlidingAllocator(SlidingAttentionCacheAllocator, OnKVBlocks, Slidi
 
 
 OURS = {"full_attention": KVBlocksFullAllocator, "sliding_attention": KVBlocksSlidingAllocator}
-"""By the name of an attention type, the class that replaces its allocator's."""
+"""The classes that replace transformers' allocators, by attention type."""

@@ -1,21 +1,22 @@
-"""The bookkeeping of transformers' cache, by a KVCacheManager, for all versions of transformers.
+"""The bookkeeping of transformers' cache by a KVCacheManager, for all supported versions of transformers.
 
 What transformers does in a step, and what that means for the cache:
 
 1. Its scheduler asks for slots (`can_store_request_tokens`; up to 5.17 through `grouped_cache`). A request that gets
    them is in the batch at once, and leaves it only after it has run. Only requests that got no slots are given back.
-   So everything that is cached early is written, unless the step dies.
+   So everything that is cached early gets written, unless the step fails.
 2. The step writes K and V of all its tokens, layer by layer. Full attention writes before it reads anything (`update`).
    So a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was just written.
    In three cases tokens are cached after the step (*late*):
    - A layer has a window: such a layer reads before it writes.
-   - A request computes one token with a decoding kernel (tables of at most `max_blocks_per_request`): this kernel
-     writes and reads request by request.
+   - A request computes one token with a decoding kernel (tables of at most `max_blocks_per_request`), which writes
+     and reads request by request.
    - Batching is asynchronous: the next step is prepared before this one's tokens are known.
-3. When the step has ended, transformers says so for each of its requests (`mark_complete_blocks`). Late blocks are
-   cached then, and early ones are known to be written. If a request ends otherwise (the step died), `abort` takes what
-   was never written out of the cache.
-4. Requests without room are soft reset: given back and queued again. What they wrote stays cached, and is free.
+3. When the step has ended, transformers says so for each of its requests (`mark_complete_blocks`). Late blocks are then
+   cached, and early ones are known to be written. If a request ends otherwise (the step failed), `abort` removes what
+   was never written from the cache.
+4. Requests without room are soft reset: their blocks are given back, and they are queued again. What they wrote stays
+   cached in free blocks.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ MARGINS = {"fifo": 0.15, "prefill_first": 0.0}  # of transformers' schedulers, u
 
 
 class Nothing:
-    """Replaces what transformers' cache took its blocks from. name: its name in transformers."""
+    """Stands in for the pool that transformers' cache took its blocks from. name: the pool's name in transformers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,12 +43,12 @@ class Nothing:
 
 
 class Bookkeeping:
-    """Comes before transformers' PagedAttentionCache in the class order. manager: the KVCacheManager.
+    """A mixin that comes before transformers' PagedAttentionCache in the method order. manager: the KVCacheManager.
 
-    commit: "early" caches at allocation wherever that is right; "late" always caches after the step. debug: runs
-    `manager.check()` after every change. num_state_slots: for how many requests there are states at once; None: as many
-    as are useful. `install` sets these in a subclass. state_slots: the states of running requests, in models that have
-    layers with states, and else None.
+    commit: "early" caches at allocation wherever that is correct; "late" always caches after the step. debug: runs
+    `manager.check()` after every change. num_state_slots: for how many requests at once there are states; None: as many
+    as are useful. `install` sets these in a subclass. state_slots: the states of running requests, or None in models
+    without layers that keep states.
     """
 
     commit = "early"
@@ -83,7 +84,7 @@ class Bookkeeping:
     # Slots.
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Make room for a request's next tokens, and return whether there is. With dry_run, only return that."""
+        """Make room for a request's next tokens, and return whether there is room. With dry_run, only return that."""
         total = state.current_len() + request_len
         record = self.records.get(state.request_id)
         if dry_run:
@@ -153,13 +154,16 @@ class Bookkeeping:
         return end if self.state_slots is None else self.manager.states.next_cut(sequence, end, hit)
 
     def count_slots_ahead(self, state: Any) -> int | None:
-        """Return how many tokens a request has slots for that no step has computed. None: states don't limit them."""
+        """Return how many tokens of a request have slots but no step computed them; None if states don't limit them."""
         if self.state_slots is None:
             return None
         return max(0, self.records[state.request_id].sequence.num_computed_tokens - int(state.current_len()))
 
     def plan_states(self, requests: list[Any]) -> None:
-        """Take the copies of states for a step of these requests: FutureRequestStates, in the order of their rows."""
+        """Take the copies of states for a step of these requests.
+
+        requests: FutureRequestStates, in the order of their rows.
+        """
         if self.state_slots is None:
             return
         rows = []
@@ -192,7 +196,7 @@ class Bookkeeping:
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Give a request the blocks of the longest cached prefix of its prompt, without the last token.
 
-        Returns the number of their tokens. 0 also if the request may not start yet.
+        Returns the number of their tokens, and also 0 if the request may not start yet.
         """
         self._refused = self._missed = None
         if not self.use_prefix_sharing or len(prompt_ids) < 2:
@@ -209,11 +213,11 @@ class Bookkeeping:
         return hit.num_tokens
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Return what `mark_complete_blocks` gets when the step has ended."""
+        """Return what to pass to `mark_complete_blocks` when the step has ended."""
         return {END: state.current_len() + request_len}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Take note that a step has written a request's tokens. Late blocks are cached now."""
+        """Note that a step has written a request's tokens. Late blocks are cached now."""
         record = self.records.get(state.request_id)
         if record is None or record.state is not state or not complete_blocks:
             return  # given back while the step ran
@@ -229,7 +233,7 @@ class Bookkeeping:
     # Giving back.
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:  # noqa: ARG002  # cached blocks are free
-        """Give a request's blocks back. What ended steps have written of it stays cached."""
+        """Give a request's blocks back. What completed steps have written stays cached."""
         record = self.records.pop(request_id, None)
         if record is None:
             return
@@ -239,7 +243,7 @@ class Bookkeeping:
             self.manager.free(record.sequence)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Give all blocks back. With clear_ledgers, also forget all that is cached."""
+        """Give all blocks back. With clear_ledgers, also forget everything that is cached."""
         for request_id in list(self.records):
             self.free_blocks(request_id)
         if clear_ledgers:
@@ -248,8 +252,8 @@ class Bookkeeping:
     def fork_records(self, source_id: str, request_ids: list[str]) -> tuple[list[str], list[tuple[int, int, int]]]:
         """Fork a request for as many of `request_ids` as there is room for, in order.
 
-        Full blocks are shared. Each child gets an unfilled last block of its own at once. Returns the ids that were
-        forked, and the copies to make: (group, source, destination).
+        Full blocks are shared. Each child immediately gets its own copy of a partly filled last block. Returns the ids
+        that were forked, and the copies to make: (group, source, destination).
         """
         source = self.records.get(source_id)
         forked: list[str] = []

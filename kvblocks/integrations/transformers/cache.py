@@ -17,11 +17,11 @@ from kvblocks.integrations.transformers.state_steps import StateModelRunner, wit
 _PACKAGE, _GROUPING = "transformers.generation.continuous_batching", "group_layers_by_attn_type"
 
 _MOST_SLOTS = 64
-"""Slots for states, unless `install` was told how many, or their memory would exceed that of keys and values."""
+"""The number of state slots, unless `install` was told another or they would take more memory than keys and values."""
 
 
 class SlotsOnly(Nothing):
-    """Replaces transformers' pool. Cached blocks are free blocks here, so there is nothing to give back."""
+    """Replaces transformers' pool. Here cached blocks are free blocks, so there is nothing to give back."""
 
     def try_to_free_sectors(self) -> None:
         """Do nothing."""
@@ -31,7 +31,7 @@ class SlotsOnly(Nothing):
 
 
 class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
-    """Replaces transformers' cache. Raises UnsupportedEngineError."""
+    """Replaces transformers' cache. Raises UnsupportedEngineError for models and settings that aren't supported."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return RecurrentState(allocator.tokens_per_page, num_slots, num_state_blocks)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """Return how many of these requests, in order, there is room for."""
+        """Return for how many of these requests, in order, there is room."""
         num_free = self.manager.num_free_blocks
         for number, needed in enumerate(list_blocks_needed):
             num_free -= sum(needed.values())
@@ -85,7 +85,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        """Return the share of free blocks, cached ones included; or, if not relative, their bytes."""
+        """Return the share of free blocks, including cached ones, or their bytes if not `relative`."""
         num_free = self.manager.num_free_blocks
         if relative:
             return num_free / self.manager.num_blocks
@@ -108,7 +108,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Return what `install` replaces for models whose layers keep states: a module, a name in it, and the new value."""
+    """Return what `install` replaces for models whose layers keep states: modules, names in them, and new values."""
     theirs = [module for name, module in sys.modules.items() if name.startswith(f"{_PACKAGE}.")]
     grouping = [module for module in theirs if hasattr(module, _GROUPING)]
     return [

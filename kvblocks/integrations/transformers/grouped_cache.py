@@ -1,11 +1,11 @@
-"""`KVBlocksPagedCache` for transformers 5.15 to 5.17, which has groups of equally many layers; and its scheduler.
+"""`KVBlocksPagedCache`, and its scheduler, for transformers 5.15 to 5.17, which has groups of equally many layers.
 
 A block has rows for `block_size` tokens in each tensor. There are as many tensors as a group has layers, so a block can
 belong to any group. kvblocks' groups and block ids are transformers' own. The tensors and `update` stay as they are.
-Two blocks behind the others are for padding.
+Two blocks after the others are for padding.
 
-These versions' scheduler counts how many blocks a request has, and tells the cache only how many to add. `schedulers`
-gives one instead that asks as newer versions do: for a request and a number of tokens.
+The scheduler of these versions counts how many blocks a request has, and tells the cache only how many to add. It is
+replaced by one that asks as newer versions do, for a request and a number of tokens.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ TABLES = {FullAttentionCacheAllocator: FullTable, SlidingAttentionCacheAllocator
 
 
 class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
-    """Replaces transformers' cache. Raises UnsupportedEngineError."""
+    """Replaces transformers' cache. Raises UnsupportedEngineError for models and settings that aren't supported."""
 
     block_size: int  # transformers' own
 
@@ -84,7 +84,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return self.manager.num_free_blocks
 
     def blocks_in_use(self, request_id: str) -> int:
-        """Return how many blocks become free when a request gives its own back: those that nobody else holds."""
+        """Return how many blocks would become free with a request, which are those that nobody else holds."""
         record = self.records.get(request_id)
         if record is None:
             return 0
@@ -102,13 +102,13 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return n_blocks if is_served else None
 
     def mark_shareable_blocks_as_complete(self, state: Any, num_complete_blocks: dict[str, int]) -> None:
-        """Take note that a step has written a request's tokens. `_Scheduler` made the numbers."""
+        """Note that a step has written a request's tokens. `_Scheduler` made the numbers."""
         self.mark_complete_blocks(state, num_complete_blocks)
 
     def compute_max_num_forks(self, source_request_id: str) -> int:
-        """Return how many forks by `fork_request` there is room for.
+        """Return for how many forks by `fork_request` there is room.
 
-        A fork shares full, computed blocks. The rest, up to the first token behind the prompt, is its own.
+        A fork shares full, computed blocks. The rest, up to the first token after the prompt, is its own.
         """
         record = self.records.get(source_request_id)
         if record is None:
@@ -147,7 +147,7 @@ class _Scheduler(scheduler.Scheduler):
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Return what `install` replaces: each present scheduler, and the default one."""
+    """Return what `install` replaces: each existing scheduler, and the default one."""
     ours = {name: _on_kvblocks(theirs) for name, theirs in scheduler.SCHEDULER_MAPPING.items()}
     return [
         (continuous_api, "SCHEDULER_MAPPING", ours),

@@ -29,13 +29,13 @@ _originals: dict[tuple[Any, str], Any] = {}
 def install(
     *, commit: Literal["early", "late"] = "early", debug: bool = False, num_state_slots: SupportsIndex | None = None
 ) -> type[Bookkeeping]:
-    """Have continuous batching that starts from now on use kvblocks. Returns the class of its cache.
+    """Make continuous batching that starts from now on use kvblocks. Returns the class of its cache.
 
     commit: "early" caches a prompt when it is scheduled, wherever keys and values are written before they are read;
     "late" always caches after the step. debug: check the whole manager after every change, which is slow.
-    num_state_slots: for how many requests at once there are states, in models whose layers keep some; None: 64, or as
-    many as take no more memory than keys and values, or as many requests as a batch may have. A second call replaces
-    the options. Running managers of transformers stay as they are. Raises InvalidArgumentError.
+    num_state_slots: for how many requests at once there are states, in models whose layers keep some; None: 64, or
+    fewer, so that they take no more memory than keys and values, and are no more than the requests of a batch. A second
+    call replaces the options. Running managers of transformers stay as they are. Raises InvalidArgumentError.
     """
     if commit not in ("early", "late"):
         raise InvalidArgumentError(f"install: commit: expected 'early' or 'late', got {commit!r}")

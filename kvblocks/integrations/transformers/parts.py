@@ -1,30 +1,30 @@
 """The parts of transformers that the integration uses: `SECTORS` of 5.18 and newer, `GROUPS` of 5.15 to 5.17.
 
-They cut the tensors differently, so the scheduler and others ask the cache for different things. With sectors, each
-kind of attention has an allocator, and all share one tensor. With groups of equally many layers, all blocks have one
-size, and the scheduler itself counts how many blocks a request has.
+They divide the tensors differently, so the scheduler and other parts ask the cache for different things. With sectors,
+each kind of attention has an allocator, and all share one tensor. With groups of equally many layers, all blocks have
+one size, and the scheduler itself counts how many blocks a request has.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 Calls = Mapping[str, str | tuple[str, ...]]
-"""By a call's name, its parameters' names with spaces between them; a tuple if there are several right lists."""
+"""For each call's name, its parameters' names separated by spaces, or a tuple of such lists that are all right."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an architecture must have, and may have.
+    """What a version of transformers must have, and what it may use.
 
-    - calls: by module and class, the calls that kvblocks replaces, or keeps and relies on.
-    - ignored_calls: calls of the cache that nobody uses, or that only return tensors.
-    - cache_uses, allocator_uses: by module, the names of the cache and its allocators that its code may use. Any other
-      name is unknown to kvblocks.
-    - pool: the cache's attribute that blocks came from. pool_uses: the names of it that may be used.
-    - replaced: names of `continuous_api` that `install` replaces, beside its cache and configuration.
+    - calls: the calls, by module and class, that kvblocks replaces, or keeps and relies on.
+    - ignored_calls: calls of the cache that nothing uses, or that only return tensors.
+    - cache_uses, allocator_uses: for each module, the names of the cache and its allocators that its code may use.
+      kvblocks doesn't know any other name.
+    - pool: the attribute of the cache that blocks came from. pool_uses: which of its names may be used.
+    - replaced: the names of `continuous_api` that `install` replaces, in addition to its cache and configuration.
     - steps: the calls that schedule a request, in their order.
     - num_ways_out: how many branches between the first two steps give up a request that got no slots. There must be no
-      others, since a request that has slots must be scheduled.
+      other way out, since a request with slots must be scheduled.
     - mark: the call that says that a step has ended.
     """
 

@@ -2,8 +2,8 @@
 
 transformers doesn't promise any interface that is used here, so the parts themselves are checked before anything runs:
 the calls of its cache and their parameters, what its scheduler and other parts use of the cache, and the order in which
-a layer writes and reads. Whatever is missing, or new and unknown, is named. The version only decides whether there is a
-warning.
+a layer writes and reads. Errors name whatever is missing, or new and unknown. The version only decides whether there is
+a warning.
 """
 
 import inspect
@@ -33,12 +33,12 @@ TESTED_VERSIONS = (
 
 
 def refuse(feature: str, reason: str) -> UnsupportedEngineError:
-    """Return the error that says that a feature isn't supported."""
+    """Return the error for a feature that isn't supported."""
     return probing.refuse(NAME, feature, reason)
 
 
 def check_transformers() -> None:
-    """Raise UnsupportedEngineError if a needed part is missing. Warn once of a version that wasn't tested."""
+    """Raise UnsupportedEngineError if a needed part is missing. Warn once about a version that wasn't tested."""
     version = "none"
     try:
         import transformers
@@ -54,7 +54,7 @@ def check_transformers() -> None:
 
 
 def find_parts() -> Parts:
-    """Return the parts that this transformers should have, by where its allocators are. Raises ImportError."""
+    """Return the parts that this transformers should have, judged by where its allocators are. Raises ImportError."""
     try:
         from transformers.generation.continuous_batching import cache_allocators  # noqa: F401
     except ImportError as error:
@@ -67,7 +67,7 @@ def find_parts() -> Parts:
 
 
 def missing_parts() -> list[str]:
-    """Return the names of missing or changed parts. Raises ImportError for a module or a class."""
+    """Return the names of missing or changed parts. Raises ImportError for a missing module or class."""
     parts = find_parts()
     modules = _modules(parts)
     problems = []
@@ -193,7 +193,7 @@ def _order_of_steps(parts: Parts, modules: dict[str, Any]) -> list[str]:
 
 
 def check_layers(config: Any) -> None:
-    """Raise UnsupportedEngineError if a model's configuration has layers with states that kvblocks can't keep.
+    """Raise UnsupportedEngineError for a model configuration that has layers with states that kvblocks can't keep.
 
     Other objects are ignored.
     """
@@ -209,10 +209,11 @@ def check_layers(config: Any) -> None:
 
 
 def step_by_step(config: Any) -> Any:
-    """Return a ContinuousBatchingConfig for a model with states, with what it leaves open decided. Others as they are.
+    """Return a ContinuousBatchingConfig with its open choices made for models with states. Others are returned as is.
 
-    States are brought to the model by Python code before each step. So a step is prepared when the one before it has
-    ended, and is neither captured nor compiled. Raises UnsupportedEngineError if that was asked for.
+    Python code brings the states to the model before each step. So a step is prepared only when the previous one has
+    ended, and steps are neither captured nor compiled. Raises UnsupportedEngineError if the config asks for any of
+    that.
     """
     if not hasattr(config, "use_async_batching"):
         return config

@@ -1,4 +1,4 @@
-"""What is kept of a request: its sequence, and how many of its tokens ended steps have written."""
+"""What is kept about a request: its sequence, and how many of its tokens have been written by completed steps."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from kvblocks import KVCacheManager, Sequence
 class Record:
     """A request that has blocks.
 
-    sequence: its tokens and block tables. state: transformers' RequestState; None until it first gets slots, since hits
-    and forks come before. num_written: tokens whose keys and values ended steps have written.
+    sequence: its tokens and block tables. state: transformers' RequestState; None until it first gets slots, which is
+    after hits and forks. num_written: the tokens whose keys and values completed steps have written.
     """
 
     __slots__ = ("num_written", "sequence", "state")
@@ -25,7 +25,7 @@ Records = dict[str, Record]
 
 
 def count_needed_blocks(manager: KVCacheManager, records: Records, request_id: str, total: int) -> int:
-    """Return how many free blocks, over all groups, a request's first `total` tokens take."""
+    """Return how many free blocks, in all groups together, a request's first `total` tokens take."""
     record = records.get(request_id)
     if record is None:
         return sum(group.num_blocks(total, total) for group in manager.groups)

@@ -1,8 +1,8 @@
 """Where a token's keys and values are in transformers' tensors, by kvblocks' block tables.
 
 The allocator of a kind of attention asks here for the rows of a request's tokens. transformers keeps a sliding window
-in a ring. Here the window has a table like the others: a token stays where it was written until its block has left the
-window. So prefixes can be hit in sliding layers too.
+in a ring buffer. Here the window has a block table like the others: a token stays where it was written until its block
+has left the window. So prefixes can also be hit in sliding layers.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from kvblocks.integrations.transformers.records import Records
 class Geometry:
     """Where kvblocks' blocks are in transformers' tensor, for one kind of attention or one group of layers.
 
-    group: its number in kvblocks. num_pages: how many of transformers' blocks a kvblocks block has. num_used_pages: how
-    many of those hold tokens. Some may be unused, since one group's block size must divide the other's.
+    group: its number in kvblocks. num_pages: how many of transformers' blocks make a kvblocks block. num_used_pages:
+    how many of those hold tokens. Some may be unused, since block sizes of groups must divide each other.
     """
 
     group: int
@@ -27,7 +27,7 @@ class Geometry:
 
 
 class Rows:
-    """What both kinds of attention read from kvblocks' tables."""
+    """The base of both kinds of attention: reads kvblocks' tables."""
 
     __slots__ = ()  # so that `__class__` of an existing allocator can be set to a class with this second base
 
@@ -53,17 +53,17 @@ class Rows:
         return rows
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Return the rows of the step's tokens: all have slots of their own."""
+        """Return the rows of the step's tokens, each of which has a slot of its own."""
         return self.physical_indices(request_id, past_length, past_length + query_length)
 
 
 class FullRows(Rows):
-    """Full attention: reads all of a request's past."""
+    """Full attention, which reads all of a request's past."""
 
     __slots__ = ()
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Return the rows of all tokens, including those that the step writes first."""
+        """Return the rows of all tokens, including the step's own, which are written first."""
         return self.physical_indices(request_id, 0, past_length + query_length)
 
     def fill_block_table(
@@ -73,7 +73,10 @@ class FullRows(Rows):
         query_length: int,  # noqa: ARG002
         block_table: torch.Tensor,
     ) -> None:
-        """Fill a row of the table that kernels read. Used only if all layers attend alike: only then ids are equal."""
+        """Fill a row of the table that kernels read.
+
+        Used only if all layers attend alike, since only then are ids equal.
+        """
         ids = self.kv_records[request_id].sequence.group_block_ids(self.kv_geometry.group)
         pages_stride = self.block_physical_stride // self.tokens_per_page
         entries = torch.tensor(ids, dtype=block_table.dtype) * pages_stride
@@ -81,7 +84,7 @@ class FullRows(Rows):
 
 
 class SlidingRows(Rows):
-    """A sliding window: the part of the past that it sees is read, then the step's tokens are added and written."""
+    """A sliding window: first the visible part of the past is read, then the step's tokens are added and written."""
 
     __slots__ = ()
 

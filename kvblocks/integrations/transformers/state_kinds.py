@@ -1,7 +1,7 @@
-"""Which layers of transformers keep a state that kvblocks can keep for them, and how large such a state is.
+"""The layers of transformers whose states kvblocks can keep, and the sizes of these states.
 
-Such a layer reads and rewrites its state by the calls of transformers' `Cache` alone (`CACHE_CALLS`), goes on from a
-state with any number of tokens, and keeps nothing else. `LayerStates` stands in for that cache.
+Such a layer accesses its state only through calls of transformers' `Cache` (`CACHE_CALLS`), can continue from a state
+with any number of tokens, and keeps nothing else. `LayerStates` takes the place of that cache.
 """
 
 import inspect
@@ -14,15 +14,15 @@ from typing import Any
 CACHE_CALLS = frozenset(
     {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state", "is_recording_past"}
 )
-"""What a served layer asks of its cache."""
+"""The calls that a supported layer makes on its cache."""
 
 
 @dataclass(frozen=True)
 class StateShape:
     """A sequence's state in a layer, without a dimension for sequences.
 
-    conv: the last inputs of the convolution, [columns, kernel], in the model's dtype. matrices: the heads' matrices,
-    float32, or None in layers that are a convolution alone.
+    conv: the shape of the convolution's last inputs, [columns, kernel], in the model's dtype. matrices: the shape of
+    the heads' matrices, in float32, or None in layers that are only a convolution.
     """
 
     conv: tuple[int, int]
@@ -31,10 +31,10 @@ class StateShape:
 
 @dataclass(frozen=True)
 class StateKind:
-    """A model's kind of such layers.
+    """The kind of such layers that a model has.
 
-    layer: the name of their class. argument: their parameter that takes the cache. shape: the size of their state, by
-    the model's configuration.
+    layer: the name of their class. argument: the name of their parameter for the cache. shape: computes the sizes of
+    their state from the model's configuration.
     """
 
     layer: str
@@ -67,22 +67,22 @@ KINDS = {
     "granitemoehybrid": StateKind("GraniteMoeHybridMambaLayer", "cache_params", _mamba2),
     "bamba": StateKind("BambaMixer", "cache_params", _mamba2),
 }
-"""The served models, by `model_type`."""
+"""The supported models, by `model_type`."""
 
 
 def state_types(config: Any) -> list[str]:
-    """The types of a configuration's layers that don't attend, sorted. Other objects have none. O(layers)."""
+    """The sorted types of a configuration's layers that don't attend; empty for other objects. O(layers)."""
     kinds = getattr(config, "layer_types", None) or ()
     return sorted({str(kind) for kind in kinds if not str(kind).endswith("_attention") or kind == "linear_attention"})
 
 
 def kind_of(config: Any) -> StateKind:
-    """The kind of a served configuration's layers. Raises KeyError for one that isn't served."""
+    """The kind of a configuration's layers. Raises KeyError if it isn't supported."""
     return KINDS[config.model_type]
 
 
 def reason_against(config: Any) -> str | None:
-    """Why a model whose layers keep states can't be served, or None. O(layers)."""
+    """Why a model whose layers keep states isn't supported, or None if it is. O(layers)."""
     kind = KINDS.get(getattr(config, "model_type", ""))
     if kind is None:
         return f"kvblocks knows the states of {', '.join(KINDS)}; `kvblocks serve` and `kvblocks.engine` serve others"

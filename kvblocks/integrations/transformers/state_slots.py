@@ -1,8 +1,9 @@
-"""The states of the sequences that run, and what transformers' layers see of them.
+"""The states of running sequences, and what transformers' layers see of them.
 
-A sequence's state lies in a slot: the bytes of all layers, one after another. A checkpoint is these bytes, cut into
+A slot holds a sequence's state: the bytes of all layers, one after another. A checkpoint is these bytes, cut into
 blocks of transformers' own tensor. transformers' layers are written for one sequence, or for several with equally many
-tokens. So a layer is called for each sequence of a step that has several tokens, and once for all that have one.
+tokens. So in each step a layer is called once for every sequence with several tokens, and once for all sequences with
+one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,15 +20,15 @@ from torch import Tensor
 from kvblocks.integrations.transformers.state_kinds import StateKind, StateShape
 
 _ALIGNMENT = 64
-"""Each part of a state begins at a multiple of so many bytes."""
+"""Each part of a state begins at a multiple of this many bytes."""
 
 _RUNNING: ContextVar["ModelStates | None"] = ContextVar("_RUNNING", default=None)
-"""Whose step this thread runs."""
+"""The `ModelStates` whose step this thread runs."""
 
 
 @dataclass
 class LayerStates:
-    """Some sequences' states in a layer, in place of a `Cache`: transformers' layers read and change it.
+    """Some sequences' states in a layer, which takes the place of a `Cache` for transformers' layers.
 
     conv: [num_seqs, columns, kernel]; matrices: [num_seqs, ...], or None. The calls are those of `Cache`.
     """
@@ -40,7 +41,10 @@ class LayerStates:
         return self.conv
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:  # noqa: ARG002
-        """Note a convolution's new inputs, [num_seqs, columns, num_tokens]; return them behind the earlier ones."""
+        """Note a convolution's new inputs, [num_seqs, columns, num_tokens].
+
+        Return the earlier inputs followed by these.
+        """
         joined = torch.cat([self.conv, conv_states], -1)
         self.conv.copy_(joined[..., -self.conv.shape[-1] :])
         return joined
@@ -55,7 +59,7 @@ class LayerStates:
         return self.matrices.copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
-        """False: no tokens are taken back."""
+        """Always False, since no tokens are taken back."""
         return False
 
 
@@ -63,7 +67,7 @@ class ModelStates:
     """The slots of a cache, and the step that uses them.
 
     layers: the numbers of the layers that keep a state. blocks: transformers' tensor as uint8 [num_blocks, bytes of a
-    block], with the rows that are not kvblocks' own. dtype: the model's.
+    block], including the rows that don't belong to kvblocks. dtype: the model's.
     """
 
     def __init__(
@@ -100,10 +104,10 @@ class ModelStates:
         return part
 
     def plan_step(self, rows: list[tuple[int, int]], before: list[Any], after: list[Any]) -> None:
-        """Note the next step: of each request its slot and its number of tokens; and the copies that go with it.
+        """Note the next step: (slot, number of tokens) of each request, and the copies to make before and after it.
 
-        Copies before a step that never ran are still made, in their order: a slot's new owner relies on them. Copies
-        behind such a step are dropped, as its checkpoints are.
+        If a step never ran, the copies before it are still made, in order, since a slot's new owner relies on them. The
+        copies after it are dropped, as its checkpoints are.
         """
         self._rows = rows
         self._before += before
@@ -111,7 +115,7 @@ class ModelStates:
 
     @contextmanager
     def step(self, model: Any) -> Iterator[None]:
-        """Within it, this thread's call of `model` is the planned step: its layers take their states from the slots."""
+        """Inside this context, this thread's call of `model` is the planned step: its layers use the slots' states."""
         before, self._before = self._before, []
         self.copy(before)
         layers = [module for module in model.modules() if type(module).__name__ == self.kind.layer]
@@ -158,7 +162,7 @@ class ModelStates:
         return forward(hidden_states=hidden_states, attention_mask=None, **arguments)
 
     def copy(self, copies: Iterable[Any]) -> None:
-        """Make kvblocks' copies of states, one after another. O(bytes)."""
+        """Make kvblocks' copies of states, in order. O(bytes)."""
         for kind, _, slot, source, block_ids in copies:
             if kind == "clear":
                 self.slots[slot] = 0

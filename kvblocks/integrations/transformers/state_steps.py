@@ -1,8 +1,8 @@
-"""How transformers' steps are cut and run where layers keep states: its scheduler and its model runner, with kvblocks.
+"""How transformers' steps are cut and run for layers that keep states: its scheduler and model runner, on kvblocks.
 
 A step ends a prompt's chunk where a state is to be saved. kvblocks makes room up to there (`Bookkeeping`), and the
-scheduler takes no more tokens. When all calls that make room have been made, the copies of states are taken. They are
-made before and behind the forward pass, where that runs. Caches without states change nothing of this.
+scheduler takes no more tokens. After all calls that make room, the copies of states are taken. They are made just
+before and after the forward pass. With caches without states nothing changes.
 """
 
 from typing import Any
@@ -16,7 +16,10 @@ FULL = "full_attention"
 
 
 class CuttingScheduler(scheduler.Scheduler):
-    """Cuts prompts where states are saved. Comes before one of transformers' schedulers in the class order."""
+    """A mixin that cuts prompts where states are saved.
+
+    It comes before one of transformers' schedulers in the method order.
+    """
 
     def _schedule_request(self, state: Any, request_tokens: Any, token_budget: int, *more: Any) -> Any:
         """Schedule a request, up to where it has slots."""
@@ -45,12 +48,12 @@ class StateModelRunner(ModelRunner):
 
 
 def with_cuts(theirs: type) -> type:
-    """A subclass of a scheduler of transformers that cuts prompts where states are saved."""
+    """Make a subclass of a scheduler of transformers that cuts prompts where states are saved."""
     return type(f"KVBlocks{theirs.__name__}", (CuttingScheduler, theirs), {})
 
 
 def without_state_layers(group: Any) -> Any:
-    """Wrap transformers' call that groups layers by their type: layers that keep a state are in no group."""
+    """Wrap transformers' call that groups layers by type, so that layers that keep a state are in no group."""
 
     def group_attending(config: Any) -> dict[str, list[int]]:
         """Of each type of attention the numbers of its layers."""

@@ -10,11 +10,11 @@ WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class RoomNeeded(NamedTuple):
-    """What a request asks for.
+    """The room that a request asks for.
 
-    num_slots: slots that it needs now, in all. num_full_tokens: tokens that must fit as a whole; 0: none.
-    num_reserved_blocks: blocks that other requests in flight rely on. has_scheduled_reqs: whether any request runs in
-    this step.
+    num_slots: the slots that it needs now, in all. num_full_tokens: the tokens that must fit as a whole, or 0.
+    num_reserved_blocks: the blocks that other requests in flight rely on. has_scheduled_reqs: whether any request runs
+    in this step.
     """
 
     num_slots: int
@@ -24,7 +24,7 @@ class RoomNeeded(NamedTuple):
 
 
 class Admission:
-    """The rules of one manager. sequences: by request id. caps: by group, how many blocks a request has at most."""
+    """The rules of one manager. sequences: by request id. caps: for each group, the most blocks of a request."""
 
     def __init__(
         self, manager: KVCacheManager, sequences: dict[str, Sequence], caps: list[int], watermark_blocks: int
@@ -36,7 +36,7 @@ class Admission:
         self._watermark_blocks = watermark_blocks
 
     def is_held_back(self, request: Any, sequence: Sequence, hit: CacheHit | None, room: RoomNeeded) -> bool:
-        """Whether a request must wait: for a watermark, for room for its whole prompt, or for others."""
+        """Whether a request must wait because of a watermark, its whole prompt's room, or other requests."""
         watermark = self._watermark_blocks if room.has_scheduled_reqs and request.status in WAITING else 0
         if not (watermark or room.num_full_tokens or room.num_reserved_blocks):
             return False
@@ -47,9 +47,9 @@ class Admission:
         return num_needed + watermark > num_free - room.num_reserved_blocks
 
     def num_blocks(self, sequence: Sequence, hit: CacheHit | None, num_tokens: int) -> int:
-        """Return how many free blocks a sequence takes until it has `num_tokens` tokens.
+        """Return how many free blocks a sequence takes to get to `num_tokens` tokens.
 
-        A window gives up blocks meanwhile, so its group counts at most its cap. A recurrent state takes one block.
+        A window gives up blocks on the way, so its group counts at most its cap. A recurrent state takes one block.
         """
         number = 0
         for group, (kind, cap) in enumerate(zip(self._groups, self._caps, strict=True)):
@@ -64,7 +64,7 @@ class Admission:
         return number
 
     def most_pool_tokens(self, num_tokens: int) -> int:
-        """Return how many tokens the pool has room for, if all sequences have `num_tokens` tokens."""
+        """Return how many tokens the pool has room for if all sequences have `num_tokens` tokens."""
         each = 0
         for kind, cap in zip(self._groups, self._caps, strict=True):
             each += kind.num_blocks(num_tokens) if kind.has_gaps else min(-(-num_tokens // kind.block_size), cap)
@@ -78,7 +78,7 @@ class Admission:
         apply_admission_cap: bool = False,
         **_: Any,  # encoders, loads and recurrent states make no difference
     ) -> int:
-        """Return how many blocks a request still takes, as vLLM's coordinator does."""
+        """Return how many more blocks a request takes, as vLLM's coordinator does."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.is_allocated:
             sizes = [group.block_size for group in self._groups]

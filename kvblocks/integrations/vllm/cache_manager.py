@@ -1,11 +1,11 @@
 """`KVBlocksCacheManager`: kvblocks behind the calls that vLLM's schedulers make on their KVCacheManager.
 
-A `Sequence` has a request's tokens. A token is added when a step gives it a slot, or when it arrives as output. So a
-sequence never has more computed tokens than vLLM knows of. Blocks are cached when they are allocated, as in vLLM,
+A `Sequence` has a request's tokens. A token is added when a step gives it a slot, or when it arrives as output, so a
+sequence never has more computed tokens than vLLM knows of. As in vLLM, blocks are cached when they are allocated,
 except those that a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
 
-With vLLM's lookahead hashes a block belongs to the token behind it too. Then a sequence has the request's tokens from
-the second one on (`sequences.make_sequence`), while slots are counted as always.
+With vLLM's lookahead hashes a block also depends on the token after it. Then a sequence has the request's tokens from
+the second one on (`sequences.make_sequence`), while slots are counted as usual.
 """
 
 from collections.abc import Iterable
@@ -47,10 +47,11 @@ RUNNING = RequestStatus.RUNNING
 
 
 class KVBlocksCacheManager(UnusedCalls):
-    """Replaces vLLM's KVCacheManager. manager: the kvblocks one, with all calls that vLLM lacks.
+    """Replaces vLLM's KVCacheManager. manager: the KVCacheManager of kvblocks, with all calls that vLLM lacks.
 
-    The parameters are vLLM's, except three. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for
-    the names of blocks in events, and for who asks for a hash (is_asked_for_hashes). Raises UnsupportedEngineError.
+    The parameters are vLLM's, except for three. debug: as in kvblocks. hash_algorithm: vLLM's
+    `prefix_caching_hash_algo`, for the names of blocks in events and for questions by hash. is_asked_for_hashes:
+    whether such questions come. Raises UnsupportedEngineError.
     """
 
     def __init__(
@@ -117,16 +118,16 @@ class KVBlocksCacheManager(UnusedCalls):
     # Lookups.
 
     def prefix_cache_lookup_enabled(self, request: Any) -> bool:
-        """Whether a request may use cached blocks. It may not if it wants the logits of its whole prompt."""
+        """Whether a request may use cached blocks: not if it wants the logits of its whole prompt."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int]:
-        """Return the blocks of a request's longest cached prefix, its number of tokens, and a boundary to keep.
+        """Return the blocks of a request's longest cached prefix, its number of tokens, and a boundary.
 
-        The boundary is where its tokens part from those of earlier requests, if recurrent layers have no state there;
-        otherwise 0.
+        The boundary is where the request's tokens begin to differ from those of earlier requests, if recurrent layers
+        have no state there yet; otherwise 0.
 
         The prefix has at most max_cache_hit_length tokens, and never the last one, whose logits are needed. With EAGLE
         it is one block shorter, since the draft model needs the hidden state before the first computed token.
@@ -145,7 +146,7 @@ class KVBlocksCacheManager(UnusedCalls):
         return HitBlocks(hit, self.num_kv_cache_groups), num_hit, boundary
 
     def num_cached(self, request: Any) -> int:
-        """Return how many tokens `get_computed_blocks` would find. This lookup is in no event."""
+        """Return how many tokens `get_computed_blocks` would find, without an event for the lookup."""
         is_on = self.prefix_cache_lookup_enabled(request)
         return self._find(request, request.num_tokens - 1).num_readonly_tokens if is_on else 0
 
@@ -156,7 +157,7 @@ class KVBlocksCacheManager(UnusedCalls):
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int, bool]:
-        """As `get_computed_blocks`, and False: no group's own hit is shorter than this one."""
+        """As `get_computed_blocks`, followed by False, since no group's own hit is shorter than this one."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:
@@ -173,7 +174,7 @@ class KVBlocksCacheManager(UnusedCalls):
             self.prefix_cache_stats.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=preempted)
 
     def make_prefix_cache_stats(self) -> Any:
-        """Return statistics since the last call; None without statistics."""
+        """Return statistics since the last call; None if they are off."""
         stats = self.prefix_cache_stats
         if stats is not None:
             self.prefix_cache_stats = PrefixCacheStats()
@@ -246,7 +247,7 @@ class KVBlocksCacheManager(UnusedCalls):
         return RoomNeeded(num_slots, min(request.num_tokens, self.max_model_len) * must_fit, num_reserved, has_others)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """Cache what is written by now: tokens whose output arrived, or that a connector has loaded."""
+        """Cache what has been written: tokens whose output has arrived, or that a connector has loaded."""
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and (
             num_computed_tokens > sequence.num_computed_tokens or sequence.delayed_from is not None
@@ -290,7 +291,7 @@ class KVBlocksCacheManager(UnusedCalls):
         return None if new is None else self._given(request, sequence, new, (), before)
 
     def note_failed_load(self, request: Any) -> None:
-        """Take note that a running request's tokens from `num_computed_tokens` on are computed again, in place.
+        """Note that a running request's tokens from `num_computed_tokens` on are computed again, in place.
 
         Until then nobody else hits these blocks. vLLM has no such call; `KVBlocksScheduler` makes it.
         """
@@ -382,13 +383,13 @@ class KVBlocksCacheManager(UnusedCalls):
         return tokens
 
     def as_prefix(self, token_ids: Items[int]) -> tuple[Items[int], list[tuple[int, int, bytes]]]:
-        """Return the tokens and extra keys that calls of `manager` need to mean a prompt, such as `pins.pin`."""
+        """Return the tokens and extra keys that stand for a prompt in calls of `manager`, such as `pins.pin`."""
         return look_ahead(token_ids) if self._num_ahead else (token_ids, [])
 
     # Giving back.
 
     def free(self, request: Any) -> None:
-        """Give a request's blocks back. Tokens that got slots but that no step will compute leave the cache."""
+        """Give a request's blocks back. Tokens that got slots but won't be computed leave the cache."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             return
@@ -403,9 +404,9 @@ class KVBlocksCacheManager(UnusedCalls):
             del self._sequences[request.request_id]
 
     def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
-        """Free a request whose blocks a step in flight may still write. Returns what `block_pool.free_blocks` takes.
+        """Free a request whose blocks a step in flight may still write.
 
-        As in `free`, tokens that no step will compute leave the cache.
+        Returns an argument for `block_pool.free_blocks`. As in `free`, tokens that won't be computed leave the cache.
         """
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None or not sequence.is_allocated:
@@ -415,14 +416,14 @@ class KVBlocksCacheManager(UnusedCalls):
         return [self.manager.holds.detach(sequence)]
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Stop caching what these blocks hold, because a load of them failed."""
+        """Stop caching what these blocks hold, because loading them failed."""
         ids = [block_id for block_id in block_ids if block_id]
         self.manager.evict_blocks(ids)
         if self._lives is not None:
             self._lives.note_evicted([self.manager.blocks[block_id - 1] for block_id in ids])
 
     def reset_prefix_cache(self) -> bool:
-        """Stop caching everything, unless requests have blocks. Returns whether it did. Pins stay, but empty."""
+        """Stop caching everything, unless requests have blocks. Returns whether it did. Pins stay, but become empty."""
         if len(self.manager.holds) or any(sequence.is_allocated for sequence in self._sequences.values()):
             return False
         self.manager.reset_prefix_cache()
@@ -451,7 +452,7 @@ class KVBlocksCacheManager(UnusedCalls):
         return self.get_blocks(request_id).get_block_ids() or ()
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
-        """Return the ids of the blocks that hold a request's first tokens, by group."""
+        """Return the ids of the blocks that hold a request's first `num_computed_tokens` tokens, by group."""
         ids = self.get_block_ids(request_id)
         sizes = [group.block_size for group in self._groups]
         return tuple(table[: -(-num_computed_tokens // size)] for table, size in zip(ids, sizes, strict=True))
@@ -462,7 +463,7 @@ class KVBlocksCacheManager(UnusedCalls):
         return 0 if sequence is None else num_cached_tokens(sequence, self._groups)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Return, by group, how many first blocks of this request all other requests with blocks share."""
+        """Return, for each group, how many leading blocks of this request all other requests with blocks share."""
         sequence = self._sequences.get(running_request_id)
         if sequence is None or not sequence.is_allocated:
             return [0] * self.num_kv_cache_groups
@@ -470,7 +471,7 @@ class KVBlocksCacheManager(UnusedCalls):
         return [num_common_blocks(sequence, others, group) for group in range(self.num_kv_cache_groups)]
 
     def create_kv_cache_blocks(self, blocks: Any) -> GivenBlocks:
-        """Return blocks by group in vLLM's class."""
+        """Wrap blocks by group in vLLM's class."""
         return GivenBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
 
     def take_events(self) -> list[Any]:
@@ -485,12 +486,12 @@ class KVBlocksCacheManager(UnusedCalls):
         return ids
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Have a request's blocks zeroed from a token on, since a failed load left them unwritten."""
+        """Note that a request's blocks must be zeroed from a token on, since a failed load left them unwritten."""
         tables = self.get_block_ids(request_id)
         for group in self._zeroed:
             self._new_block_ids += tables[group][start_token // self._groups[group].block_size :]
 
     def new_step_starts(self) -> None:
-        """Take note that the states of the last step are there, once the next one runs."""
+        """Note that a step begins, after which the states of the previous step can be used."""
         self._states.new_step_starts()
         self._named.update()

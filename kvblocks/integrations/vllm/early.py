@@ -1,6 +1,6 @@
-"""What a configuration alone says of unsupported features, before vLLM loads a model.
+"""Checks for unsupported features that need only the configuration, before vLLM loads a model.
 
-The rest is known when vLLM has made its groups of layers: `groups.find_groups`, `probe.check_options`.
+The other checks follow when vLLM has made its groups of layers: `groups.find_groups`, `probe.check_options`.
 """
 
 from inspect import signature
@@ -27,7 +27,7 @@ NARROW = {"sliding_attention", "chunked_attention"}  # what transformers calls l
 def check_engine_config(config: Any) -> None:
     """Raise UnsupportedEngineError if a VllmConfig asks for something unsupported.
 
-    Raises InvalidArgumentError if what it says of a session gate is wrong.
+    Raises InvalidArgumentError for a wrong option of the session gate.
     """
     gate_option(config)
     speculative, num_groups = config.speculative_config, 2 if _has_several_groups(config) else 1
@@ -54,7 +54,7 @@ def check_engine_config(config: Any) -> None:
 
 
 def asks_for_hashes(config: Any) -> bool:
-    """Whether vLLM asks its block pool which hashes are cached: with --enable-return-routed-experts, since 0.33."""
+    """Whether vLLM asks its block pool which hashes are cached: since 0.33, for --enable-return-routed-experts."""
     is_new = "kv_cache_manager" in signature(AuxOutputSchedulerConnector).parameters
     return bool(config.aux_output_config.enabled) and is_new
 
@@ -89,7 +89,7 @@ def _check_states(config: Any) -> None:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Raise UnsupportedEngineError if a scheduler, which knows its groups, has something unsupported."""
+    """Raise UnsupportedEngineError if a scheduler, which knows its groups, uses something unsupported."""
     check_engine_config(scheduler.vllm_config)
     if scheduler.kv_cache_config.has_mamba_layers:
         _check_states(scheduler.vllm_config)

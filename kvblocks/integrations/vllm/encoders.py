@@ -1,7 +1,7 @@
-"""Models with an encoder and a decoder (Whisper): blocks of cross attention beside those of the decoder's attention.
+"""Encoder-decoder models (Whisper): blocks for cross attention in addition to those of the decoder's attention.
 
-vLLM caches no prefixes of such models. A request's blocks of cross attention hold its encoder's states. The call that
-schedules the encoder takes as many as the encoder's tokens need, and they stay to the request's end.
+vLLM caches no prefixes of such models. A request's blocks for cross attention hold its encoder's states. The call that
+schedules the encoder takes as many as the encoder's tokens need, and they stay until the request ends.
 """
 
 from copy import copy
@@ -17,14 +17,14 @@ from kvblocks.integrations.vllm.views import GivenBlocks, NoBlocks, TablesView
 
 
 def is_cross_attention(group: Any) -> bool:
-    """Whether a group of a KV cache configuration is one of cross attention."""
+    """Whether a group of a KV cache configuration is for cross attention."""
     return isinstance(group.kv_cache_spec, CrossAttentionSpec)
 
 
 class EncoderDecoderManager(KVBlocksCacheManager):
     """A manager of two groups: the decoder's own attention, and cross attention.
 
-    kvblocks' manager has the first group alone. A second sequence of each request has the blocks of cross attention.
+    kvblocks' manager has only the first group. A second sequence of each request has the blocks for cross attention.
     """
 
     def __init__(self, kv_cache_config: Any, *args: Any, **what: Any) -> None:
@@ -55,7 +55,7 @@ class EncoderDecoderManager(KVBlocksCacheManager):
     def allocate_slots(
         self, request: Any, num_new_tokens: int, *args: Any, num_encoder_tokens: int = 0, **what: Any
     ) -> GivenBlocks | None:
-        """As KVBlocksCacheManager's, and make room for an encoder's states. Changes nothing if there is no room."""
+        """As in KVBlocksCacheManager, and also make room for the encoder's states. Without room, nothing changes."""
         table: list[Any] = []
         is_start = num_encoder_tokens > 0 and request.request_id not in self._encoders
         if is_start:
@@ -86,7 +86,10 @@ class EncoderDecoderManager(KVBlocksCacheManager):
             self.manager.free(encoder)
 
     def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
-        """Free a request whose blocks a step in flight may still use. Returns what `block_pool.free_blocks` takes."""
+        """Free a request whose blocks a step in flight may still use.
+
+        Returns an argument for `block_pool.free_blocks`.
+        """
         holds = super().pop_blocks_for_free(request)
         encoder = self._encoders.pop(request.request_id, None)
         return holds if encoder is None else [*holds, self.manager.holds.detach(encoder)]
@@ -98,7 +101,7 @@ class EncoderDecoderManager(KVBlocksCacheManager):
         return self._both(own, () if encoder is None else encoder.group_blocks(0))
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
-        """Return the ids of the blocks that hold a request's first tokens, and all of its encoder's states."""
+        """Return the ids of the blocks that hold a request's first tokens, and of those of its encoder's states."""
         ids = self.get_block_ids(request_id)
         most = [-(-num_computed_tokens // self._block_size)] * 2
         most[self._cross] = len(ids[self._cross])
@@ -110,6 +113,6 @@ class EncoderDecoderManager(KVBlocksCacheManager):
 
 
 def manager_class(kv_cache_config: Any) -> type[KVBlocksCacheManager]:
-    """Return the class of managers for a KV cache configuration."""
+    """Return the manager class for a KV cache configuration."""
     has_encoder = any(is_cross_attention(group) for group in kv_cache_config.kv_cache_groups)
     return EncoderDecoderManager if has_encoder else KVBlocksCacheManager

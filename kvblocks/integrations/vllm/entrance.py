@@ -1,8 +1,8 @@
-"""Where requests wait for a session gate, before they come into a vLLM scheduler's waiting queue.
+"""Where requests wait for a session gate, before they enter the waiting queue of vLLM's scheduler.
 
 vLLM's scheduler stops admitting at the first request that it can't admit. So a request that the gate holds back must
-not be in that queue. It is in `SchedulerEntrance.held` instead, and nothing of vLLM sees it but `requests`, in which it
-can be aborted. Preempted requests are in vLLM's queue already, and pass the gate no more.
+not be in that queue. It is in `SchedulerEntrance.held` instead, and vLLM sees it only in `requests`, where it can be
+aborted. Preempted requests are in vLLM's queue already, and don't pass the gate again.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from kvblocks.retention.gate_rounds import GateRounds
 from kvblocks.retention.session_gate import SessionGate
 
 OPTION = "kvblocks_session_gate"
-"""The name in --additional-config."""
+"""The gate's name in --additional-config."""
 
 
 def gate_option(config: Any) -> int | None:
-    """Return what a VllmConfig says of a gate: None: there is none; 0: its room is the pool; else the room in tokens.
+    """Return a VllmConfig's gate: its room in tokens, 0 for as much as the pool, or None for no gate.
 
     Raises InvalidArgumentError.
     """
@@ -35,11 +35,11 @@ def gate_option(config: Any) -> int | None:
 
 
 class SchedulerEntrance:
-    """The requests before a gate, by their ids, and what the gate is told of the others.
+    """The requests that wait for a gate, by id, and what the gate is told about the others.
 
-    held: requests that wait here, in the order of arrival; only read it. gate: `gate.why(request_id)` says why one
-    waits. rounds: of the gate. find_cached: returns how many tokens of a request's prompt are cached. min_step_tokens:
-    the time of a step is looked at if it computes so many tokens of prompts. clock: in seconds.
+    held: the requests that wait here, in the order of arrival; read only. gate: `gate.why(request_id)` says why one
+    waits. rounds: the gate's rounds. find_cached: returns how many tokens of a request's prompt are cached.
+    min_step_tokens: a step's time counts only if it computes at least this many prompt tokens. clock: returns seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SchedulerEntrance:
         self._step_ended = float("-inf")
 
     def holds(self, request: Any) -> bool:
-        """Take a request that comes into the queue. False: the gate has admitted it already, and this is a later turn.
+        """Take a request that would enter the queue. Returns False if the gate has already admitted it (a later turn).
 
         The gate is asked when the scheduler makes a step. O(1).
         """
@@ -74,10 +74,10 @@ class SchedulerEntrance:
         return True
 
     def let_in(self, num_busy: int) -> list[Any]:
-        """Return the requests that may come into the queue now, and hold them no more.
+        """Return the requests that may enter the queue now, and stop holding them.
 
-        If nobody has to wait, they are in the order of arrival, as without a gate. num_busy: requests that run or are
-        in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
+        If nobody has to wait, they come in the order of arrival, as without a gate. num_busy: how many requests run or
+        are in the queue. O(1) if nothing has changed, else O(sessions) and lookups.
         """
         now = self.clock()
         if not self.rounds.is_due(num_busy, now):
@@ -119,13 +119,14 @@ class SchedulerEntrance:
         self.rounds.note_change()
 
     def note_begun(self, step: Any) -> None:
-        """Note that a step (a SchedulerOutput) begins to be computed. O(1)."""
+        """Note that the computation of a step (a SchedulerOutput) begins. O(1)."""
         self._begun.append((step, self.clock()))
 
     def note_done(self, step: Any) -> None:
         """Note that a step was computed. The gate learns from it how long prompts take. O(requests of the step).
 
-        Steps may overlap. A step's time is counted from its beginning, or from the end of the one before, if later.
+        Steps may overlap. A step's time counts from its beginning, or from the end of the previous one if that is
+        later.
         """
         began = None
         while self._begun and began is None:

@@ -1,4 +1,4 @@
-"""vLLM's own events, made from kvblocks' records of what is cached, for `--kv-events-config`, and questions by hash.
+"""vLLM's own events for `--kv-events-config`, made from kvblocks' records of what is cached, and questions by hash.
 
 The block hashes are those that vLLM would compute (`kvblocks.wire.names`) with its `--prefix-caching-hash-algo`.
 """
@@ -14,9 +14,9 @@ from kvblocks.wire.extra_keys import block_extra_keys, split_lora
 
 
 class NamedBlocks:
-    """A manager's records, and by them which hashes are cached, for a part of vLLM that asks.
+    """A manager's records, and which hashes are cached according to them, for a part of vLLM that asks.
 
-    is_asked: whether `has` is called; if not, nothing is remembered. is_read: whether `take` is called.
+    is_asked: whether `has` will be called; if not, no hashes are remembered. is_read: whether `take` will be called.
     """
 
     def __init__(self, manager: KVCacheManager, *, is_asked: bool, is_read: bool) -> None:
@@ -35,7 +35,7 @@ class NamedBlocks:
         return taken
 
     def update(self) -> None:
-        """Learn from the records since the last call, so that they don't pile up. O(records)."""
+        """Process the records since the last call, so that they don't pile up. O(records)."""
         if not self._is_asked:
             return
         events = self._manager.take_events()
@@ -58,7 +58,7 @@ class NamedBlocks:
 class EventMaker:
     """Makes vLLM's events from kvblocks', in order.
 
-    kinds: by group, the name of its spec's kind, and its window or None.
+    kinds: for each group, the name of its spec's kind, and its window or None.
     """
 
     def __init__(self, kinds: list[tuple[str, int | None]]) -> None:
@@ -66,20 +66,20 @@ class EventMaker:
         self._made: list[Any] = []
 
     def collect(self, events: Iterable[CacheEvent], request: Any) -> None:
-        """Make events of what a request's call changed."""
+        """Make events of what a call for a request has changed."""
         self._made += [self.make(event, request) for event in events]
 
     def collect_hit(self, hit: CacheHit, request: Any, block_sizes: list[int]) -> None:
-        """Report the blocks of a hit as stored, for a request that wants that. block_sizes: by group."""
+        """Report the blocks of a hit as stored, for a request that asks for that. block_sizes: by group."""
         self._made += [self.make(stored, request) for stored in _as_stored(hit, block_sizes)]
 
     def take(self, events: Iterable[CacheEvent]) -> list[Any]:
-        """Return the events made since the last call, then those of `events`, which belong to no request."""
+        """Return the events made since the last call, followed by those of `events`, which belong to no request."""
         made, self._made = self._made, []
         return made + [self.make(event, None) for event in events]
 
     def make(self, event: CacheEvent, request: Any) -> Any:
-        """Return the equivalent event. request: whose call caused it; None: no request's."""
+        """Return the equivalent event of vLLM. request: the request whose call caused it, or None."""
         if isinstance(event, AllBlocksCleared):
             return kv_events.AllBlocksCleared()
         group = event.group_idx or 0

@@ -30,8 +30,8 @@ from kvblocks.integrations.vllm.probe import NAME, refuse, refuse_drafts, refuse
 def find_groups(config: Any, num_context_ranks: int, match_unit: int | None) -> list[Group]:
     """Return the groups of a KV cache configuration.
 
-    num_context_ranks: over how many ranks a block's tokens are spread (context parallelism). Blocks are so many times
-    as large. match_unit: at multiples of how many tokens vLLM's hits end; None: nothing is cached. Raises
+    num_context_ranks: the number of ranks that a block's tokens are spread over (context parallelism); blocks are that
+    many times as large. match_unit: vLLM's hits end at multiples of this many tokens; None: nothing is cached. Raises
     UnsupportedEngineError.
     """
     if not config.kv_cache_groups:
@@ -124,7 +124,7 @@ def _warn_of_interval(config: Any) -> None:
 def make_manager(
     config: Any, groups: list[Group], enable_caching: bool, named: str | None, debug: bool
 ) -> KVCacheManager:
-    """Return a manager of all blocks except vLLM's null block. named: the hash algorithm of events; None: no events."""
+    """Make a manager of all blocks except vLLM's null block. named: the hash algorithm of events; None: no events."""
     is_single = len(groups) == 1 and groups[0].sees_all
     return KVCacheManager(
         config.num_blocks - 1,
@@ -147,7 +147,7 @@ def _one_spec(spec: Any) -> Any:
 
 
 def admission_caps(config: Any, max_in_flight_tokens: int, max_model_len: int) -> list[int]:
-    """Return, by group, the most blocks that a request has at a time; vLLM admits requests by it."""
+    """Return, for each group, the most blocks that a request has at a time, by which vLLM admits requests."""
     caps = []
     for given in config.kv_cache_groups:
         spec = _one_spec(given.kv_cache_spec)
@@ -161,7 +161,7 @@ def admission_caps(config: Any, max_in_flight_tokens: int, max_model_len: int) -
 
 
 def zeroed_groups(config: Any) -> set[int]:
-    """Return the groups whose new blocks the worker zeroes before it uses them; none if it doesn't."""
+    """Return the groups whose new blocks the worker zeroes before it uses them, perhaps none."""
     zeroed = {
         number
         for number, spec in enumerate(_specs(config))
@@ -171,6 +171,6 @@ def zeroed_groups(config: Any) -> set[int]:
 
 
 def event_kinds(config: Any) -> list[tuple[str, int | None]]:
-    """Return, by group, what its events say: the kind of its spec, and its window."""
+    """Return, for each group, what its events say: the kind of its spec, and its window."""
     specs = [given.kv_cache_spec for given in config.kv_cache_groups]
     return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]

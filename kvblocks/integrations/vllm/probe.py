@@ -1,7 +1,7 @@
 """Checks that this vLLM has what the integration needs, and makes the errors that refuse a feature.
 
-Both are checked before anything runs. Whatever is missing or unsupported is named. vLLM's internals may change in any
-version, so the parts themselves are checked. The version only decides whether there is a warning.
+Both are checked before anything runs, and errors name whatever is missing or unsupported. vLLM's internals may change
+in any version, so the parts themselves are checked. The version only decides whether there is a warning.
 """
 
 import inspect
@@ -20,7 +20,7 @@ ONE_GROUP = "--disable-hybrid-kv-cache-manager makes all layers one group"
 
 
 def check_vllm() -> None:
-    """Raise UnsupportedEngineError if vLLM lacks a needed part. Warn once of a version that wasn't tested."""
+    """Raise UnsupportedEngineError if vLLM lacks a needed part. Warn once about a version that wasn't tested."""
     version, missing = "none", []
     try:
         import vllm
@@ -104,22 +104,22 @@ def check_calls(ours: type) -> None:
 
 
 def refuse(feature: str, reason: str, advice: str = "") -> UnsupportedEngineError:
-    """Return the error that says that a feature isn't supported, and what helps. advice: an option that makes it so."""
+    """Return the error for a feature that isn't supported. advice: an option of vLLM that avoids the feature."""
     return probing.refuse(NAME, feature, "; ".join(filter(None, (reason, advice, OTHERWISE))))
 
 
 def refuse_drafts() -> UnsupportedEngineError:
-    """Return the error for recurrent states with drafts."""
+    """Return the error for recurrent states together with draft tokens."""
     return refuse("recurrent states (Mamba) with speculative decoding", "each draft has a state of its own")
 
 
 def refuse_ranks(layers: str, seen: str) -> UnsupportedEngineError:
-    """Return the error for context parallelism with `layers`, whose tokens see a `seen`: a window, a chunk."""
+    """Return the error for context parallelism with `layers`. seen: what would span several ranks' blocks, "window"."""
     return refuse(f"context parallelism with {layers}", f"a {seen} would span the ranks' blocks", ONE_GROUP)
 
 
 def falls_back(config: Any) -> bool:
-    """Whether vLLM's own manager may take the place of ours where something is unsupported. config: a VllmConfig."""
+    """Whether vLLM's own manager may be used if something is unsupported. config: a VllmConfig."""
     options = config.additional_config
     return isinstance(options, dict) and bool(options.get(FALLBACK))
 
@@ -127,7 +127,7 @@ def falls_back(config: Any) -> bool:
 def check_options(
     num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int, has_events: bool
 ) -> None:
-    """Raise UnsupportedEngineError if a manager with so many groups gets unsupported options."""
+    """Raise UnsupportedEngineError for options that a manager with `num_groups` groups doesn't support."""
     if num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if use_eagle and num_groups > 1:

@@ -1,4 +1,4 @@
-"""vLLM's residency metrics: kvblocks reports to vLLM's collector which blocks are taken and hit."""
+"""vLLM's residency metrics: reports to vLLM's collector which blocks are taken and hit."""
 
 from collections.abc import Sequence as Items
 from typing import Any
@@ -10,7 +10,7 @@ from kvblocks.integrations.vllm.views import BlockView
 class BlockLives:
     """Reports to a `KVCacheMetricsCollector` what happens to blocks, until `stop`.
 
-    caches: whether prefixes are reused. If not, vLLM doesn't call the end of a block an eviction.
+    caches: whether prefixes are cached. If not, vLLM doesn't count the end of a block as an eviction.
     """
 
     def __init__(self, manager: KVCacheManager, collector: Any, caches: bool) -> None:
@@ -23,7 +23,7 @@ class BlockLives:
         self._callbacks.stop()
 
     def note_evicted(self, blocks: Items[KVCacheBlock]) -> None:
-        """Report that what blocks hold was thrown away."""
+        """Report that the contents of blocks were evicted."""
         for block in blocks:
             self._collector.on_block_evicted(BlockView(block))
 

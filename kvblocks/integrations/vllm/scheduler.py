@@ -1,9 +1,9 @@
-"""vLLM's schedulers with kvblocks' manager in place of their own: `--scheduler-cls`.
+"""vLLM's schedulers with kvblocks' manager instead of their own, for `--scheduler-cls`.
 
 vLLM's Scheduler makes its own manager. These classes replace that manager at the end of the constructor. They may also
 replace two names in memory, which `uninstall` restores:
 
-- The function that makes vLLM's request hasher, until the engine core has called it: kvblocks needs no hashes.
+- The function that makes vLLM's request hasher, until the engine core has called it, since kvblocks needs no hashes.
 - `EngineCore.add_lora` and `remove_lora`, so that an adapter that is loaded again gets a new key.
 """
 
@@ -139,11 +139,11 @@ class _KVBlocks:
 
 
 class KVBlocksScheduler(_KVBlocks, Scheduler):
-    """vLLM's Scheduler on kvblocks."""
+    """vLLM's `Scheduler` with kvblocks' manager."""
 
 
 class KVBlocksAsyncScheduler(_KVBlocks, AsyncScheduler):
-    """vLLM's AsyncScheduler on kvblocks."""
+    """vLLM's `AsyncScheduler` with kvblocks' manager."""
 
 
 def _make_manager(scheduler: Any) -> KVBlocksCacheManager:
@@ -192,7 +192,7 @@ def _needs_hashes(scheduler: Any) -> bool:
 
 
 def uninstall() -> None:
-    """Restore all that was replaced in memory. Existing schedulers go on."""
+    """Restore everything that was replaced in memory. Existing schedulers keep working."""
     for owner, name in list(_replaced):
         _put_back(owner, name)
 

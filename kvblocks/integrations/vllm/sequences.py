@@ -12,11 +12,11 @@ _NUMBERS = count()
 
 
 class LoraVersions:
-    """How often each adapter was loaded again, by name, so that KV of its former weights isn't hit.
+    """Counts how often each adapter was loaded again, by name, so that KV of its former weights isn't hit.
 
     `EngineCore` reports what its callers load and remove. A request may also bring an adapter that no caller has
-    loaded, with `load_inplace`. vLLM's workers then load it again in every step that has such a request. So each lookup
-    of such a request counts as a load, and the request shares nothing with others.
+    loaded, with `load_inplace`. vLLM's workers then load it again in every step with such a request. So each lookup of
+    such a request counts as a load, and the request shares nothing with others.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class LoraVersions:
         self._announced: set[str] = set()  # adapters loaded in place by a call: their requests ask for no new load
 
     def note_loaded(self, lora_request: Any) -> None:
-        """Take note of an adapter that is being loaded in place, or whose name had another number before."""
+        """Note an adapter that is loaded in place, or whose name had another number before."""
         name, number = lora_request.lora_name, lora_request.lora_int_id
         if lora_request.load_inplace or self._ids.get(name, number) != number:
             self._renew(name)
@@ -34,13 +34,13 @@ class LoraVersions:
             self._announced.add(name)
 
     def note_removed(self, lora_id: int) -> None:
-        """Take note of an adapter that is being removed. Its name may stand for another one later."""
+        """Note that an adapter is removed. Its name may stand for another one later."""
         for name in [name for name, number in self._ids.items() if number == lora_id]:
             self._renew(name)
             self._announced.discard(name)
 
     def key(self, lora_request: Any) -> str | None:
-        """Return what tells an adapter's KV from that of others: name, path and version; None without an adapter."""
+        """Return what distinguishes an adapter's KV: name, path and version; None without an adapter."""
         if lora_request is None:
             return None
         name = lora_request.lora_name
@@ -57,12 +57,12 @@ LORA_VERSIONS = LoraVersions()
 
 
 def make_sequence(request: Any, block_size: int, num_ahead: int, *, is_cached: bool) -> Sequence:
-    """Return a sequence with all known tokens of a request, and everything else that its KV depends on.
+    """Make a sequence with all known tokens of a request, and everything else that its KV depends on.
 
-    is_cached: otherwise images and embeddings are left out. In encoder-decoder models they are no part of the tokens.
-    num_ahead: 0, or 1 if a block belongs to the token behind it too, as the KV of EAGLE's draft model does. Then each
-    token of the sequence is the one behind the request's token at the same position. So a block that is found proves
-    the token behind it. The request's first token is an extra key.
+    is_cached: if False, images and embeddings are left out (in encoder-decoder models they are no part of the tokens).
+    num_ahead: 0, or 1 if a block also depends on the token after it, as the KV of EAGLE's draft model does. Then the
+    sequence's token at each position is the request's next token, so a hit on a block also confirms the token after it.
+    The request's first token becomes an extra key.
     """
     tokens = request._all_token_ids  # noqa: SLF001  # the list itself: `all_token_ids` is a view that copies slowly
     keys = image_keys(request.mm_features, num_ahead) if is_cached else []
@@ -82,9 +82,9 @@ def make_sequence(request: Any, block_size: int, num_ahead: int, *, is_cached: b
 
 
 def num_known(request: Any, num_ahead: int) -> int:
-    """Return how many tokens a request's sequence has when it has all that are known; see `make_sequence`.
+    """Return how many tokens a request's sequence has with all known tokens; see `make_sequence`.
 
-    An answer's last token is left out if a later turn may put another one in its place.
+    An answer's last token is left out if a later turn may replace it.
     """
     return max(1, _num_behind_first(request)) if num_ahead else len(request._all_token_ids)  # noqa: SLF001
 
@@ -95,7 +95,7 @@ def _num_behind_first(request: Any) -> int:
 
 
 def look_ahead(token_ids: Items[int]) -> tuple[Items[int], list[tuple[int, int, bytes]]]:
-    """Return the tokens and the extra keys of a sequence whose blocks belong to the token behind them, too.
+    """Return the tokens and the extra keys of a sequence whose blocks also depend on the token after them.
 
     token_ids: at least two tokens, without images.
     """
@@ -113,7 +113,7 @@ def _named(token_id: int, identifiers: list[str]) -> bytes:
 
 
 def image_keys(features: Items[Any], num_ahead: int = 0) -> list[tuple[int, int, str | bytes]]:
-    """Return a key for each image, or other feature, over its placeholders; num_ahead: as in `make_sequence`."""
+    """Return a key for each image or other feature, over its placeholders. num_ahead: as in `make_sequence`."""
     spans = [(f.mm_position.offset, f.mm_position.offset + f.mm_position.length) for f in features]
     return [
         (max(0, start - num_ahead), max(1, end - num_ahead), feature.identifier)
@@ -127,7 +127,7 @@ def embedding_keys(request: Any, block_size: int, num_ahead: int) -> list[tuple[
     num_ahead: as in `make_sequence`. If it is 1, the first embedding has a key of its own.
 
     The digest is vLLM's, and is in events (see `kvblocks.wire.extra_keys`). Equal bytes of different dtypes have equal
-    digests, so the key has the dtype too.
+    digests, so the key contains the dtype, too.
     """
     import torch  # vLLM has it; only prompts of embeddings need it here
 
@@ -143,7 +143,7 @@ def embedding_keys(request: Any, block_size: int, num_ahead: int) -> list[tuple[
 
 
 def num_cached_tokens(sequence: Sequence, groups: Items[Group]) -> int:
-    """Return how many first tokens of a sequence all of its groups that are cached have cached."""
+    """Return how many leading tokens of a sequence are cached in all of its groups that cache."""
     if not sequence.is_allocated:
         return 0
     numbers = []
@@ -156,7 +156,7 @@ def num_cached_tokens(sequence: Sequence, groups: Items[Group]) -> int:
 
 
 def num_common_blocks(sequence: Sequence, others: Items[Sequence], group: int) -> int:
-    """Return how many first blocks of a group all of these sequences share."""
+    """Return how many leading blocks of a group all of these sequences share."""
     ids = sequence.group_block_ids(group)
     number = len(ids)
     for other in others:

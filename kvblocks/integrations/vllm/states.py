@@ -1,7 +1,7 @@
-"""Recurrent layers whose states are cached, which vLLM calls `mamba_cache_mode="align"`.
+"""Caching the states of recurrent layers, which vLLM calls `mamba_cache_mode="align"`.
 
-A request's state is in the last block of its table, and moves on to another block when the request does. A block stays
-behind where a chunk ended at its last token. vLLM's scheduler ends chunks there.
+A request's state is in the last block of its table, and moves to the next block as the request goes on. Where a chunk
+ended at a block's last token, that block keeps its state. vLLM's scheduler ends chunks there.
 """
 
 from collections.abc import Sequence as Items
@@ -13,14 +13,14 @@ Table = Items[KVCacheBlock | None]
 
 
 class Before(NamedTuple):
-    """What a sequence had before a call: its cached blocks, and the entries of its tables of states."""
+    """What a sequence had before a call: its cached blocks, and the entries of its state tables."""
 
     num_cached_blocks: int
     lengths: list[int]
 
 
 class CachedStates:
-    """What a manager has to know of states. groups: the numbers of the groups that have any."""
+    """What a manager has to know about states. groups: the numbers of the groups that have states."""
 
     def __init__(self, groups: Items[Group]) -> None:
         self.groups = [number for number, group in enumerate(groups) if group.has_gaps]
@@ -28,19 +28,19 @@ class CachedStates:
         self._of_step: set[bytes] = set()  # the names of the prefixes behind which this step's states are
 
     def boundary(self, hit: CacheHit, most: int) -> int:
-        """Return where the tokens of a lookup part from cached ones, if that is behind the hit; otherwise 0.
+        """Return where the tokens of a lookup begin to differ from cached ones, if that is after the hit; otherwise 0.
 
-        most: how many tokens a hit has at most. The scheduler ends a chunk there, so that later requests find a state.
+        most: the most tokens of a hit. The scheduler ends a chunk at the boundary, so that later requests find a state.
         """
         matched: int = min(getattr(hit, "num_matched_tokens", 0), most) // self._alignment * self._alignment
         return matched if matched > hit.num_tokens else 0
 
     def before(self, sequence: Sequence) -> Before:
-        """Return what a call that goes on with a sequence has to compare with."""
+        """Return what a sequence has now, to compare with after a call that continues it."""
         return Before(sequence.num_cached_blocks, [len(sequence.group_block_ids(group)) for group in self.groups])
 
     def note_step(self, sequence: Sequence, before: Before | None) -> None:
-        """Take note of the states that this step brings, and that others can find. before: None if it starts."""
+        """Note the states that this step computes and that others can find. before: None if the sequence starts."""
         first = sequence.num_readonly_tokens // self._alignment if before is None else before.num_cached_blocks
         if sequence.num_cached_blocks > first:
             table = sequence.group_blocks(self.groups[0])
@@ -50,11 +50,11 @@ class CachedStates:
                     self._of_step.add(name)
 
     def is_of_step(self, hit: CacheHit | None) -> bool:
-        """Whether a hit needs a state that this step brings. Whoever has such a hit starts in a later step."""
+        """Whether a hit needs a state that this step computes. A request with such a hit starts in a later step."""
         return hit is not None and bool(self._of_step) and hit.blocks[-1].block_hash in self._of_step
 
     def new_step_starts(self) -> None:
-        """Take note that a step begins."""
+        """Note that a step begins."""
         self._of_step.clear()
 
     def with_gaps(self, sequence: Sequence, tables: tuple[Table, ...], before: Before) -> tuple[Table, ...]:

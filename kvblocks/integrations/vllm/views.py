@@ -1,4 +1,4 @@
-"""Blocks, pool and tables as vLLM's schedulers, connectors and tests read them, beside the manager's calls."""
+"""Blocks, pool and tables as vLLM's schedulers, connectors and tests read them directly."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -14,7 +14,7 @@ Tables = tuple[Items[KVCacheBlock | None], ...]
 
 
 class BlockView:
-    """A block under vLLM's names. Views of the same block are equal."""
+    """A block with vLLM's attribute names. Views of the same block are equal."""
 
     __slots__ = ("_block", "block_id", "is_null")
 
@@ -49,12 +49,12 @@ NULL_BLOCK = BlockView(None)
 
 
 def views(blocks: Items[KVCacheBlock | None]) -> list[BlockView]:
-    """Return views of blocks; for None, of the null block."""
+    """Return views of blocks; None becomes the null block."""
     return [NULL_BLOCK if block is None else BlockView(block) for block in blocks]
 
 
 class GivenBlocks(KVCacheBlocks):
-    """Blocks by group, in vLLM's class. Mostly only ids are asked for, so views are made when needed."""
+    """Blocks by group, in vLLM's class. Usually only ids are needed, so views are made on demand."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -79,7 +79,7 @@ class GivenBlocks(KVCacheBlocks):
 
 
 class NoBlocks(GivenBlocks):
-    """No blocks, for a number of groups: what most decodes get."""
+    """No blocks in any group: what most decodes get."""
 
     def __init__(self, num_groups: int) -> None:
         super().__init__(tuple(() for _ in range(num_groups)))
@@ -90,7 +90,7 @@ class NoBlocks(GivenBlocks):
 
 
 class HitBlocks(GivenBlocks):
-    """The blocks of a lookup. hit: kvblocks' hit."""
+    """The blocks that a lookup found. hit: kvblocks' hit."""
 
     def __init__(self, hit: CacheHit, num_groups: int) -> None:
         super().__init__(tuple(hit.group_blocks(group) for group in range(num_groups)))
@@ -98,7 +98,7 @@ class HitBlocks(GivenBlocks):
 
 
 def given_hit(blocks: GivenBlocks | None, num_tokens: int) -> CacheHit | None:
-    """Return the hit if `blocks` are a lookup's, else None. num_tokens: of the hit. Raises InvalidArgumentError."""
+    """Return the hit if `blocks` came from a lookup, else None. num_tokens: the hit's. Raises InvalidArgumentError."""
     hit = blocks.hit if isinstance(blocks, HitBlocks) else None
     num_hit = 0 if hit is None else hit.num_readonly_tokens
     if num_hit != num_tokens:
@@ -128,7 +128,7 @@ class TableBlocks(GivenBlocks):
 
 
 class TablesView:
-    """A group's tables by request id, for connectors and tests that read them."""
+    """A group's block tables by request id, for connectors and tests that read them."""
 
     def __init__(self, sequences: dict[str, Sequence], group: int) -> None:
         self._sequences = sequences
@@ -164,7 +164,7 @@ class TablesView:
 
 
 class CachedCounts:
-    """The number of cached blocks of each request that has any, by request id."""
+    """The number of cached blocks by request id, for requests that have any."""
 
     def __init__(self, sequences: dict[str, Sequence]) -> None:
         self._sequences = sequences
@@ -187,7 +187,10 @@ class CachedCounts:
 
 
 class PoolView:
-    """What vLLM reads of `kv_cache_manager.block_pool`. manager: kvblocks'. named: what is cached, by vLLM's hashes."""
+    """What vLLM reads from `kv_cache_manager.block_pool`. manager: kvblocks'.
+
+    named: what is cached, by vLLM's hashes.
+    """
 
     def __init__(self, manager: Any, num_gpu_blocks: int, hash_block_size: int, named: NamedBlocks) -> None:
         self._manager = manager
@@ -203,7 +206,7 @@ class PoolView:
 
     @property
     def free_block_queue(self) -> "PoolView":
-        """The object that is asked for the number of free blocks: this one."""
+        """The object to ask for the number of free blocks, which is this one."""
         return self
 
     @property
@@ -222,9 +225,9 @@ class PoolView:
         return 1.0 - self._manager.num_free_blocks / total if total else 0.0
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Items[int]) -> bool | None:
-        """Return True if these groups have a block with this hash cached, else None, where vLLM returns the blocks.
+        """Return True if these groups have a cached block with this hash, else None. (vLLM's own returns the blocks.)
 
-        Only who returns the experts of cached tokens asks (`early.asks_for_hashes`).
+        Only vLLM's return of cached tokens' experts asks for this (`early.asks_for_hashes`).
         """
         return all(self._named.has(block_hash, group) for group in kv_cache_group_ids) or None
 
@@ -235,7 +238,7 @@ class PoolView:
 
 
 class UnusedCalls:
-    """Calls of vLLM's KVCacheManager for which kvblocks has nothing to do, and properties that are always the same."""
+    """Calls of vLLM's KVCacheManager that do nothing here, and properties that are always the same."""
 
     mamba_shared_prefix_checkpoint = False  # states are at the ends of blocks alone
     retained_hit_group_ids: tuple[int, ...] = ()
@@ -243,10 +246,10 @@ class UnusedCalls:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Do nothing: windows slide when their sequence gets slots."""
+        """Do nothing, since windows slide when their sequence gets slots."""
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Return no copies: hits end at the ends of blocks."""
+        """Return no copies, since hits end at block boundaries."""
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
@@ -261,7 +264,7 @@ class UnusedCalls:
 def make_coordinator(
     config: Any, groups: list[Group], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
 ) -> Any:
-    """Return what vLLM reads of its coordinator: a record for each group, and other properties."""
+    """Make what vLLM reads from its coordinator: a record for each group, and other properties."""
     records = [
         SimpleNamespace(
             block_size=group.block_size if group.has_tokens else given.kv_cache_spec.block_size,

@@ -1,1 +1,1 @@
-"""The production cache's decisions for a whole prompt at once, by NumPy: what makes a replay fast."""
+"""The production cache's decisions, made by NumPy for a whole prompt at once, which makes a replay fast."""

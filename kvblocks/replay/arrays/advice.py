@@ -1,4 +1,4 @@
-"""An eviction policy of an `AdvisedPool`, and what it may ask. Blocks are numbers of the trace."""
+"""The eviction policy of an `AdvisedPool`, and the view that it may ask. Blocks are their numbers in the trace."""
 
 from operator import index
 from typing import Any
@@ -10,7 +10,7 @@ _CALLS = ("free", "use", "begin", "pause", "end")  # a policy need not have the 
 
 
 class ArrayView:
-    """A `CacheView`. numbers: by block, when it was released; 0: the policy doesn't know it."""
+    """A `CacheView`. numbers: for each block, when it was released; 0 if the policy doesn't know it."""
 
     def __init__(self, num_blocks: int, numbers: "memoryview[int]") -> None:
         self.num_blocks = num_blocks
@@ -24,9 +24,9 @@ class ArrayView:
 
 
 class ArrayAdvice:
-    """A policy whose exceptions do no harm: as `retention.adviser.Adviser`, without a record of each block.
+    """Protects a run from a policy's exceptions, like `retention.adviser.Adviser` but without a record of each block.
 
-    num_failures: calls that raised, and answers that name no block which it was told of.
+    num_failures: how many calls raised, or named a block that the policy hadn't been told of.
     """
 
     def __init__(self, eviction: Any, num_blocks: int, numbers: "memoryview[int]") -> None:
@@ -39,7 +39,7 @@ class ArrayAdvice:
         self.num_failures = 0
 
     def tell(self, call: str, *given: Any) -> None:
-        """Make a call of the policy that answers nothing, if it has it."""
+        """Make a call of the policy that returns nothing, if the policy has it."""
         known = self._calls[call]
         if known is None:
             return
@@ -49,14 +49,14 @@ class ArrayAdvice:
             self.num_failures += 1
 
     def tell_removed(self, blocks: list[int]) -> None:
-        """`tell` of "remove", which there are most of."""
+        """Make the call "remove" for many blocks. It is the most frequent one."""
         try:
             self._remove(blocks)
         except Exception:  # noqa: BLE001
             self.num_failures += 1
 
     def ask(self, num_blocks: int) -> int | None:
-        """Return the victim; None if the policy names none, or fails."""
+        """Return the victim, or None if the policy names none or fails."""
         try:
             answer = self._victim(num_blocks)
             if answer is None:

@@ -1,4 +1,4 @@
-"""`AdvisedPool`: an `ArrayPool` with an eviction policy, which is told and asked as `retention.eviction` does it."""
+"""`AdvisedPool`: an `ArrayPool` with an eviction policy, which gets the same calls as from `retention.eviction`."""
 
 from collections.abc import Hashable, Iterable
 from functools import partial
@@ -19,7 +19,7 @@ _new_record: Any = partial(tuple.__new__, FreeBlock)  # takes a third of the tim
 
 
 class AdvisedPool(ArrayPool):
-    """A pool whose victims a policy names."""
+    """A pool whose victims are named by a policy."""
 
     def __init__(self, num_blocks: int, num_unique: int, eviction: Any) -> None:
         """eviction: a name, or what makes a policy."""
@@ -34,16 +34,16 @@ class AdvisedPool(ArrayPool):
         self._names: list[Hashable] = []
 
     def set_time(self, now: float) -> None:
-        """Set the clock, which policies see."""
+        """Set the clock that policies see."""
         self._advice.view.now = now
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
-        """A session pauses. As `manager.sessions.pause`."""
+        """Note that a session pauses, as `manager.sessions.pause` does."""
         self._advice.tell("pause", session, tenant, reason)
         self.num_policy_failures = self._advice.num_failures
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """A session has ended. As `manager.sessions.end`."""
+        """Note that a session has ended, as `manager.sessions.end` does."""
         self._advice.tell("end", session, tenant)
         self.num_policy_failures = self._advice.num_failures
 

@@ -1,10 +1,12 @@
-"""`ArrayPool`: what the production manager does with a trace's prompts, least recently used first, for whole prompts.
+"""`ArrayPool`: what the production manager does with a trace's prompts under LRU eviction, a whole prompt at a time.
 
-`KVCacheManager` works block by block, which takes a microsecond for each. A replay has millions of them, and needs
-only which are cached. So here a block is its number in the trace, and a call handles a prompt's blocks at once.
+`KVCacheManager` works block by block, which takes a microsecond each. A replay has millions of blocks, and only needs
+to know which are cached. So here a block is just its number in the trace, and a call handles all blocks of a prompt at
+once.
 
-Two facts make that possible. Who owns a block owns all blocks before it, and the end of a prefix is evicted before its
-beginning. So the cached blocks of a prompt are its first ones, and of those the ones that nobody owns are the last.
+Two facts make that possible: a request that owns a block owns all blocks before it, and the end of a prefix is evicted
+before its beginning. So the cached blocks of a prompt are its first ones, and the cached blocks without owners are the
+last of these.
 
 `tests/replay/test_arrays.py` compares every outcome with that of the production manager.
 """
@@ -19,9 +21,9 @@ from kvblocks.replay.arrays.released import Blocks, ReleaseOrder
 
 
 class ArrayPool:
-    """A pool for the blocks of a trace, which are numbers below `num_unique`. Nothing is checked.
+    """A pool for the blocks of a trace, which are numbers below `num_unique`. Arguments aren't checked.
 
-    num_free_blocks, num_cached_blocks, num_evicted_blocks, num_policy_failures: as a manager's.
+    num_free_blocks, num_cached_blocks, num_evicted_blocks, num_policy_failures: as in a manager.
     """
 
     def __init__(self, num_blocks: int, num_unique: int) -> None:
@@ -33,17 +35,17 @@ class ArrayPool:
         self._released = ReleaseOrder(num_unique, num_blocks)
 
     def find(self, path: Blocks) -> int:
-        """Return how many of a prompt's first blocks are cached. O(log blocks)."""
+        """Return how many leading blocks of a prompt are cached. O(log blocks)."""
         return _num_first(self._cached, path, len(path))
 
     def num_missing(self, path: Blocks, num_hit: int) -> int:
-        """Return how many free blocks a prompt takes, those of its hit that are free included. O(log blocks)."""
+        """Return how many free blocks a prompt takes, including the free ones of its hit. O(log blocks)."""
         return len(path) - self._num_owned(path, num_hit)
 
     def take(self, path: Blocks, num_hit: int, session: Hashable, tenant: str | None) -> Blocks | None:
         """Give a request its blocks. num_hit: from `find`. Returns the evicted blocks, in order.
 
-        None: there are too few free blocks, and nothing has changed. session, tenant: of the request. O(blocks).
+        Returns None, with nothing changed, if too few blocks are free. session, tenant: the request's. O(blocks).
         """
         num_owned = self._num_owned(path, num_hit)
         if len(path) - num_owned > self.num_free_blocks:
@@ -73,13 +75,13 @@ class ArrayPool:
         self._note_released(path, num_owned, session, tenant)
 
     def set_time(self, now: float) -> None:
-        """Set the clock, which policies see."""
+        """Set the clock that policies see."""
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
-        """A session pauses. As `manager.sessions.pause`."""
+        """Note that a session pauses, as `manager.sessions.pause` does."""
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """A session has ended. As `manager.sessions.end`."""
+        """Note that a session has ended, as `manager.sessions.end` does."""
 
     def _num_owned(self, path: Blocks, end: int) -> int:
         """Return how many of a prompt's first `end` blocks have owners: its first ones."""

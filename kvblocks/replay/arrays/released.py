@@ -1,4 +1,4 @@
-"""In which order blocks became free, so which of them is the least recently used."""
+"""The order in which blocks became free, and thus which one is the least recently used."""
 
 from collections import deque
 
@@ -6,16 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Blocks = NDArray[np.intp]
-"""Numbers of blocks of a trace. An index of this type costs NumPy no conversion."""
+"""Numbers of blocks of a trace, in a type that NumPy takes as an index without conversion."""
 
 _MOST_STALE = 4  # times as many entries as blocks of the pool, before those that no longer hold are left out
 
 
 class ReleaseOrder:
-    """Blocks in the order in which they became free. numbers: by block, when it last did; 0: not free or not cached.
-    number_of: the same memory, for single blocks, which takes a third of the time.
+    """Blocks in the order in which they became free.
 
-    Blocks that are used again are not looked for: their entries are left out when they come to the front.
+    numbers: for each block, when it last became free; 0 if it isn't free or isn't cached. number_of: the same memory
+    for access to single blocks, which takes a third of the time. When a block is used again, its entry isn't searched
+    for, but skipped when it comes to the front.
     """
 
     def __init__(self, num_unique: int, num_blocks: int) -> None:
@@ -27,7 +28,7 @@ class ReleaseOrder:
         self._stretches: deque[tuple[int, Blocks]] = deque()  # the number of the first block, and the blocks
 
     def add(self, blocks: Blocks) -> None:
-        """Blocks became free, in this order. O(blocks) on average."""
+        """Note that blocks became free, in this order. O(blocks) on average."""
         first, self._last = self._last + 1, self._last + len(blocks)
         self.numbers[blocks] = np.arange(first, self._last + 1)
         self._stretches.append((first, blocks))
@@ -36,11 +37,11 @@ class ReleaseOrder:
             self._tidy()
 
     def forget(self, blocks: Blocks) -> None:
-        """Blocks have owners again, or are evicted. O(blocks)."""
+        """Note that blocks have owners again or are evicted. O(blocks)."""
         self.numbers[blocks] = 0
 
     def take(self, number: int) -> Blocks:
-        """Take the blocks that have been free longest; there must be so many. O(number) on average."""
+        """Take the `number` blocks that have been free longest, if there are so many. O(number) on average."""
         found: list[Blocks] = []
         while number:
             first, blocks = self._stretches.popleft()

@@ -1,4 +1,4 @@
-"""Which cached blocks come behind which: what is evicted with a victim, and in which order."""
+"""Which cached blocks follow which, to find what is evicted together with a victim, and in which order."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ _NONE, _SEVERAL = -1, -2
 
 
 class CachedTree:
-    """The cached blocks of a pool. Mostly a block has one child, which an array has; `_branches` has several."""
+    """The cached blocks of a pool. Most blocks have one child, kept in an array; `_branches` has those with several."""
 
     def __init__(self, num_unique: int) -> None:
         self._parent = np.full(num_unique, _NONE, np.int64)
@@ -19,7 +19,7 @@ class CachedTree:
         self._branches: dict[int, set[int]] = {}
 
     def add(self, path: Blocks, first: int) -> None:
-        """A prompt's blocks from index `first` on are cached now, the ones before it were. O(blocks)."""
+        """Note that a prompt's blocks from index `first` on are now cached; those before it already were. O(blocks)."""
         self._parent[path[max(1, first) :]] = path[max(0, first - 1) : -1]
         self._child[path[first:-1]] = path[first + 1 :]
         self._child[path[-1]] = _NONE
@@ -35,7 +35,7 @@ class CachedTree:
                 self._branches[parent] = {known, child}
 
     def remove(self, blocks: Blocks, is_cached: NDArray[np.uint8]) -> None:
-        """Blocks and all below them were evicted. is_cached: by block, without them. O(blocks)."""
+        """Note that blocks and all below them were evicted. is_cached: for each block, after that. O(blocks)."""
         for branching in blocks[self._child[blocks] == _SEVERAL].tolist():
             del self._branches[branching]
         self._child[blocks] = _NONE
@@ -45,7 +45,7 @@ class CachedTree:
             self._detach(int(blocks[top]), int(parents[top]))
 
     def remove_one(self, block: int) -> None:
-        """`remove` of one block, below which there is none. O(1)."""
+        """As `remove`, for one block with none below it. O(1)."""
         parent = self._parent_of[block]
         if parent == _NONE:
             return
@@ -66,13 +66,13 @@ class CachedTree:
             del self._branches[parent]
 
     def has_below(self, block: int) -> bool:
-        """Whether any cached block comes behind a block. O(1)."""
+        """Whether any cached block follows a block. O(1)."""
         return self._child_of[block] != _NONE
 
     def below(self, block: int, most: int, numbers: "memoryview[int]") -> list[int]:
-        """Return the blocks below a block, and the block last, at most `most`: each behind all below it.
+        """Return at most `most` of a block and the blocks below it, each one after all that are below it.
 
-        Of several branches the one that was released first comes first. numbers: by block, when it was released.
+        Of several branches, the one that was released first comes first. numbers: for each block, when it was released.
         O(blocks below it).
         """
         child = self._child_of

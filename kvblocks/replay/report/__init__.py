@@ -1,8 +1,8 @@
-"""The report of a replay: one HTML file with its pictures in it, and no outside links or scripts.
+"""The report of a replay: one HTML file that contains its pictures, without external links or scripts.
 
-`markup` makes elements that escape their texts. `axes` and `charts` make pictures of them, `icicle` the picture of the
-prefix structure, and `sections` the page with texts and tables. The page can be read without its style sheet, and
-without colors.
+`markup` makes elements that escape their texts. `axes` and `charts` make pictures of them, `icicle` makes the picture
+of the prefix structure, and `sections` makes the page with texts and tables. The page is readable without its style
+sheet and without colors.
 """
 
 from importlib.resources import files
@@ -16,7 +16,7 @@ __all__ = ["render_report", "style_sheet"]
 
 
 def render_report(result: Result) -> str:
-    """Return the report, a document of HTML. O(size of the result)."""
+    """Return the report as an HTML document. O(size of the result)."""
     title = f"Replay of {label(result.trace.name)}"
     parts = [
         ("hit-rate", "Hit rate", sections.hit_rates(result)),
@@ -30,9 +30,9 @@ def render_report(result: Result) -> str:
 
 
 def page(title: str, facts: list[tuple[str, str]], parts: list[tuple[str, str, Element]], conditions: str) -> str:
-    """Return a document of HTML. facts: names and values. parts: sections, each with its name in links and its title.
+    """Return an HTML document. facts: names and values. parts: for each section, its name in links, title and content.
 
-    conditions: the page's last sentences.
+    conditions: the last sentences of the page.
     """
     for name, _, section in parts:
         section.set("id", name)
@@ -63,7 +63,7 @@ def style_sheet(name: str) -> str:
 
 
 def trace_facts(trace: TraceFacts) -> list[tuple[str, str]]:
-    """Return the facts about a trace that a page begins with."""
+    """Return the facts about a trace for the top of a page."""
     return [
         ("requests", count(trace.num_requests)),
         ("sessions", count(trace.num_sessions)),

@@ -1,4 +1,4 @@
-"""Scales and frames: the place of a number in a picture, and axes."""
+"""Scales, which map numbers to places in a picture, frames and axes."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from kvblocks.replay.report.markup import Attributes, Element, element, short
 
 LETTER = 7.1
-"""Pixels of a letter in 12 pixels: a little more than in most fonts."""
+"""The width of a letter of size 12, in pixels: a little more than in most fonts."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps numbers from `low` to `high` to pixels from `start` to `end`; on a logarithmic scale if is_log."""
+    """Maps numbers from `low` to `high` to pixels from `start` to `end`, logarithmically if `is_log`."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class Scale:
 
 
 def round_up(value: float) -> float:
-    """Return the least of 1, 2, 2.5 or 5 times a power of ten that is at least a positive number."""
+    """Round a positive number up to 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
 
@@ -68,7 +68,7 @@ def y_axis(frame: Frame, scale: Scale, values: list[float], shown: Callable[[flo
 
 
 def x_axis(frame: Frame, scale: Scale, values: list[float], shown: Callable[[float], str] = short) -> list[Element]:
-    """Return the axis below a chart, with as many of the numbers as there is room for."""
+    """Return the axis below a chart, with as many of the numbers as fit."""
     line: Attributes = {"class": "axis", "x1": frame.left, "x2": frame.right, "y1": frame.bottom, "y2": frame.bottom}
     made, last = [element("line", line)], -math.inf
     for value in values:
@@ -81,7 +81,7 @@ def x_axis(frame: Frame, scale: Scale, values: list[float], shown: Callable[[flo
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> Element:
-    """Return a text whose baseline is at y. anchor: which point of the text is at x."""
+    """Return a text with its baseline at y. anchor: which point of the text is at x."""
     attributes: Attributes = {"x": x, "y": y, "text-anchor": anchor}
     if kind:
         attributes["class"] = kind

@@ -1,7 +1,7 @@
 """Lines, stacked bars and legends, as SVG.
 
-Things that a reader must tell apart differ not only in color: lines also in marks and dashes, parts of bars also in
-patterns. Colors are classes; `figures.css` defines them, for light and dark.
+Things that a reader must tell apart differ not only in color: lines also differ in marks and dashes, parts of bars in
+patterns. Colors are CSS classes, which `figures.css` defines for light and dark.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,15 +11,15 @@ from kvblocks.replay.report.axes import Frame, Scale, round_up, spread, text, ti
 from kvblocks.replay.report.markup import Attributes, Element, element, number, percent, short, shortened
 
 NUM_STYLES = 7
-"""How many different colors, marks, dashes and patterns there are. After the last one they repeat."""
+"""How many different colors, marks, dashes and patterns there are. After that they repeat."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "9 2 2 2 2 2")
 NARROW, WIDE = 350, 860
-"""Widths of pictures, for phones and for larger screens."""
+"""The widths of pictures for phones and for larger screens, in pixels."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart. style: the number of its color, mark and dash, or a class of its own."""
+    """A line of a chart. style: the number of its color, mark and dash, or a CSS class."""
 
     name: str
     points: list[tuple[float, float]]
@@ -28,9 +28,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its name; its ticks, None if the chart chooses them; how numbers are written; where it begins.
+    """An axis: its name, its ticks (None: the chart chooses them), how numbers are written, and where it begins.
 
-    low: of the vertical axis.
+    low: where a vertical axis begins.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar: its name, the sizes of its parts, one for each kind, and the text behind it."""
+    """A stacked bar: its name, the sizes of its parts (one for each kind), and the text after it."""
 
     name: str
     parts: list[float]
@@ -58,13 +58,13 @@ class Bar:
 
 
 def picture(name: str, width: float, height: float, children: Iterable[Element]) -> Element:
-    """Return a separate SVG picture. name: read out where the picture can't be seen."""
+    """Return a separate SVG picture. name: read out by screen readers."""
     attributes: Attributes = {"viewBox": f"0 0 {number(width)} {number(height)}", "role": "img"}
     return element("svg", attributes | {"aria-label": name}, *children)
 
 
 def for_both(draw: Callable[[int], Element]) -> Element:
-    """Return a picture drawn for phones and for larger screens. The page shows one of them."""
+    """Draw a picture for phones and one for larger screens. The page shows one of them."""
     narrow, wide = (
         element("div", {"class": kind}, draw(width)) for kind, width in (("narrow", NARROW), ("wide", WIDE))
     )
@@ -72,12 +72,12 @@ def for_both(draw: Callable[[int], Element]) -> Element:
 
 
 def style_class(style: int | str) -> str:
-    """Return the class of a line's or a part's color."""
+    """Return the CSS class of a line's or a part's color."""
     return f"s{style % NUM_STYLES}" if isinstance(style, int) else style
 
 
 def mark(x: float, y: float, style: int | str, title: str | None = None) -> Element:
-    """Return the mark of a style at a point. Each style has another shape."""
+    """Return the mark of a style at a point. Each style has its own shape."""
     shapes = (
         "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z",  # circle
         "M-3.6,-3.6h7.2v7.2h-7.2z",  # square
@@ -109,7 +109,7 @@ def line_chart(
 ) -> Element:
     """Return a chart of lines. axes: horizontal and vertical. size: width and height.
 
-    A line's name stands at its end if the picture is wide enough. The caller adds the legend. O(points).
+    If the picture is wide enough, a line's name is at its end. The caller adds the legend. O(points).
     """
     across, up = axes
     width, height = size
@@ -149,7 +149,7 @@ def part(x: float, y: float, size: tuple[float, float], style: int, title: str) 
 
 
 def bar_chart(name: str, groups: list[tuple[str, list[Bar]]], kinds: list[Kind], width: int) -> Element:
-    """Return horizontal bars in groups, all to one scale. groups: a heading and its bars. O(parts)."""
+    """Return horizontal bars in groups, all on one scale. groups: headings with their bars. O(parts)."""
     bars = [bar for _, members in groups for bar in members]
     left = max((width_of(_bar_name(bar)) for bar in bars), default=0.0) + 12
     room = width - left - max((width_of(bar.remark) for bar in bars), default=0.0) - 12
@@ -196,7 +196,7 @@ def _legend(entries: list[tuple[str, list[Element]]]) -> Element:
 
 
 def patterns() -> Element:
-    """Return the fill patterns of bars' parts, for the whole page. The first kind has none."""
+    """Return the fill patterns of bars' parts, once for the whole page. The first kind has none."""
     drawn = (
         "",
         "M0,8L8,0M-2,2L2,-2M6,10L10,6",  # lines that rise

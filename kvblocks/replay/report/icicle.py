@@ -1,7 +1,7 @@
 """The prefix structure as an icicle picture: the tree of all prompts, from the top down.
 
-A run of blocks is a rectangle. Its width is the share of the requests that have it, its height its number of blocks. So
-its area is its share of all references. What is below a rectangle continues its prefix.
+A run of blocks is a rectangle. Its width is the share of the requests that have it, and its height is its number of
+blocks, so its area is its share of all references. What is below a rectangle continues its prefix.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from kvblocks.replay.result import PrefixNode
 KINDS = [Kind("shared by several sessions", 0), Kind("of one session alone", 4)]
 """The kinds of runs."""
 LEAST_WIDTH = 0.5
-"""Pixels. Narrower runs are left out, with all below them."""
+"""In pixels. Narrower runs are left out, with all below them."""
 LEAST_PATTERN = 24.0
-"""Pixels. Narrower runs have neither pattern nor edges."""
+"""In pixels. Narrower runs have neither pattern nor edges."""
 
 
 def icicle(root: PrefixNode, width: int) -> Element:
@@ -45,7 +45,7 @@ def _places(root: PrefixNode, left: float, each: float) -> Iterator[tuple[Prefix
 
 
 def walk(root: PrefixNode) -> Iterator[PrefixNode]:
-    """Yield a node and all below it, a node before those below."""
+    """Yield a node and all nodes below it, parents first."""
     waiting = [root]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""The report of `kvblocks replay --gate`: load against delay, for each size of the pool."""
+"""The report of `kvblocks replay --gate`: delay by load, for each size of the pool."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from kvblocks.replay.served.loads import LoadResult
 from kvblocks.replay.served.run import Served
 
 NAMES = {"none": "no gate", "cap": "best cap", "gate": "session gate", "infinite": "infinite cache"}
-"""Lines of the charts, by the first word of an entrance."""
+"""The lines of the charts, by the first word of an entrance's name."""
 
 
 def render_loads(result: LoadResult) -> str:
-    """Return the report, a document of HTML. O(rows)."""
+    """Return the report as an HTML document. O(rows)."""
     sizes = list(dict.fromkeys(row.num_blocks for row in result.rows))
     parts = [(f"size-{number}", f"{count(size)} blocks", _size(result, size)) for number, size in enumerate(sizes)]
     title = f"Session gate: {label(result.trace.name)}"

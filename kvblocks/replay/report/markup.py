@@ -1,7 +1,7 @@
-"""Elements of HTML and SVG, made so that nothing of a trace can become markup.
+"""Elements of HTML and SVG, made so that nothing in a trace can become markup.
 
-Texts and attributes only enter a page as texts and attributes of `xml.etree` elements, which escapes them. Markup is
-never built from strings.
+Texts and attributes enter a page only through `xml.etree` elements, which escape them. Markup is never built from
+strings.
 """
 
 from xml.etree import ElementTree as ET
@@ -14,14 +14,14 @@ MAX_LABEL = 60
 
 
 def element(tag: str, attributes: Attributes | None = None, *children: Element | str) -> Element:
-    """Return an element with these attributes and children, texts among them. Numbers are written short."""
+    """Return an element with these attributes and children, which may be texts. Numbers are shortened."""
     made = Element(tag, {name: number(value) for name, value in (attributes or {}).items()})
     append(made, *children)
     return made
 
 
 def append(parent: Element, *children: Element | str) -> None:
-    """Add elements and texts to an element, after what it has."""
+    """Append elements and texts to an element."""
     for child in children:
         if not isinstance(child, str):
             parent.append(child)
@@ -32,26 +32,26 @@ def append(parent: Element, *children: Element | str) -> None:
 
 
 def to_html(root: Element) -> str:
-    """Return a whole document."""
+    """Return a complete HTML document as text."""
     return "<!doctype html>\n" + ET.tostring(root, encoding="unicode", method="html") + "\n"
 
 
 def label(text: str) -> str:
-    """Return a name from a trace, fit to be shown: printable, and at most one line.
+    """Make a name from a trace fit for display: printable, and at most one line.
 
-    Not printable are control characters, halves of surrogate pairs, and characters that change the direction of text.
+    Control characters, lone surrogates, and characters that change the direction of text aren't printable.
     """
     shown = "".join([letter if letter.isprintable() else _REPLACED for letter in text[: MAX_LABEL + 1]])
     return shortened(shown, MAX_LABEL)
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, or its beginning and an ellipsis, at most so many letters."""
+    """Return a text, or its beginning and an ellipsis, with at most `most` letters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def number(value: Attribute) -> str:
-    """Return a number as SVG takes it, with at most two decimals; a text as it is."""
+    """Return a number in SVG's form, with at most two decimals. A text stays as it is."""
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else str(int(value))
 
 
@@ -86,7 +86,7 @@ def span(seconds: float) -> str:
 def table(caption: str, heads: list[str], rows: list[list[str]]) -> Element:
     """Return a table in a frame that scrolls if the table is wider than the page.
 
-    heads: of the columns. rows: the first cell of each is its head.
+    heads: the heads of the columns. rows: the first cell of each is its head.
     """
     head = element("tr", {}, *[element("th", {"scope": "col"}, text) for text in heads])
     body = [

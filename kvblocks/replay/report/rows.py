@@ -1,4 +1,4 @@
-"""What sections share: rows of a result by size and policy, and figures and tables with a line for each row."""
+"""Shared by the sections: rows of a result by size and policy, and figures and tables with a line for each row."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def size_name(row: Row) -> str:
 
 
 def policies(rows: Iterable[Row]) -> dict[str, int]:
-    """Return the style number of each policy: its index in the order in which policies first come."""
+    """Return the style number of each policy, numbered in the order of first appearance."""
     return {name: number for number, name in enumerate(dict.fromkeys(row.policy for row in rows))}
 
 
@@ -46,12 +46,12 @@ def policy_legend(rows: Iterable[Row], styles: dict[str, int]) -> Element:
 
 
 def grid(pictures: Iterable[Element]) -> Element:
-    """Return small pictures side by side, as many as fit."""
+    """Return small pictures side by side, as many in a row as fit."""
     return element("div", {"class": "grid"}, *pictures)
 
 
 def rate_chart(name: str, lines: list[Line]) -> Element:
-    """Return lines of shares over sizes in blocks, with their legend. It begins near the lowest share."""
+    """Return a chart of shares by size in blocks, with a legend. The vertical axis begins near the lowest share."""
     sizes = sorted({x for line in lines for x, _ in line.points})
     across = Axis("blocks of the pool", sizes, is_log=len(sizes) > 1 and sizes[-1] > 4 * sizes[0], shown=count)
     rates = [y for line in lines for _, y in line.points]
@@ -81,6 +81,6 @@ def row_bars(
 
 
 def row_table(caption: str, heads: list[str], result: Result, cells: Callable[[Row], list[str]]) -> Element:
-    """Return a folded table with a line for each row."""
+    """Return a folded table with one line for each row."""
     lines = [[size_name(row), label(row.policy), *cells(row)] for rows in by_size(result.rows) for row in rows]
     return fold("Numbers", table(caption, ["size", "policy", *heads], lines))

@@ -1,4 +1,4 @@
-"""The sections of a report: each has a figure, its explanation, and its numbers."""
+"""The sections of a report, each with a figure, its explanation, and its numbers."""
 
 from kvblocks.replay.report.charts import Kind, Line, for_both, part_legend
 from kvblocks.replay.report.icicle import KINDS, icicle, walk
@@ -40,7 +40,7 @@ def paragraph(words: str) -> Element:
 
 
 def hit_rates(result: Result) -> Element:
-    """Hit rate by policy and size, with both optima."""
+    """The section of hit rates by policy and size, with both optima."""
     groups = by_size(result.rows)
     lines = [
         Line(
@@ -95,7 +95,7 @@ def hit_rates(result: Result) -> Element:
 
 
 def tokens(result: Result) -> Element:
-    """Tokens computed and saved."""
+    """The section of computed and saved tokens."""
     return section(
         "Tokens computed and saved",
         paragraph("Prompt tokens of the requests that ran. What is not computed was found, or loaded from the host."),
@@ -113,7 +113,7 @@ def tokens(result: Result) -> Element:
 
 
 def waits(result: Result) -> Element:
-    """Waiting."""
+    """The section of waiting times."""
     if not any(row.waits.count or row.waits.refused for row in result.rows):
         figure = paragraph("No request waited or was refused, in any run.")
     else:
@@ -139,7 +139,7 @@ def waits(result: Result) -> Element:
 
 
 def misses(result: Result) -> Element:
-    """Where misses come from: evicted for whom, and after how long."""
+    """The section of misses: for whom the blocks were evicted, and how long before."""
     styles = policies(result.rows)
     return section(
         "Where misses come from",
@@ -167,7 +167,7 @@ def misses(result: Result) -> Element:
 
 
 def over_time(result: Result) -> Element:
-    """Sessions, requests, blocks and hits over time."""
+    """The section of sessions, requests, blocks and hits over time."""
     groups = by_size(result.rows)
     styles = policies(result.rows)
     made = [
@@ -182,7 +182,7 @@ def over_time(result: Result) -> Element:
 
 
 def prefixes(result: Result) -> Element:
-    """The prefix structure."""
+    """The section of the prefix structure."""
     root = result.prefixes
     hidden = sum(node.num_hidden_references for node in walk(root)) / max(1, result.trace.num_references)
     runs = sorted(walk(root), key=lambda node: -node.num_blocks * node.num_requests)[:20]

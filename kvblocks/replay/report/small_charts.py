@@ -1,4 +1,4 @@
-"""Small pictures that stand side by side: one for a size, two for a run."""
+"""Small pictures that are shown side by side: one for each size, and two for each run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from kvblocks.replay.report.rows import RATE, grid, policy_legend, size_name
 from kvblocks.replay.result import Bucket, Moment, Row
 
 SIZE = (400, 230)
-"""Width and height."""
+"""The width and height of a picture, in pixels."""
 _UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 _Series = tuple[tuple[str, Callable[[Moment], int]], ...]
 _SESSIONS: _Series = (
@@ -25,7 +25,7 @@ _BLOCKS: _Series = (
 
 
 def age_chart(rows: list[Row], styles: dict[str, int]) -> Element:
-    """Return, for one size, a chart of the times from eviction to miss: the share of them up to each time."""
+    """Return, for one size, the cumulative distribution of the times from eviction to miss."""
     name, buckets = size_name(rows[0]), max([row.misses.ages for row in rows], key=len)
     lines = [
         Line(label(row.policy), [(float(i), share) for i, share in enumerate(_shares(row))], styles[row.policy])
@@ -44,7 +44,7 @@ def age_chart(rows: list[Row], styles: dict[str, int]) -> Element:
 
 
 def age_table(groups: list[list[Row]]) -> Element:
-    """Return a table of the times from eviction to miss, a line for each run."""
+    """Return a table of the times from eviction to miss, with one line for each run."""
     longest = max([row.misses.ages for rows in groups for row in rows], key=len, default=[])
     heads = [_upto(bucket) for bucket in longest]
     cells = [

@@ -1,4 +1,4 @@
-"""The report of a comparison of designs for recurrent states: one HTML file, as that of a replay."""
+"""The report of a comparison of designs for recurrent states: one HTML file, like the report of a replay."""
 
 from kvblocks.replay.report import page, trace_facts
 from kvblocks.replay.report.charts import Bar, Kind, bar_chart, for_both, part_legend
@@ -10,7 +10,7 @@ KINDS = [Kind("hit", 0), Kind("K and V cached, but no state", 4), Kind("not cach
 
 
 def render_states(result: StateResult) -> str:
-    """Return the report, a document of HTML. O(rows)."""
+    """Return the report as an HTML document. O(rows)."""
     used, groups = result.conditions, rows_by_size(result)
     names = dict.fromkeys(row.design for row in result.rows)
     heads = ["memory", "design", "hit", "K and V cached", "states saved", "saves without room", "run in"]
@@ -64,7 +64,7 @@ def render_states(result: StateResult) -> str:
 
 
 def rows_by_size(result: StateResult) -> list[tuple[str, list[StateRow]]]:
-    """Return the rows of each size, with the size's name, such as "60 GB", in their order."""
+    """Return the name of each size, such as "60 GB", with its rows, in their order."""
     sizes: dict[int, list[StateRow]] = {}
     for row in result.rows:
         sizes.setdefault(row.num_bytes, []).append(row)

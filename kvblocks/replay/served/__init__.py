@@ -1,1 +1,1 @@
-"""Traces on a server that takes time, before which a session gate or a cap may stand: `kvblocks replay --gate`."""
+"""Replays traces on a model of a server that takes time, with or without a session gate: `kvblocks replay --gate`."""

@@ -1,4 +1,4 @@
-"""What stands before a server's queue in a `ServedRun`: nothing, a cap on sessions, or the session gate."""
+"""What limits the entry to a server's queue in a `ServedRun`: nothing, a cap on sessions, or the session gate."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from kvblocks.retention.gate_rounds import GateRounds
 from kvblocks.retention.session_gate import SessionGate
 
 NONE, GATE, INFINITE, CAP = "none", "gate", "infinite", "cap"
-"""Names of entrances. INFINITE is as NONE, with a pool for all blocks of the trace. "cap 8" admits 8 sessions."""
+"""The names of entrances. INFINITE is like NONE, with a pool for all blocks of the trace. "cap 8" admits 8 sessions."""
 
 
 class Open:
-    """Lets everybody in. wake_at: when `let_in` may have something to do although nothing has happened."""
+    """Lets everybody in. wake_at: when `let_in` may have something to do even if nothing happens before."""
 
     wake_at: float | None = None
 
@@ -27,21 +27,21 @@ class Open:
         return 0
 
     def ask(self, request: int, session: int | None, tokens: tuple[int, int], now: float) -> bool:  # noqa: ARG002
-        """Return whether a request may come into the queue. tokens: of its prompt, and those of them that are cached.
+        """Return whether a request may enter the queue.
 
-        session: None if it has none.
+        tokens: how many its prompt has, and how many of them are cached. session: its session, or None.
         """
         return True
 
     def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:  # noqa: ARG002
-        """Return the requests that may come in now. find: returns how many tokens of a request are cached."""
+        """Return the requests that may enter now. find: returns how many tokens of a request are cached."""
         return []
 
     def ended(self, request: int, num_tokens: int, reason: str, now: float) -> None:
         """Note that a request has ended."""
 
     def end_session(self, session: int) -> None:
-        """Note that a session's last request has ended. The gate isn't told this: a server doesn't know it, either."""
+        """Note that a session's last request has ended. The gate isn't told, since a server doesn't know it, either."""
 
 
 class Cap(Open):
@@ -65,7 +65,7 @@ class Cap(Open):
         return False
 
     def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:  # noqa: ARG002
-        """Let sessions in for which there is a place."""
+        """Let in sessions for which there is a place."""
         admitted = []
         while self._waiting and len(self._inside) < self._most:
             request, session = self._waiting.popleft()
@@ -74,12 +74,12 @@ class Cap(Open):
         return admitted
 
     def end_session(self, session: int) -> None:
-        """Give up the place of a session. Unlike a server, the cap knows when that is."""
+        """Free the place of a session. Unlike a server, the cap knows when a session ends."""
         self._inside.discard(session)
 
 
 class GateEntrance(Open):
-    """The session gate, asked as the engine asks it."""
+    """The session gate, used as the engine uses it."""
 
     def __init__(self, num_tokens: int, seconds_per_token: float) -> None:
         self.gate = SessionGate(num_tokens)
@@ -101,7 +101,7 @@ class GateEntrance(Open):
         return self.gate.ask(request, session, None, *tokens, now)
 
     def let_in(self, num_busy: int, now: float, find: Callable[[int], int]) -> list[int]:
-        """Tell the gate what the cache has of those that wait, and let it decide."""
+        """Tell the gate how much of the waiting requests is cached, and let it decide."""
         if not self._rounds.is_due(num_busy, now):
             return []
         admitted = self._rounds.decide(num_busy, now, find)
@@ -115,7 +115,7 @@ class GateEntrance(Open):
 
 
 def make_entrance(name: str, num_tokens: int, seconds_per_token: float) -> Open:
-    """Return an entrance by its name. num_tokens: of the pool. Raises InvalidArgumentError."""
+    """Make an entrance by its name. num_tokens: the room of the pool. Raises InvalidArgumentError."""
     if name == GATE:
         return GateEntrance(num_tokens, seconds_per_token)
     kind, _, number = name.partition(" ")

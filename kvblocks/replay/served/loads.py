@@ -1,4 +1,4 @@
-"""Load against delay: a trace on a server that takes time, at several loads, with and without a gate."""
+"""Delay by load: a trace on a model of a server that takes time, at several loads, with and without a gate."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,9 +18,9 @@ from kvblocks.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is run. sizes: blocks of the pool. loads: by what the times between sessions are divided; 1.0: as given.
+    """What to run. sizes: blocks of the pool. loads: divisors of the times between sessions; 1.0: as given.
 
-    mean_arrival_s, seed: as `arrival_times` takes them. caps: sessions to be let in at once; None: those of `caps_of`.
+    mean_arrival_s, seed: as in `arrival_times`. caps: numbers of sessions to let in at once; None: those of `caps_of`.
     Raises InvalidArgumentError.
     """
 
@@ -44,7 +44,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A row for each size, load and entrance, in this order. Of the caps there is the one with the least mean delay."""
+    """One row for each size, load and entrance, in this order. Of the caps, only the one with the least mean delay."""
 
     trace: TraceFacts
     options: LoadOptions
@@ -60,7 +60,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class ServedJob:
-    """A run of the trace: a `ReplayJob`. entrance: as `make_entrance` takes it."""
+    """One run of the trace: a `ReplayJob`. entrance: as in `make_entrance`."""
 
     num_blocks: int
     load: float
@@ -73,7 +73,7 @@ class ServedJob:
 
 
 class ServedWorkload:
-    """A trace and what is run with it: a `ReplaySource`."""
+    """A trace and the options of its runs: a `ReplaySource`."""
 
     def __init__(self, trace: Trace, options: LoadOptions) -> None:
         self.trace, self.options = trace, options
@@ -92,7 +92,7 @@ class ServedWorkload:
 
 
 def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
-    """Return caps to try: from half to four times as many sessions as fit, by the mean of their longest prompts."""
+    """Return caps to try: half to four times as many sessions as fit, by the mean of their longest prompts."""
     largest = np.zeros(len(trace.session_names), np.int64)
     np.maximum.at(largest, trace.sessions, trace.tokens)
     fitting = num_blocks * trace.block_size / max(1.0, float(largest.mean()))
@@ -102,7 +102,7 @@ def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
 def delays(
     trace: Trace, options: LoadOptions, num_processes: int | None = None, progress: Progress | None = None
 ) -> LoadResult:
-    """Run a trace at all loads. num_processes: None: one for each core. As `do_all`."""
+    """Run a trace at all loads. num_processes, progress: as in `do_all`."""
     jobs: list[ServedJob] = []
     for num_blocks in options.sizes:
         caps = caps_of(trace, num_blocks) if options.caps is None else options.caps

@@ -1,12 +1,12 @@
-"""A trace on a server that takes time: a hit shortens a request. A session gate or a cap may stand before the queue.
+"""A trace on a model of a server where a hit shortens a request, optionally behind a session gate or a cap.
 
 The server computes in steps. A step takes `decode_step_s`, and 1 / `prefill_rate` for each token of a prompt that it
 computes. It gives each running request whose prompt is computed one token of its answer, and computes prompts, first
-come first served; tokens of both kinds together are at most `num_step_tokens`. Sessions begin at the given times. Each
-waits its think time after one request ends before it sends the next, so whoever is served late also asks late.
+come, first served. Tokens of both kinds together are at most `num_step_tokens`. Sessions begin at the given times. Each
+waits its think time after a request ends before it sends the next one, so a delay also delays the later requests.
 
 The cache is the production manager, or arrays that decide the same, with the trace's blocks as tokens, as in `run`.
-Answers take no room. What a host tier has is loaded over one link, one request after another, before the rest of its
+Answers take no room. What a host tier has is loaded over one link, one request after another, before the rest of the
 prompt is computed. Stores cost nothing.
 """
 
@@ -29,15 +29,15 @@ from kvblocks.replay.trace import Numbers, Trace
 from kvblocks.retention.session_gate import HOST_SHARE
 
 MOST_SHARE = 0.9
-"""Sessions with a prompt that needs more of the pool are left out."""
+"""Sessions with a prompt that needs more than this share of the pool are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerModel:
-    """How fast the server is. prefill_rate: prompt tokens computed a second. Raises InvalidArgumentError.
+    """How fast the server is. prefill_rate: prompt tokens computed per second. Raises InvalidArgumentError.
 
-    read_s: seconds that a step takes longer for each token that a decoding request has before it. load_rate: tokens
-    loaded from a host tier a second. num_running: requests that run at most.
+    read_s: additional seconds of a step for each token in the context of a decoding request. load_rate: tokens loaded
+    from a host tier per second. num_running: the most requests that run at once.
     """
 
     prefill_rate: float
@@ -60,15 +60,16 @@ class ServerModel:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of it. load: by which the times between sessions were divided. entrance: as `make_entrance` takes it.
+    """The results of a run. load: the divisor of the times between sessions. entrance: its name, as in `make_entrance`.
 
-    - delay: of a session, the seconds from its beginning to its end without its think times.
-    - ttft: of a request, the seconds from when it came to its first token.
-    - computed_share: of the prompts' tokens, those that were computed.
-    - recomputed_share: those of them that an infinite cache would have had.
-    - longest_wait_s: from when a request came until it began to run.
-    - num_paused: how often the gate took a session's place away in a pause.
-    - num_left_out: sessions with prompts that are too large for the pool (MOST_SHARE). No entrance gets them.
+    - delay: the seconds of a session from its beginning to its end, without its think times.
+    - ttft: the seconds from a request's arrival to its first token.
+    - computed_share: the share of the prompts' tokens that were computed.
+    - recomputed_share: the share that was computed although an infinite cache would have had it.
+    - longest_wait_s: the longest time from a request's arrival until it began to run.
+    - num_paused: how often the gate took away a session's place during a pause.
+    - num_left_out: the sessions with prompts that are too large for the pool (MOST_SHARE), left out with every
+      entrance.
     """
 
     load: float
@@ -93,26 +94,26 @@ class Served:
 
 
 class Cache(Protocol):
-    """What a run asks of a cache: of requests, by their numbers in the trace, and in blocks."""
+    """What a run needs of a cache. Requests are their numbers in the trace, and results are in blocks."""
 
     def find(self, request: int) -> int:
-        """Return how many of a prompt's first blocks are cached."""
+        """Return how many leading blocks of a prompt are cached."""
         ...
 
     def take(self, request: int) -> tuple[int, int] | None:
-        """Give a request its blocks. Returns how many were found on the device, and how many in the host tier.
+        """Give a request its blocks. Returns how many were found on the device and how many in the host tier.
 
-        None: there are too few, and nothing has changed.
+        Returns None, with nothing changed, if there are too few.
         """
         ...
 
     def free(self, request: int) -> None:
-        """Take them back."""
+        """Take a request's blocks back."""
         ...
 
 
 class ManagerCache:
-    """The production manager, with a host tier of so many blocks, or none."""
+    """The production manager, with or without a host tier."""
 
     def __init__(self, trace: Trace, num_blocks: int, host_blocks: int | None = None) -> None:
         tiers = [] if host_blocks is None else [Tier("host", host_blocks, num_block_bytes=1)]
@@ -121,12 +122,12 @@ class ManagerCache:
         self._sequences: dict[int, Sequence | None] = {}
 
     def find(self, request: int) -> int:
-        """Return how many of a prompt's first blocks are on the device. O(runs), and O(blocks) for the first time."""
+        """Return how many leading blocks of a prompt are on the device. O(runs), or O(blocks) the first time."""
         sequence = self._sequence(request)
         return 0 if sequence is None else len(self.manager.get_computed_blocks(sequence).blocks)
 
     def take(self, request: int) -> tuple[int, int] | None:
-        """Give a request its blocks, and return how many were on the device, and in the host tier. O(blocks)."""
+        """Give a request its blocks. Returns how many were on the device and how many in the host tier. O(blocks)."""
         sequence, manager = self._sequence(request), self.manager
         if sequence is None:
             return 0, 0
@@ -144,7 +145,7 @@ class ManagerCache:
         return len(hit.blocks), sum(load.num_tokens for load in loads)
 
     def free(self, request: int) -> None:
-        """Take them back. O(blocks)."""
+        """Take a request's blocks back. O(blocks)."""
         sequence = self._sequences.pop(request)
         if sequence is not None:
             self.manager.free(sequence)
@@ -177,17 +178,17 @@ class ArrayCache:
         self._paths: dict[int, Blocks] = {}
 
     def find(self, request: int) -> int:
-        """Return how many of a prompt's first blocks are cached. O(log blocks)."""
+        """Return how many leading blocks of a prompt are cached. O(log blocks)."""
         return self._pool.find(self._path(request))
 
     def take(self, request: int) -> tuple[int, int] | None:
-        """Give a request its blocks, and return how many were cached, and 0. O(blocks), by NumPy."""
+        """Give a request its blocks. Returns how many were cached, and 0 for the host tier. O(blocks), by NumPy."""
         path = self._path(request)
         num_hit = self._pool.find(path)
         return None if self._pool.take(path, num_hit, None, None) is None else (num_hit, 0)
 
     def free(self, request: int) -> None:
-        """Take them back. O(blocks), by NumPy."""
+        """Take a request's blocks back. O(blocks), by NumPy."""
         self._pool.release(self._paths.pop(request), None, None)
 
     def _path(self, request: int) -> Blocks:
@@ -198,7 +199,7 @@ class ArrayCache:
 
 
 def make_cache(trace: Trace, num_blocks: int, host_blocks: int | None) -> Cache:
-    """Return the cache of a run: arrays where they can stand in for the manager."""
+    """Make the cache of a run: arrays if they can replace the manager."""
     if host_blocks is None and has_own_blocks(trace):
         return ArrayCache(trace, num_blocks)
     return ManagerCache(trace, num_blocks, host_blocks)
@@ -219,7 +220,7 @@ class _Running:
 
 
 class ServedRun:
-    """One run of a trace on a server. Takes as long as its steps, and all blocks of all prompts."""
+    """One run of a trace on a server. Its cost grows with its steps and with all blocks of all prompts."""
 
     def __init__(
         self,
@@ -301,7 +302,7 @@ class ServedRun:
         )
 
     def num_cached(self, request: int) -> int:
-        """Return how many tokens of a prompt are cached now. The last one is always computed."""
+        """Return how many tokens of a prompt are cached now, without the last one, which is always computed."""
         return min(self.cache.find(request) * self.trace.block_size, self.tokens[request] - 1)
 
     def arrive(self, when: float, request: int) -> None:
@@ -315,7 +316,7 @@ class ServedRun:
             self.queue.append(request)
 
     def admit(self, request: int) -> bool:
-        """Give a request its blocks. False: there are too few."""
+        """Give a request its blocks. Returns False if there are too few."""
         found = self.cache.take(request)
         if found is None:
             assert self.running, "the pool is too small for a single prompt"
@@ -337,7 +338,7 @@ class ServedRun:
         return True
 
     def step(self, next_s: float) -> None:
-        """Compute a step, or several equal ones of which none but the last ends anything or reaches `next_s`."""
+        """Compute a step, or several equal ones at once, of which only the last may end anything or reach `next_s`."""
         decoding = [each for each in self.running if not each.num_prefill]
         most = budget = max(1, self.server.num_step_tokens - len(decoding))
         shares: list[tuple[_Running, int]] = []
@@ -373,7 +374,7 @@ class ServedRun:
             self.end(each.request)
 
     def end(self, request: int) -> None:
-        """End a request. Its session thinks, and then sends the next one, or it has ended."""
+        """End a request. Its session then thinks and sends the next one, or has ended."""
         self.cache.free(request)
         session, following = self.sessions[request], self.followers.get(request)
         num_tokens = self.tokens[request] + self.outputs[request]

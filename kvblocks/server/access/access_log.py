@@ -1,4 +1,4 @@
-"""A line in the log for each request, at the level INFO: caller, path, outcome. It has no prompt and no key."""
+"""Logs one line for each request at level INFO: caller, path, outcome. It contains no prompt and no key."""
 
 import logging
 import sys
@@ -13,9 +13,9 @@ _SHOWN = 100
 
 
 class AccessLog:
-    """ASGI middleware that logs a request when it has ended, if the level INFO is logged.
+    """ASGI middleware that logs each request when it has ended, if level INFO is enabled.
 
-    Inner layers may set "caller" and "request_id", the client's own name of the request, in the request's state.
+    Inner layers may set "caller" and "request_id" (the client's own name for the request) in the request's state.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,7 +42,7 @@ class AccessLog:
 
 
 def log(scope: Scope, head: dict[str, str], seconds: float) -> None:
-    """Log a request that has ended. head: of the answer, empty if there was none."""
+    """Log a request that has ended. head: the answer's "status" and "id", empty without an answer."""
     client, state = scope.get("client"), scope.get("state", {})
     tenant = getattr(state.get("caller"), "tenant", None)
     logger.info(
@@ -59,7 +59,7 @@ def log(scope: Scope, head: dict[str, str], seconds: float) -> None:
 
 
 def configure_logging(level: str) -> None:
-    """Write this package's log to stderr, with times. level: the least that is logged (`settings.LOG_LEVELS`)."""
+    """Write this package's log to stderr, with times. level: the lowest level to log (`settings.LOG_LEVELS`)."""
     package = logging.getLogger("kvblocks")
     package.setLevel(level.upper())
     if not package.handlers:

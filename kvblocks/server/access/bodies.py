@@ -1,6 +1,6 @@
-"""Request bodies: of bounded size, read within bounded time, and parsed so that other requests don't wait for long.
+"""Request bodies: bounded in size, read in bounded time, and parsed so that other requests don't wait long.
 
-The event loop parses and checks only what takes milliseconds. Threads do it for all other bodies: one for those that
+The event loop parses and checks only what takes milliseconds. Two threads do it for other bodies: one for those that
 may hold the interpreter's lock for a tenth of a second, and one for those in between. After each large body, other work
 gets several times as long before the next one is parsed.
 """
@@ -24,19 +24,20 @@ T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
 
 SMALL_BODY = 64 * 2**10
-"""Up to so many bytes, a body doesn't wait for others. The number of connections bounds the bytes of such bodies."""
+"""A body up to this many bytes doesn't wait for others. The number of connections bounds the bytes of such bodies."""
 
 _LARGE_BODIES = 4
-"""How many bodies of the largest size may be held at the same time."""
+"""How many bodies of the largest allowed size may be held at the same time."""
 
 _REST = 4.0
-"""After a large body has had a processor for a time, the next one waits this many times as long, so that other work has
-the interpreter."""
+"""After a large body was parsed, the next one waits this many times as long as that took, so that other work gets the
+interpreter.
+"""
 
 REFUSED_S = 1.0
-"""Seconds that a large body without room waits before the rest of it is read, since its client may retry at once.
+"""Seconds to wait before reading the rest of a large body that is refused, since its client may retry at once.
 
-Otherwise the event loop of a busy server would spend its time on bytes that are thrown away.
+Otherwise a busy server's event loop would spend its time on bytes that are thrown away.
 """
 
 # A client doesn't see an early answer while it sends. So some bytes of a refused body are read and thrown away.
@@ -44,14 +45,14 @@ _DRAIN = 4
 
 
 class BodyLoad:
-    """One request's bytes, out of those that large bodies may take together. They count until `release`."""
+    """One request's share of the bytes that large bodies may take together. It counts until `release`."""
 
     def __init__(self, bodies: "Bodies") -> None:
         self._bodies = bodies
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Set its bytes to a larger number. Raises ApiError, 429, if all large bodies together would be too large."""
+        """Raise its bytes to a larger number. Raises ApiError 429 if all large bodies together would be too large."""
         if num_bytes <= SMALL_BODY:
             return
         bodies, more = self._bodies, num_bytes - self._num_bytes
@@ -68,9 +69,10 @@ class BodyLoad:
 
 
 class Bodies:
-    """Reads the bodies of one server. Owned by the event loop.
+    """Reads the request bodies of one server. Owned by the event loop.
 
-    max_bytes: of one body. num_bytes: of all large bodies now, each from its reading until `BodyLoad.release`.
+    max_bytes: the most bytes of one body. num_bytes: the bytes of all large bodies now, from reading until
+    `BodyLoad.release`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -86,22 +88,23 @@ class Bodies:
         return BodyLoad(self)
 
     def stop(self) -> None:
-        """Parse no more bodies. Doesn't wait for those that are being parsed."""
+        """Stop parsing bodies, without waiting for those that are being parsed."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, check: Callable[[Any], T]) -> T:
-        """Return what `check` makes of the parsed body. Raises as `take` does."""
+        """Return what `check` makes of the parsed body. Raises what `take` does."""
         value, load = await self.take(request, check)
         load.release()
         return value
 
     async def take(self, request: Request, check: Callable[[Any], T]) -> tuple[T, BodyLoad]:
-        """Return what `check` makes of the parsed body, and its bytes, which count until they are released.
+        """Return what `check` makes of the parsed body, and its load, which counts until it is released.
 
-        check: is called on another thread, unless the body is small. Raises what it raises, and ApiError: 415 for
-        another content type than JSON, 413, 408, 429, 400. No bytes are taken then. (Browsers send JSON to another site
-        only if that site allows it. So a web page can't use a server on its reader's machine.)
+        check: called on another thread, unless the body is small. Raises what it raises, and ApiError: 400 (no JSON),
+        408 (too slow), 413 (too large), 415 (the content type isn't JSON) or 429 (busy). After an error no bytes count.
+        (Browsers send JSON to another site only if that site allows it, so a web page can't use a server on its
+        reader's machine.)
         """
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":

@@ -1,10 +1,11 @@
-"""Callers: their keys, their rights, and the salts under which their prompts are cached.
+"""Callers: their keys, their rights, and the salts that their prompts are cached under.
 
-Invariants. A tenant's salts begin with TENANT_SALTS and its name. If it may choose salts, a slash follows; a name has
-no slash. Only the holder of the operator's key can name such a salt of another tenant. So no client can reach what a
-tenant has cached, not even blocks that a server with other keys left on a disk.
+Invariants. A tenant's salts begin with TENANT_SALTS and its name. If it may choose salts, a slash and the chosen salt
+follow; names contain no slash. Only the holder of the operator's key can name such a salt of another tenant. So no
+other client can reach what a tenant has cached, not even blocks that a server with other keys left on a disk.
 
-A key is compared with all known keys, by digests, in constant time. So the time of an answer says nothing about keys.
+A key is compared with all known keys by digests, in constant time, so the time that an answer takes says nothing about
+keys.
 """
 
 import hashlib
@@ -21,11 +22,11 @@ TENANT_SALTS = "kvblocks/tenant/"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. tenant: its name; None: no tenant. may_choose_salt: whether requests may have a cache_salt.
+    """Who sent a request. tenant: the tenant's name, or None. may_choose_salt: whether requests may have a cache_salt.
 
-    max_requests: the most unfinished answers of its own; None: as many as the server's. is_operator: may use the
-    operators' endpoints. sees_others: may name tenants' salts, and is told what others have cached if that explains a
-    miss.
+    max_requests: the most unfinished answers of its own; None: the server's limit. is_operator: whether it may use the
+    operators' endpoints. sees_others: whether it may name tenants' salts, and is told what others have cached if that
+    explains a miss.
     """
 
     tenant: str | None = None
@@ -35,7 +36,10 @@ class Caller:
     sees_others: bool = False
 
     def salt_for(self, chosen: str | None) -> str | None:
-        """Return the salt of a prompt whose cache_salt is `chosen`; None: the prompt has none. Raises ApiError."""
+        """Return the salt, or None, of a prompt whose cache_salt is `chosen`.
+
+        Raises ApiError if it may not choose that.
+        """
         if self.tenant is None:
             if chosen is not None and chosen.startswith(TENANT_SALTS) and not self.sees_others:
                 raise ApiError(
@@ -58,7 +62,7 @@ ANYONE = Caller()
 
 @dataclass(frozen=True, slots=True)
 class AnswerSlots:
-    """Room for `number` unfinished answers of a caller."""
+    """A reservation of room for `number` unfinished answers of a caller."""
 
     caller: Caller
     number: int
@@ -66,7 +70,10 @@ class AnswerSlots:
 
 @dataclass(frozen=True, slots=True)
 class TenantKey:
-    """An entry of a file of keys. digest: of its key. max_cached_blocks, tier_blocks: quotas of the pool and tiers."""
+    """An entry of a keys file. digest: the digest of its key.
+
+    max_cached_blocks, tier_blocks: quotas in the pool and in tiers.
+    """
 
     caller: Caller
     digest: bytes = field(repr=False)
@@ -75,14 +82,14 @@ class TenantKey:
 
 
 class Callers:
-    """All callers. anyone: the caller of requests without a known key; None: such requests are refused."""
+    """All callers. anyone: the caller of requests without a known key; None if such requests are refused."""
 
     def __init__(self, by_digest: Iterable[tuple[bytes, Caller]], anyone: Caller | None) -> None:
         self._by_digest = tuple(by_digest)
         self._anyone = anyone
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
-        """Return the caller that sent these headers. Raises ApiError, 401. O(keys), the same time for each key."""
+        """Return the caller that sent these headers. Raises ApiError 401. O(keys), in the same time for each key."""
         values = [value for name, value in headers if name == b"authorization"]
         if not values:  # as Anthropic's clients send it
             values = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
@@ -100,7 +107,7 @@ class Callers:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest by which a key is compared."""
+    """Return the digest that a key is compared by."""
     return hashlib.sha256(key.encode("ascii")).digest()
 
 

@@ -1,7 +1,7 @@
-"""Compiles forms of answers to grammars, on threads of their own. A request waits no longer than a second.
+"""Compiles forms of answers to grammars, on threads of their own. A request waits for at most a second.
 
-A thread can't be stopped, so a longer compilation goes on, without the interpreter's lock. What its request has taken
-is given back when it ends. The compiler's own limits bound its time.
+A thread can't be stopped, so a longer compilation goes on, without the interpreter's lock, until the compiler's own
+limits end it. What its request has reserved is given back then.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ _AT_ONCE = 2
 
 
 class Compilers:
-    """The threads that compile for one server."""
+    """The compiling threads of one server."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "kvblocks-compile")
 
     async def run(self, function: Callable[[], T], give_back: Callable[[], None]) -> T:
-        """Run a function on a thread. Return what it returns, and raise what it raises.
+        """Run a function on a thread, and return or raise what it does.
 
         Raises ApiError: 400 if the function takes longer than COMPILE_S, 429 if no thread is free for that long.
         give_back: see `Encoders.run`.
@@ -51,5 +51,5 @@ class Compilers:
             raise ApiError(400, message, code="compile_timeout") from None
 
     def stop(self) -> None:
-        """Begin no more functions. Doesn't wait for those that run."""
+        """Begin no more functions, without waiting for those that run."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,11 +1,11 @@
-"""Connections: how many there may be, how long each may take, and what the bytes of one may cost.
+"""Connections: how many there may be, how long each may take, and how much work its bytes may cause.
 
 uvicorn bounds how long a connection may be idle between two requests. This module adds limits that uvicorn has no
 option for. Bodies have a time limit of their own (`bodies`).
 
-The parser is httptools', in C: a chunk costs it 0.3 µs, and h11 8 µs, so that a body of tiny chunks can't keep the
-event loop busy. httptools has no bounds of its own, so they are here. What it lets through and HTTP forbids is refused
-by the gate (`check_framing`).
+The parser is httptools, in C. It takes 0.3 µs per chunk, where h11 takes 8 µs, so a body of tiny chunks can't keep the
+event loop busy. httptools has no limits of its own, so they are here. The gate refuses what it lets through although
+HTTP forbids it (`check_framing`).
 """
 
 import asyncio
@@ -26,35 +26,37 @@ from kvblocks.server.wire import encode_json, send_json
 logger = logging.getLogger("kvblocks.server")
 
 HEAD_TIMEOUT_S = 10.0
-"""Time limit for the head of a request, from the connection's beginning or the end of the last answer."""
+"""Seconds that the head of a request may take, from the connection's beginning or the end of the last answer."""
 
 READ_TIMEOUT_S = 60.0
-"""How long a client may take to read what has been sent to it."""
+"""Seconds that a client may take to read what was sent to it."""
 
 RESERVE = 128
-"""Connections beyond `max_connections`. Where all others are busy, they serve operators' paths alone. There are more of
-them than are accepted at once, so that the others' requests can't take them all before they are refused."""
+"""Connections beyond `max_connections`. When all others are busy, these serve only operators' paths.
+
+There are more of them than are accepted at once, so that other requests can't take them all before they are refused.
+"""
 
 ACCEPTED_AT_ONCE = 32
-"""The most connections that the event loop accepts before it does other work."""
+"""The most connections that the event loop accepts in a row before it does other work."""
 
 MAX_WAITING = 2048
 """The most connections that wait to be accepted. The system drops others, whose clients try again a second later."""
 
 READ_BYTES = 32 * 2**10
-"""The most bytes of a connection that are parsed before other connections have their turn."""
+"""The most bytes of a connection that are parsed before other connections get their turn."""
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Of a request's headers and trailers, and of any bytes that complete nothing, such as half a header."""
+"""The most bytes of a request's headers and trailers, and of any incomplete part, such as half a header."""
 
 MAX_CHUNKS = 2**14
-"""The most chunks of a body: 256 bytes each on average, if the body is as large as it may be by default."""
+"""The most chunks of a body. A body of the largest default size may have chunks of 256 bytes on average."""
 
 MAX_PIPELINED = 16
-"""The most requests that a client may send before the first of them is answered."""
+"""The most requests that a client may send before the first one is answered."""
 
 SPARE_DESCRIPTORS = 128 + RESERVE
-"""File descriptors that are kept for other files, and for the reserve."""
+"""File descriptors that are kept for other files and for the reserve."""
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SELDOM_S = 60.0
@@ -81,9 +83,9 @@ class SeldomWarning:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `bounded` makes a subclass for a server.
 
-    max_connections: how many may be served at once. There may be RESERVE more. If there are still more, the one that
+    max_connections: how many connections may be served at once. There may be RESERVE more. Beyond that, the one that
     has waited longest for a request is closed; if none waits, the new one is answered 503 and closed. waiting: the
-    connections that wait for a request's head, those that have waited longest first. too_many: warns of those refused.
+    connections that wait for a request's head, the longest waiting first. too_many: warns of refused connections.
     """
 
     max_connections: int
@@ -99,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_vain_bytes = 0  # since anything was complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request's head, in the place of another connection if need be, or refuse."""
+        """Begin to wait for a request's head, if need be in the place of another connection, or refuse."""
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # as asyncio's own transports have
             transport.max_size = READ_BYTES
@@ -131,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end_with(error)
 
     def on_message_begin(self) -> None:
-        """A request begins: count what it sends."""
+        """A request begins: start counting what it sends."""
         super().on_message_begin()
         self._num_head_bytes = self._num_chunks = 0
 
@@ -143,7 +145,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A whole head ends the wait for it. Beyond max_connections only operators' paths are served."""
+        """The head is complete, so end the wait for it. Beyond max_connections only operators' paths are served."""
         if self._is_upgrade():
             return
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -158,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.headers = []  # trailers come here, and nobody reads them
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """A request is complete."""
         if not self._is_upgrade():
             super().on_message_complete()
 
@@ -194,7 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request's head, unless it is there already: clients may pipeline requests."""
+        """Wait for the next request's head, unless a pipelined one is there already."""
         has_next = bool(self.pipeline)
         super().on_response_complete()
         if not has_next and not self.transport.is_closing():
@@ -268,7 +270,7 @@ def bounded(max_connections: int) -> type[BoundedProtocol]:
 
 
 def count_connections(max_connections: int) -> int:
-    """Return how many connections there may be. It is less than asked if this process may open too few files."""
+    """Return how many connections there may be: fewer than asked for if this process may open too few files."""
     try:
         import resource
     except ImportError:  # not POSIX
@@ -278,9 +280,9 @@ def count_connections(max_connections: int) -> int:
 
 
 def log_shortage_seldom(loop: asyncio.AbstractEventLoop) -> None:
-    """Make an event loop log a shortage of file descriptors for connections seldom, and in one line.
+    """Make an event loop log a shortage of file descriptors at most once a minute, in one line.
 
-    asyncio would log a traceback for each failed accept, thousands a second. It retries a second later anyway.
+    asyncio would log a traceback for each failed accept, thousands a second. It tries again a second later anyway.
     """
     shortage = SeldomWarning("expected a free file descriptor for a connection, got none: see ulimit -n")
 

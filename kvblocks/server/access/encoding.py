@@ -1,4 +1,7 @@
-"""Encodes texts to tokens, on threads of its own. Long texts go one after another; short texts don't wait for them."""
+"""Encodes texts to tokens, on threads of its own.
+
+Long texts are encoded one by one; short texts don't wait for them.
+"""
 
 import asyncio
 import contextlib
@@ -9,29 +12,30 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LONG_TEXT = 32 * 2**10
-"""A text of more characters waits for other long texts. A shorter one takes some 20 ms at most."""
+"""A text of more characters than this waits for other long texts. A shorter one takes at most about 20 ms."""
 
 _SHORT_ONES = 2
 """How many short texts are encoded at once."""
 
 
 class Encoders:
-    """The threads that encode for one server."""
+    """The encoding threads of one server."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(_SHORT_ONES, "kvblocks-encode")
         self._long = ThreadPoolExecutor(1, "kvblocks-encode-long")
 
     async def run(self, function: Callable[[], T], num_chars: int, give_back: Callable[[], None]) -> T:
-        """Run a function that encodes so many characters. Return what it returns, and raise what it raises.
+        """Run a function that encodes `num_chars` characters, and return or raise what it does.
 
-        give_back: called once, in the event loop, if this doesn't return a result, but only when the function has
-        ended, since a thread can't be stopped. A function that hasn't begun when the caller is cancelled never begins.
+        give_back: called once, in the event loop, if this call doesn't return a result. That happens only when the
+        function has ended, since a thread can't be stopped. A function that hasn't begun when the caller is cancelled
+        never begins.
         """
         return await run_on(self._short if num_chars <= LONG_TEXT else self._long, function, give_back)
 
     def stop(self) -> None:
-        """Begin no more functions. Doesn't wait for those that run."""
+        """Begin no more functions, without waiting for those that run."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 

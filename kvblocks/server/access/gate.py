@@ -26,9 +26,9 @@ _MONITORING = frozenset({"/health", "/metrics", "/version", "/ping", "/load"})
 
 
 class Gate:
-    """ASGI middleware that passes a request on, with its Caller in its state, or answers an error and closes.
+    """ASGI middleware that passes a request on with its Caller in its state, or answers an error and closes.
 
-    hosts: the allowed names; None: any. Paths for monitoring need no key, since they tell only counts.
+    hosts: the allowed Host names; None: any. Paths for monitoring need no key, since they only reveal counts.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers, hosts: HostCheck | None) -> None:
@@ -61,23 +61,23 @@ class Gate:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the caller of a request that the gate has passed on, of an endpoint that may need a key."""
+    """Return the caller of a request that the gate has passed on, for paths that may need a key."""
     caller: Caller = scope["state"]["caller"]
     return caller
 
 
 def needs_key(path: str) -> bool:
-    """Whether a path is served only to who has a key, if the server has keys."""
+    """Whether a path requires a key on a server that has keys."""
     return path.startswith(_WITH_KEY)
 
 
 def is_operators(path: str) -> bool:
-    """Whether a path is for those who run the server, and so is served when all connections are busy."""
+    """Whether a path is for the server's operators, and so is served even when all connections are busy."""
     return path in _MONITORING or (path.startswith(_CACHE) and path not in _CACHE_FOR_ALL)
 
 
 def check_framing(headers: Sequence[tuple[bytes, bytes]], http_version: str) -> None:
-    """Raise ApiError for what the parser lets through, and a proxy may read otherwise (smuggling)."""
+    """Raise ApiError for framing that the parser accepts but a proxy may read differently (request smuggling)."""
     names = [name for name, _ in headers]
     if b"transfer-encoding" in names:
         codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]

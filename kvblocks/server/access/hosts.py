@@ -1,7 +1,7 @@
-"""The names that a request's Host header may have, and whether an address is reached from its own machine only.
+"""Which names a request's Host header may have, and which addresses only the machine itself can reach.
 
 A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). Then it can send requests to a server on its
-reader's machine, as if that were its own server. But the Host header still has the page's name.
+reader's machine as if that were its own server, but the Host header still has the page's name.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ _HOST = re.compile(rf"(?P<name>{_NAME})\.?(?::\d*)?|\[(?P<address>[0-9a-f:.]+)\]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. False for names other than localhost."""
+    """Whether only this machine can reach an address. False for any name but localhost."""
     if host == "localhost":
         return True
     try:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_host(name: str) -> bool:
-    """Whether a text is a name or an address as in a Host header, without port and brackets."""
+    """Whether a text is a name or an address in the form of a Host header, without port and brackets."""
     lower = name.lower()
     try:
         ipaddress.ip_address(lower)
@@ -35,13 +35,16 @@ def is_host(name: str) -> bool:
 
 
 class HostCheck:
-    """Allows requests whose Host is this machine's loopback or one of `allowed`. Port and case don't matter."""
+    """Allows requests whose Host header names this machine's loopback or one of `allowed`.
+
+    Port and case don't matter.
+    """
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(_normalize(name) for name in allowed)
 
     def check(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raise ApiError, 403, for another name, several, or none."""
+        """Raise ApiError 403 for another Host, several, or none."""
         values = [value.decode("latin-1").strip().lower() for name, value in headers if name == b"host"]
         match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
         name = None if match is None else _normalize(match["name"] or match["address"])

@@ -12,7 +12,7 @@
     key = "another one"
     chooses_salt = true         # its requests may have a cache_salt
 
-Errors name the file and the entry, and never show a value that could be a key.
+Errors name the file and the entry, but never show a value that could be a key.
 """
 
 import logging
@@ -51,7 +51,7 @@ def read_keys(path: Path) -> tuple[TenantKey, ...]:
 
 
 def parse_keys(content: bytes, name: str) -> tuple[TenantKey, ...]:
-    """Return the entries of a file's content. name: for errors. Raises InvalidArgumentError."""
+    """Return the entries of a file's content. name: the file's name in errors. Raises InvalidArgumentError."""
     try:
         values = tomllib.loads(content.decode("utf-8"))
     except ValueError as error:  # invalid UTF-8 as well; the error shows at most one character of the file
@@ -116,5 +116,5 @@ def _count(values: dict[str, Any], field: str, low: int, name: str) -> int | Non
 
 
 def is_key(text: str) -> bool:
-    """Whether a header can carry a key: ASCII without spaces, not empty."""
+    """Whether a header can carry this key: ASCII without spaces, not empty."""
     return bool(text) and text.isascii() and text.isprintable() and " " not in text

@@ -1,7 +1,7 @@
-"""Which web pages may use the server from a reader's browser (CORS). None, unless their origins are named.
+"""Which web pages may use the server from a browser (CORS). None, unless their origins are named.
 
-A browser lets a page of another origin read an answer, or send JSON, only if the server names the page's origin. The
-names are compared as they are: there is no wildcard, and no cookie is taken. A page still needs a key if clients do.
+A browser lets a page of another origin read an answer, or send JSON, only if the server names the page's origin. Names
+must match exactly; there is no wildcard, and cookies aren't accepted. A page still needs a key if clients do.
 """
 
 import re
@@ -25,9 +25,10 @@ def is_origin(text: str) -> bool:
 
 
 class Origins(CORSMiddleware):
-    """ASGI middleware that lets pages of these origins send requests and read answers, and answers their preflights.
+    """ASGI middleware that lets pages of these origins send requests and read answers.
 
-    It stands before the gate: a preflight has no key, and a page may read errors, too.
+    It also answers their preflights. It comes before the gate, since a preflight has no key, and a page should be able
+    to read errors, too.
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
@@ -41,7 +42,10 @@ class Origins(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answer a browser that asks whether a page may send a request; with an error in JSON if it may not."""
+        """Answer a browser that asks whether a page may send a request.
+
+        If it may not, the answer is an error in JSON.
+        """
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response

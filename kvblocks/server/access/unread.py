@@ -1,4 +1,4 @@
-"""Bodies that nobody reads, such as one of a GET or of a request that is refused by its head."""
+"""Bodies that nobody reads, such as that of a GET, or of a request that is refused because of its head."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,10 @@ READ_OFF_S = 0.5
 
 
 class UnreadBodies:
-    """ASGI middleware. Before an answer begins, it reads off what is left of a small body, for the connection to go on.
+    """ASGI middleware that reads the rest of a small body before an answer begins, so that the connection can go on.
 
-    A connection with a larger body, or one that doesn't come within READ_OFF_S, is closed after the answer: parsing
-    what nobody wants would cost the event loop time.
+    A connection is closed after the answer if the body is larger or doesn't arrive within READ_OFF_S, since parsing
+    what nobody wants would take the event loop's time.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,8 +1,8 @@
 r"""Log probabilities and echoes as OpenAI's API shows them: one form for completions, another one for chats.
 
-A token is shown as its text. A token that isn't whole characters is shown as its bytes, as OpenAI's API does:
+A token is shown as its text. A token that isn't made of complete characters is shown as its bytes, as in OpenAI's API:
 `bytes:\xf0\x9f` in completions, `\xf0\x9f` in chats, whose entries also have a list of the bytes. So no two tokens look
-alike, unless the vocabulary has one text twice.
+alike, unless the vocabulary has the same text twice.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from kvblocks.engine.text.tokenizer import StreamDecoder, Tokenizer
 from kvblocks.server.wire import Json
 
 LEAST = -9999.0
-"""The least logarithm that is shown, since no JSON number is minus infinity. vLLM shows the same."""
+"""The smallest log probability to show, since JSON has no minus infinity. vLLM uses the same number."""
 
 Kind = Literal["completion", "chat"]
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that an answer begins with: its tokens, and its text as it is shown."""
+    """A prompt that an answer begins with: its tokens, and the text to show."""
 
     token_ids: Sequence[int]
     text: str
@@ -35,10 +35,11 @@ class Echo:
 
 
 class ChoiceWriter:
-    """Writes one choice, part by part, as it comes: its text, and the value of its `logprobs`.
+    """Writes one choice part by part: its text, and the value of its `logprobs`.
 
-    kind: the endpoint, whose form it writes. tokenizer: None shows tokens as "token_id:5", as vLLM does. has_logprobs:
-    whether they were asked for. echo: what the first part begins with. skip_special_tokens: leave them out of the text.
+    kind: the endpoint that determines the form. tokenizer: decodes tokens; None: they are shown as "token_id:5", as in
+    vLLM. has_logprobs: whether log probabilities were asked for. echo: what the first part begins with.
+    skip_special_tokens: whether to leave them out of the text.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ChoiceWriter:
     ) -> tuple[str, Json | None]:
         """Return the next part: its text, and its log probabilities. O(tokens x most likely tokens of each).
 
-        logprobs, of_prompt: of these tokens and of the prompt's, if they were asked for.
+        logprobs, of_prompt: the log probabilities of these tokens and of the prompt's, if they were asked for.
         """
         echo, self._echo = self._echo, None
         shown = text if echo is None else echo.text + text

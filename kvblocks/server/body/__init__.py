@@ -1,1 +1,1 @@
-"""Parts of bodies: messages of chats, forms of answers, sampling, and fields that only other servers have."""
+"""Parts of request bodies: chat messages, forms of answers, sampling, and fields that only other servers have."""

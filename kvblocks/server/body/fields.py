@@ -1,6 +1,6 @@
 """Reads the fields of a JSON object, each with its type and range, and refuses unknown fields.
 
-An unknown field is an error, as with OpenAI. Otherwise a misspelt `max_token` would go unnoticed.
+An unknown field is an error, as in OpenAI's API, since otherwise a misspelt `max_token` would go unnoticed.
 """
 
 import difflib
@@ -12,14 +12,14 @@ from typing import Any
 from kvblocks.server.errors import ApiError
 
 MAX_KEPT_TEXT = 1024
-"""The most characters of a salt or a session's name. The number of names that are kept is bounded by the blocks."""
+"""The most characters of a salt or a session's name. The number of kept names is bounded by the number of blocks."""
 
 _SHOWN = 80
 _MAX_COUNT = 2**64 - 1  # no field needs a larger number, and its digits could be too many for a message
 
 
 def show(value: object) -> str:
-    """Return a value as an error message shows it: at most a line. Looks at no more of it than that."""
+    """Return a value as an error message shows it, in at most one line. Reads no more of it than that."""
     text = ""
     for part in _parts(value):
         text += part
@@ -48,9 +48,9 @@ def _parts(value: object) -> Iterator[str]:
 
 
 class Fields:
-    """The fields of `body`, a parsed JSON value. A field that is null counts as absent.
+    """The fields of `body`, a parsed JSON object. A field that is null counts as absent.
 
-    name: the object's name in messages, "" for the whole body. Raises ApiError unless `body` is an object.
+    name: the object's name in error messages, "" for the whole body. Raises ApiError unless `body` is an object.
     """
 
     def __init__(self, body: Any, name: str = "") -> None:
@@ -66,12 +66,12 @@ class Fields:
         return name in self._values
 
     def take(self, name: str) -> Any:
-        """Return a field's value, None if it is absent. Its name counts as known from now on."""
+        """Return a field's value, or None if it is absent. From now on the field counts as known."""
         self._known.add(name)
         return self._values.get(name)
 
     def error(self, name: str, expected: str) -> ApiError:
-        """Return the error for a field whose value is not what is expected."""
+        """Return the error for a field whose value isn't as expected."""
         full = self._prefix + name
         got = show(self._values[name]) if name in self._values else "none"
         return ApiError(400, f"{full}: expected {expected}, got {got}", param=full)
@@ -81,7 +81,7 @@ class Fields:
         check_unicode(self._prefix + name, text, self._prefix + name)
 
     def count(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return an integer from `low` to `high`. A float such as 1.0 is refused, as OpenAI does."""
+        """Return an integer from `low` to `high`. A float such as 1.0 is refused, as in OpenAI's API."""
         value = self.take(name)
         if value is None:
             return None
@@ -102,14 +102,14 @@ class Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return a boolean, False if the field is absent."""
+        """Return a boolean; False if the field is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
             raise self.error(name, "true or false")
         return bool(value)
 
     def text(self, name: str, most: int | None = None) -> str | None:
-        """Return a text that isn't empty and that UTF-8 can encode. most: the most characters; None: any number."""
+        """Return a text that isn't empty and that UTF-8 can encode. most: the most characters; None: no limit."""
         value = self.take(name)
         if value is None:
             return None
@@ -121,7 +121,7 @@ class Fields:
         return value
 
     def kept_text(self, name: str) -> str | None:
-        """Return a text of at most MAX_KEPT_TEXT characters, for texts that are kept while something is cached."""
+        """Return a text of at most MAX_KEPT_TEXT characters, for names that are kept while something is cached."""
         return self.text(name, MAX_KEPT_TEXT)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
@@ -141,14 +141,17 @@ class Fields:
         return tuple(items)
 
     def refuse(self, name: str, neutral: Collection[object], why: str) -> None:
-        """Refuse a field that this server doesn't have, unless its value is in `neutral`. why: for the error."""
+        """Refuse a field that this server doesn't have, unless its value is in `neutral`.
+
+        why: the reason in the error.
+        """
         value = self.take(name)
         self._refused.add(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
             raise self.error(name, f"none, since {why}")
 
     def refuse_all(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
-        """`refuse` each of many fields. refused: `neutral` and `why` of each, by name."""
+        """Call `refuse` for many fields. refused: `neutral` and `why` by field name."""
         self._known.update(refused)
         self._refused.update(refused)
         for name in [name for name in refused if name in self._values]:
@@ -159,7 +162,7 @@ class Fields:
         self._known.update(names)
 
     def refuse_unknown(self) -> None:
-        """Refuse fields that nobody has taken. The error says which one of the fields may have been meant."""
+        """Refuse fields that nobody has taken. The error suggests which known field may have been meant."""
         unknown = set(self._values) - self._known
         if unknown:
             name = min(unknown)
@@ -169,13 +172,13 @@ class Fields:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error: which one of `known` may have been meant by an unknown name; "" if none."""
+    """Return the end of an error message that suggests which of `known` may have been meant by `name`; "" if none."""
     found = difflib.get_close_matches(name[:_SHOWN], known, 1, 0.75)
     return f": did you mean {found[0]}?" if found else ""
 
 
 def check_unicode(name: str, text: str, param: str | None) -> None:
-    """Raise ApiError for a text that UTF-8 can't encode: it has a lone surrogate, which JSON allows. O(length)."""
+    """Raise ApiError for a text that UTF-8 can't encode, because of a lone surrogate, which JSON allows. O(length)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

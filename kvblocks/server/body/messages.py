@@ -1,7 +1,7 @@
-"""Reads the messages of a chat, and the client's other values for the model's template. Nothing here renders.
+"""Reads the messages of a chat, and the client's other values for the model's template. Nothing is rendered here.
 
-Tool calls of earlier answers, and their results, are passed on to the template, as in vLLM. A template leaves out what
-it doesn't know.
+Tool calls of earlier answers, and their results, are passed on to the template, as in vLLM. A template ignores what it
+doesn't know.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ _NOT_FOR_CLIENTS = frozenset(
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:
-    """Read the messages of a chat, which must be text. Raises ApiError."""
+    """Read the messages of a chat, which may only contain text. Raises ApiError."""
     if not isinstance(value, list) or not value:
         raise ApiError(400, f"messages: expected a list of messages, got {show(value)}", param="messages")
     check_number("messages", value)
@@ -46,7 +46,7 @@ def parse_template_values(fields: Fields) -> dict[str, Any]:
 
 
 def num_chars(value: Any) -> int:
-    """Return the number of characters of text in a JSON value, names of fields included. O(value)."""
+    """Return the number of characters in all texts of a JSON value, field names included. O(value)."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -55,12 +55,12 @@ def num_chars(value: Any) -> int:
 
 
 def num_message_chars(messages: Iterable[Message]) -> int:
-    """Return the number of characters of text in messages. O(messages)."""
+    """Return the number of characters in all texts of messages. O(messages)."""
     return sum(len(item) if isinstance(item, str) else num_chars(item) for one in messages for item in one.values())
 
 
 def check_number(name: str, items: list[Any]) -> None:
-    """Raise ApiError for a list of more than MAX_ITEMS."""
+    """Raise ApiError for a list of more than MAX_ITEMS items."""
     if len(items) > MAX_ITEMS:
         raise ApiError(400, f"{name}: expected at most {MAX_ITEMS}, got {len(items)}", param=name)
 

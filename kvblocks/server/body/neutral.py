@@ -1,24 +1,26 @@
-"""Fields that clients of OpenAI's, vLLM and SGLang send, and that this server doesn't have.
+"""Fields that clients of OpenAI, vLLM and SGLang send, and that this server doesn't have.
 
-Many clients and routers send all fields that they know, with values that ask for nothing. Such values pass. Any other
-value would change the answer, so the field is refused by name.
+Many clients and routers send all fields that they know, with values that ask for nothing. Such values are accepted. Any
+other value would change the answer, so it is refused, and the error names the field.
 """
 
 TOLD = {
     "reasoning_effort": "this server doesn't tell reasoning from answers; chat_template_kwargs may turn it off",
     "verbosity": "this server's models don't know it; max_completion_tokens limits an answer",
 }
-"""Fields that clients of OpenAI's send by default, with values that this server can't carry out. The answer's
-`warnings` name them."""
+"""Fields that OpenAI's clients send by default, with values that this server can't honor.
+
+The answer's `warnings` name them.
+"""
 
 Refused = dict[str, tuple[tuple[object, ...], str]]
-"""By name: the values that ask for nothing, and why other values are refused."""
+"""For each field name, the values that ask for nothing, and why other values are refused."""
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
     *("session_id", "truncation_side"),
 )
-"""Fields that clients send and no answer depends on."""
+"""Fields that clients send and that no answer depends on."""
 
 _NO_LOGPROBS = "this server returns log probabilities by logprobs, top_logprobs and echo"
 _NO_REASONING = "this server doesn't tell reasoning from answers"

@@ -1,4 +1,4 @@
-"""What a body of another protocol than Chat Completions says beside its chat."""
+"""What a body of a protocol other than Chat Completions contains in addition to its chat."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a body of another protocol says beside its chat.
+    """What a body of another protocol contains in addition to its chat.
 
-    echo: fields that the answer repeats. chat: the turns, without instructions. is_stored: whether to keep the answer.
+    echo: the fields that the answer repeats. chat: the turns, without instructions. is_stored: whether to store the
+    answer.
     """
 
     echo: Mapping[str, Any]

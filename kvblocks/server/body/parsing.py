@@ -1,7 +1,7 @@
 """Parses JSON whose cost is bounded before it is parsed.
 
-Python's parser keeps the interpreter's lock until it is done. How long that is depends on what a text holds: 4 MiB of
-names take 0.2 s, numbers with a fraction as much, whole numbers 0.1 s, one string 0.003 s.
+Python's parser holds the interpreter's lock until it is done. How long that takes depends on the text: 4 MiB of names
+or of numbers with a fraction take 0.2 s, of whole numbers 0.1 s, and one string 0.003 s.
 """
 
 import json
@@ -12,20 +12,22 @@ from typing import Any
 from kvblocks.server.errors import ApiError
 
 MAX_ITEMS = 10_000
-"""The most messages of a chat, parts of a message, or prompts of a body; the most values for a template, and the most
-numbers with a fraction. Checking each takes some microseconds."""
+"""The most messages of a chat, parts of a message, prompts of a body, template values, or numbers with a fraction.
+
+Checking each of them takes microseconds.
+"""
 
 MAX_DEPTH = 64
-"""How deep values for a template may be nested: they are checked by recursion."""
+"""How deeply values for a template may be nested, since they are checked by recursion."""
 
 MAX_NESTS = 2**17
-"""The most names, arrays and objects of a text: some 0.07 s."""
+"""The most names, arrays and objects of a text. Parsing them takes about 0.07 s."""
 
 MAX_VALUES = 2**20
-"""The most commas of a text, so the most token ids: some 0.05 s."""
+"""The most commas of a text, and so the most token ids. Parsing them takes about 0.05 s."""
 
 SMALL_TEXT = 2**14
-"""A text of so many characters is parsed and checked within some milliseconds, whatever it is."""
+"""A text up to this many characters is parsed and checked within a few milliseconds, whatever it contains."""
 
 _BOUNDS = ((":[{", MAX_NESTS, "names, arrays and objects"), (",", MAX_VALUES, "values"))
 _FEW_QUOTES = 2**17  # some 0.01 s
@@ -34,7 +36,10 @@ _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ApiError, for a text that would take too long before it is parsed."""
+    """Return the value of a JSON text.
+
+    Raises ApiError; a text that would take too long is refused before it is parsed.
+    """
     for marks, most, what in _BOUNDS:
         if sum(map(text.count, marks)) > most and _exceeds(text, marks, most):
             raise ApiError(400, f"expected a JSON body with at most {most} {what}, got more", code="too_many_values")
@@ -47,7 +52,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode_json(body: bytes) -> Any:
-    """Return the value of a JSON body, in UTF-8. Raises ApiError, as `parse_json` does."""
+    """Return the value of a JSON body in UTF-8. Raises ApiError as `parse_json` does."""
     try:
         text = body.decode("utf-8-sig", "surrogatepass")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The form that an answer is to have: `response_format` as OpenAI's clients send it, `structured_outputs` as vLLM's do.
+"""The form of an answer: `response_format` as OpenAI's clients send it, or `structured_outputs` as vLLM's do.
 
 The form is only read here; a thread of its own compiles it.
 """
@@ -16,7 +16,7 @@ from kvblocks.server.errors import ApiError
 
 MAX_CHOICES = 1000
 MAX_FORMED = 32
-"""The most answers with a form in one request: each reads its grammar before each token, for up to milliseconds."""
+"""The most answers with a form in one request. Each takes up to milliseconds for its grammar before each token."""
 
 _FORMATS = ("text", "json_object", "json_schema")
 _KINDS = ("json", "json_object", "regex", "choice")
@@ -29,14 +29,20 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form that an answer's text must have. name: the field's name. value: a schema, a pattern, or texts."""
+    """The form that an answer's text must have. name: the field's name.
+
+    value: a schema, a pattern, or a list of texts.
+    """
 
     name: str
     kind: Literal["json_schema", "regex", "choice"]
     value: Any
 
     def compile(self, compiler: GrammarCompiler, tokenizer: Tokenizer | None) -> Grammar:
-        """Return its grammar. Raises ApiError if the compiler refuses the form. Takes a second, or much longer."""
+        """Compile it to a grammar, which takes a second or much longer.
+
+        Raises ApiError if the compiler refuses the form.
+        """
         del tokenizer  # the compiler has it
         try:
             if self.kind == "json_schema":
@@ -47,7 +53,7 @@ class Form:
 
 
 def parse_form(fields: Fields, num_answers: int = 1, *, must_call: bool = False) -> Form | None:
-    """Read the form of so many answers' texts; None: any text. must_call: they have to call tools. Raises ApiError."""
+    """Read the form of `num_answers` answers; None: any text. must_call: they have to call tools. Raises ApiError."""
     openais, vllms = _parse_response_format(fields), _parse_structured_outputs(fields)
     if openais is not None and vllms is not None:
         raise fields.error("structured_outputs", "none beside response_format, which says the same")

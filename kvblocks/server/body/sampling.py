@@ -9,9 +9,9 @@ from kvblocks.server.errors import ApiError
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROBS = 2**18
-"""The most log probabilities in one answer, which is 10 to 20 MB of JSON.
+"""The most log probabilities in one answer, which then has 10 to 20 MB of JSON.
 
-Without log probabilities it bounds the tokens of repeated prompts.
+Without log probabilities, this bounds the tokens of echoed prompts.
 """
 MAX_DIGITS = 10
 _NO_CHAT_ECHO = "a chat's answer doesn't repeat its messages; only /v1/completions has this field"
@@ -42,7 +42,7 @@ def _parse_top_k(fields: Fields) -> int | None:
 
 
 def parse_logit_bias(fields: Fields) -> dict[int, float] | None:
-    """Read what is added to the logits of tokens; None: nothing. Raises ApiError."""
+    """Read the numbers to add to the logits of tokens; None if there are none. Raises ApiError."""
     value = fields.take("logit_bias")
     if not value and value in ({}, None):
         return None
@@ -89,7 +89,7 @@ def most_scored_tokens(options: OptionValues) -> int | None:
 
 
 def check_size(prompts: Sequence[Sequence[int]], options: OptionValues, *, echo: bool) -> None:
-    """Raise ApiError if one answer would have too many log probabilities, or tokens of repeated prompts. O(prompts).
+    """Raise ApiError if one answer would have too many log probabilities, or tokens of echoed prompts. O(prompts).
 
     Without max_tokens, an answer ends at `most_scored_tokens`.
     """

@@ -1,4 +1,4 @@
-"""Endpoints that describe the server and its model. Their names are vLLM's and SGLang's, whose routers call them."""
+"""Endpoints that describe the server and its model, under the names that the routers of vLLM and SGLang call."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kvblocks.version import __version__
 
 
 class About:
-    """The endpoints about one service and its model. names: the model's; answers have the first."""
+    """The endpoints about one service and its model. names: the model's names; answers show the first one."""
 
     def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
@@ -27,7 +27,7 @@ class About:
         return json_response({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        """A list of the one model, once for each of its names."""
+        """List the one model, once for each of its names."""
         del request
         return json_response({"object": "list", "data": [self._model_json(name) for name in self._names]})
 
@@ -38,7 +38,7 @@ class About:
         return json_response(self._model_json(name))
 
     async def model_info(self, request: Request) -> Response:
-        """The model, as SGLang describes it."""
+        """The model, in SGLang's format."""
         del request
         model = self._service.engine.model
         return json_response(
@@ -58,7 +58,7 @@ class About:
         )
 
     async def server_info(self, request: Request) -> Response:
-        """The settings that a router may need, named as in SGLang, and the size of the pool."""
+        """The settings that a router may need, under SGLang's names, and the size of the pool."""
         del request
         service = self._service
         manager, limits = service.engine.manager, service.engine.limits
@@ -108,7 +108,7 @@ class About:
 
 
 def check_model(names: Sequence[str], name: str | None) -> None:
-    """Raise ApiError for a name that isn't served; None, for no name, passes."""
+    """Raise ApiError for a name that isn't served. None (no name) is accepted."""
     if name is not None and name not in names:
         known = repr(names[0]) if len(names) == 1 else f"one of {', '.join(map(repr, names))}"
         suffix = ", the one that is served" if len(names) == 1 else ""

@@ -1,4 +1,4 @@
-"""The record of one request in JSON, as far as its caller may know it."""
+"""The record of one request in JSON, as far as its caller may see it."""
 
 from kvblocks.observe.explanation import Explanation
 from kvblocks.observe.removal_history import Removal
@@ -10,7 +10,7 @@ from kvblocks.server.wire import Json
 
 
 def arrival_json(arrival: Arrival, compared: Comparison | None, block_size: int, caller: Caller) -> Json:
-    """Return the record of a request: what was cached, where its prompt parts from another, and why it missed."""
+    """Return the record of a request: what was cached, where its prompt differs from another, and why it missed."""
     explanation, completion = arrival.explanation, arrival.completion
     values: Json = {
         "num_prompt_tokens": arrival.num_prompt_tokens,

@@ -34,7 +34,7 @@ MAX_DESCRIPTION = 256
 
 
 class CacheApi:
-    """The endpoints below /v1/cache. forget_answers: drops the answers that are kept of a salt."""
+    """The endpoints below /v1/cache. forget_answers: drops the stored answers of a salt."""
 
     def __init__(self, service: Service, forget_answers: Callable[[str], None]) -> None:
         self._service = service
@@ -42,7 +42,7 @@ class CacheApi:
         self._engine = service.engine
 
     async def stats(self, request: Request) -> Response:
-        """Statistics of the cache. Waits for no step."""
+        """Statistics of the cache. Doesn't wait for a step."""
         del request
         return json_response(self.stats_json())
 
@@ -78,7 +78,7 @@ class CacheApi:
         }
 
     async def top(self, request: Request) -> Response:
-        """What each tenant asked, hit, holds and lost, and what each tier has."""
+        """For each tenant, the tokens that it asked for, hit, holds and lost; for each tier, what it has."""
         del request
         tenants = await self._call(self._service.thread.usage.read)
         values = self.stats_json()
@@ -143,7 +143,7 @@ class CacheApi:
         return json_response(entry.to_json(time.monotonic()))
 
     async def list_pins(self, request: Request) -> Response:
-        """The pins that haven't ended, oldest first."""
+        """The pins that haven't ended, the oldest first."""
         del request
         entries = await self._call(self._service.thread.pins.entries)
         now = time.monotonic()
@@ -172,7 +172,7 @@ class CacheApi:
         return json_response({"pins": [entry.to_json(now) for entry in entries]})
 
     async def dot(self, request: Request) -> Response:
-        """Draw the cache as a Graphviz document. It shows first tokens and salts of everybody's prompts."""
+        """Draw the cache as a Graphviz document, which shows the first tokens and the salts of everybody's prompts."""
         given = request.query_params.get("max_nodes", "200")
         if not (given.isascii() and given.isdigit() and len(given) <= 6 and int(given) > 0):
             raise ApiError(400, f"max_nodes: expected a number from 1 to 999999, got {given!a:.80}", param="max_nodes")
@@ -180,7 +180,7 @@ class CacheApi:
         return json_response({"dot": document})
 
     async def hints(self, request: Request) -> Response:
-        """Carry out an envelope of hints for the body's salt. For deferred actions, the client asks again."""
+        """Carry out an envelope of hints for the body's salt. If an action is deferred, the client asks again."""
         body, fields = await self._service.bodies.read(request, lambda body: (body, Fields(body)))
         salt = caller_of(request.scope).salt_for(fields.kept_text("cache_salt"))
         executor = self._service.thread.hints
@@ -188,7 +188,7 @@ class CacheApi:
         return json_response(answers.to_dict())
 
     async def snapshot(self, request: Request) -> Response:
-        """All that is cached after one batch of events, as the publisher knows it. Waits for no step."""
+        """All that is cached after one batch of events, as the publisher knows it. Doesn't wait for a step."""
         del request
         publisher = self._service.publisher
         if publisher is None:
@@ -198,7 +198,7 @@ class CacheApi:
         return json_response(await run_in_threadpool(_snapshot_json, publisher))
 
     async def reset(self, request: Request) -> Response:
-        """Reset the cache. Pins stay, and hold their prefixes again once these are computed anew."""
+        """Reset the cache. Pins stay, and hold their prefixes again once these have been computed again."""
         fields = await self._service.bodies.read(request, Fields)
         fields.refuse_unknown()
         manager = self._engine.manager
@@ -211,9 +211,9 @@ class CacheApi:
         return json_response({"num_removed_entries": await self._call(reset)})
 
     async def forget(self, request: Request) -> Response:
-        """Delete what is cached of a salt, in all tiers, and end its hints.
+        """Delete what is cached for a salt, in all tiers, and end its hints.
 
-        Only this request waits for the tiers: the engine's steps go on.
+        Only this request waits for the tiers; the engine's steps go on.
         """
         fields = await self._service.bodies.read(request, Fields)
         salt = caller_of(request.scope).salt_for(fields.kept_text("cache_salt"))
@@ -239,9 +239,9 @@ class CacheApi:
         return json_response({"num_removed_entries": forgetting.num_blocks})
 
     async def explain(self, request: Request) -> Response:
-        """Why a prompt would miss now, or what a request hit and missed when it came.
+        """Why a prompt would miss now, or what a request hit and missed when it arrived.
 
-        A request is named by its id, by its `prompt_cache_key`, or as the last one.
+        Name a request by its id or its `prompt_cache_key`, or ask for the last one.
         """
         fields, prefix = await self._service.bodies.read(request, _parse_explained)
         caller = caller_of(request.scope)

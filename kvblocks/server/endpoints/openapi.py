@@ -20,7 +20,7 @@ _PARAMETER = re.compile(r"{(\w+)(?::path)?}")
 
 
 class OpenApi:
-    """The description of routes. Each has the words of its endpoint's docstring."""
+    """The description of the routes, with the texts of the endpoints' docstrings."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         paths: dict[str, Json] = {}

@@ -1,4 +1,4 @@
-"""Texts to tokens and back: /tokenize and /detokenize, in vLLM's shapes."""
+"""Texts to tokens and back: /tokenize and /detokenize, in vLLM's formats."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,10 @@ Encode = Callable[[Tokenizer | None], list[list[int]]]
 
 
 class TokensApi:
-    """The endpoints of one service. While a text is encoded it counts as a request; its length has a prompt's bound."""
+    """These endpoints for one service.
+
+    A text counts as a request while it is encoded, and may be as long as a prompt.
+    """
 
     def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
@@ -97,7 +100,7 @@ class TokensApi:
         return prompts[0]
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """The texts of the tokens that begin and end prompts, and the chat template. lm-eval asks for these."""
+        """The texts of the tokens that begin and end prompts, and the chat template, which lm-eval asks for."""
         del request
         tokenizer = self._service.engine.model.tokenizer
         if tokenizer is None:

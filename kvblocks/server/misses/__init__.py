@@ -1,1 +1,1 @@
-"""Why prompts missed the cache: what they are compared with, where they part, and what the cache knows."""
+"""Why prompts missed the cache: what they are compared with, where they differ, and what the cache knows."""

@@ -1,6 +1,6 @@
-"""Where two prompts of a conversation part, and the commonest reasons for that, in words.
+"""Finds where two prompts of a conversation begin to differ, and puts the most common reasons into words.
 
-Tools, system text and messages are compared as the client sent them, in this order; tokens as the model read them.
+Tools, system text and messages are compared in this order, as the client sent them; tokens, as the model read them.
 """
 
 import re
@@ -25,7 +25,7 @@ _ID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{16
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token and its text; None for both: the prompt has ended there."""
+    """A token and its text; both are None if the prompt ends there."""
 
     token_id: int | None
     text: str | None
@@ -33,11 +33,12 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prompt beside the one before it.
+    """A prompt compared with the previous one.
 
-    key: the id of the other prompt's answer. num_common: first tokens that are equal. part: what differs first; None:
-    nothing, the prompt only goes on. item: which tool or message. words: what has happened. before, after: the first
-    different token of each. context: the text before it. num_before: tokens of the other prompt with its answer.
+    key: the id of the other prompt's answer. num_common: how many leading tokens are equal. part: what differs first;
+    None if the prompt only continues the other one. item: which tool or message. words: what has changed, in words.
+    before, after: the first different token of each prompt. context: the text before it. num_before: the tokens of the
+    other prompt and its answer.
     """
 
     key: str
@@ -52,7 +53,7 @@ class Comparison:
 
 
 def compare(before: KeptPrompt, after: KeptPrompt, tokenizer: Tokenizer | None) -> Comparison:
-    """Compare a prompt with the one before it. O(both)."""
+    """Compare a prompt with the previous one. O(length of both)."""
     common, first = after.num_common(before), before.tokens + before.output
     if common == len(first) or common >= len(after.tokens):
         words = (

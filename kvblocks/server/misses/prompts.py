@@ -1,7 +1,7 @@
-"""The last prompts, kept for a while, so that a prompt can be compared with the one before it in its conversation.
+"""Keeps the last prompts for a while, so that a prompt can be compared with the previous one in its conversation.
 
-A prompt is compared only with prompts of the same tenant under the same salt. So nobody is told of another's prompt,
-whatever ids, keys or texts they guess. All that is kept is in memory, bounded, and goes with `forget`.
+A prompt is compared only with prompts of the same tenant and salt, so nobody learns of another's prompt, whatever ids,
+keys or texts they guess. Everything is kept in memory, within bounds, and `forget` removes it.
 """
 
 from array import array
@@ -12,19 +12,19 @@ from typing import NamedTuple
 from kvblocks.core.tokens import num_equal
 
 MAX_KEPT = 1000
-"""The most prompts that are kept."""
+"""The most prompts to keep."""
 
 MAX_BYTES = 64 * 2**20
-"""The most bytes of kept prompts, by their tokens and the characters of their messages."""
+"""The most bytes of kept prompts, estimated from their tokens and the characters of their messages."""
 
 MAX_COMPARED = 64
-"""Among how many of the last prompts the one before is looked for."""
+"""How many of the last prompts are searched for the previous one of a conversation."""
 
 _MESSAGE_BYTES = 500  # of a kept message beside its text
 
 
 class KeptMessage(NamedTuple):
-    """A message. calls: the JSON of its calls of tools, and its other fields; "" if it has none."""
+    """A message. calls: the JSON of its tool calls and other fields; "" if it has none."""
 
     role: str
     text: str
@@ -32,7 +32,7 @@ class KeptMessage(NamedTuple):
 
 
 class KeptTool(NamedTuple):
-    """The definition of a tool: its name, and a digest of all of it."""
+    """The definition of a tool: its name, and a digest of the whole definition."""
 
     name: str
     digest: bytes
@@ -40,10 +40,10 @@ class KeptTool(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KeptPrompt:
-    """A prompt as it came. Two are compared by identity.
+    """A prompt as it came. Equality is identity.
 
-    key: the id of its answer. tenant, salt: whose it is. session: its `prompt_cache_key`. tokens: of the prompt, and
-    output: of its first answer once that is done. messages, tools: of a chat; empty for other prompts.
+    key: the id of its answer. tenant, salt: whose it is. session: its `prompt_cache_key`. tokens: the prompt's tokens;
+    output: those of its first answer, once that is done. messages, tools: those of a chat; empty for other prompts.
     """
 
     key: str
@@ -57,12 +57,12 @@ class KeptPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """What it counts for, about. O(messages + tools)."""
+        """An estimate of its bytes, which counts for MAX_BYTES. O(messages + tools)."""
         texts = sum(_MESSAGE_BYTES + len(one.text) + len(one.calls) for one in self.messages)
         return 4 * (len(self.tokens) + len(self.output)) + texts + _MESSAGE_BYTES * len(self.tools)
 
     def num_common(self, other: "KeptPrompt") -> int:
-        """How many first tokens this prompt has in common with another one and its answer. O(tokens)."""
+        """How many leading tokens this prompt has in common with another one and its answer. O(tokens)."""
         common = _num_equal(self.tokens, other.tokens)
         if common < len(other.tokens) or common == len(self.tokens):
             return common
@@ -70,7 +70,7 @@ class KeptPrompt:
 
 
 class KeptPrompts:
-    """The prompts that are kept, oldest first. Owned by the engine's thread."""
+    """The kept prompts, the oldest first. Owned by the engine's thread."""
 
     def __init__(self) -> None:
         self._kept: dict[str, KeptPrompt] = {}
@@ -81,14 +81,14 @@ class KeptPrompts:
         return len(self._kept)
 
     def keep(self, prompt: KeptPrompt) -> None:
-        """Keep a prompt, and drop the oldest ones beyond the bounds."""
+        """Keep a prompt, and drop the oldest ones that exceed the bounds."""
         self._kept[prompt.key] = prompt
         self._sizes[prompt.key] = prompt.num_bytes
         self._num_bytes += self._sizes[prompt.key]
         self._shrink()
 
     def finish(self, key: str, output: list[int]) -> None:
-        """Note the answer to a prompt, if it is still kept. Other prompts' calls do nothing."""
+        """Note the answer to a prompt. Does nothing if the prompt isn't kept any more."""
         prompt = self._kept.get(key)
         if prompt is not None:
             prompt.output = array("I", output)
@@ -106,20 +106,21 @@ class KeptPrompts:
         return self._kept.get(key)
 
     def find(self, key: str, tenant: str | None, salt: str | None) -> KeptPrompt | None:
-        """Return a prompt by the id of its answer; None if it isn't kept, or is another tenant's or salt's."""
+        """Return a prompt by the id of its answer; None if it isn't kept, or has another tenant or salt."""
         prompt = self._kept.get(key)
         return prompt if prompt is not None and (prompt.tenant, prompt.salt) == (tenant, salt) else None
 
     def last(self, tenant: str | None, salt: str | None, session: object = None) -> KeptPrompt | None:
-        """Return the last prompt of a tenant under a salt, and of a session if one is given. O(prompts)."""
+        """Return the last prompt of a tenant and salt, and of a session if one is given. O(prompts)."""
         found = (one for one in self._newest() if (one.tenant, one.salt) == (tenant, salt))
         return next((one for one in found if session is None or one.session == session), None)
 
     def before(self, prompt: KeptPrompt) -> KeptPrompt | None:
-        """Return the prompt before this one in its conversation; None if none is known.
+        """Return the previous prompt of this one's conversation; None if none is known.
 
-        With a session that is the last one of the session. Without, it is the one that has the most first messages in
-        common, the system text aside, and of these the one with the most first tokens. O(MAX_COMPARED prompts).
+        With a session, that is the session's last prompt. Otherwise it is the prompt with the most leading messages in
+        common, not counting the system text, and among those the one with the most leading tokens. O(MAX_COMPARED
+        prompts).
         """
         others = [one for one in self._older(prompt) if (one.tenant, one.salt) == (prompt.tenant, prompt.salt)]
         if prompt.session is not None:

@@ -1,7 +1,7 @@
-"""What only the cache knows of a miss: evicted, never written, a window or a state missing, another salt.
+"""What only the cache knows about a miss: evicted or unwritten blocks, a missing window or state, another salt.
 
-A block was "pinned out" or "over quota" if it would still be cached without that. In the order of least recent use a
-block is evicted when the pool is short of one, and as many more blocks as were taken since would have kept it.
+A block was "pinned out" or "over quota" if it would still be cached without pins or the quota. With LRU eviction, a
+pool that is larger by as many blocks as were taken since the eviction would still have the block.
 """
 
 from collections import deque
@@ -42,8 +42,8 @@ _MAX_TIMES = 4096
 class Loss:
     """When a block was removed, and for whom.
 
-    at: as `time.time`; None: longer ago than is remembered. tenant: for whose prompt it was evicted; None: nobody's
-    that is known. is_own: whether that was the asker's own; None: it isn't known.
+    at: the time, as in `time.time`; None: longer ago than is remembered. tenant: the tenant for whose prompt it was
+    evicted, or None if unknown. is_own: whether that is the asking tenant; None: unknown.
     """
 
     at: float | None = None
@@ -53,11 +53,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The cache when a prompt came.
+    """The state of the cache when a prompt came, as far as it matters for a miss.
 
-    num_pinned_blocks: that pins held. is_over_quota: whether the salt was over its quota.
-    num_pending_tokens: of the prompt, behind its hit, that others were about to compute. loss: of the prompt's first
-    missing block. loss_behind_tiers: of the first one that no tier has either.
+    num_pinned_blocks: the blocks that pins held. is_over_quota: whether the salt was over its quota.
+    num_pending_tokens: the prompt's tokens after its hit that other requests were about to compute. loss: the loss of
+    the prompt's first missing block. loss_behind_tiers: that of the first block that no tier has either.
     """
 
     num_pinned_blocks: int = 0
@@ -68,11 +68,14 @@ class Surroundings:
 
 
 NOTHING_KNOWN = Surroundings()
-"""Of a prompt that missed nothing, or whose miss isn't explained."""
+"""For a prompt that missed nothing, or whose miss isn't explained."""
 
 
 def reason_of(explanation: Explanation, around: Surroundings, *, sees_others: bool) -> Reason:
-    """Return the reason for a miss, as far as the asker may know it. sees_others: may know what others have cached."""
+    """Return the reason for a miss, as far as the caller may know it.
+
+    sees_others: whether that includes others' prompts.
+    """
     found = _REASONS[explanation.cause]
     if found == "salt_differs" and not sees_others:
         return "never_cached"
@@ -87,7 +90,7 @@ def reason_of(explanation: Explanation, around: Surroundings, *, sees_others: bo
 
 @dataclass(slots=True)
 class TakenTimes:
-    """When how many blocks had been taken from the pool, about once a second. Owned by the engine's thread."""
+    """Records about once a second how many blocks have been taken from the pool. Owned by the engine's thread."""
 
     _times: "deque[tuple[float, int]]" = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
 
@@ -97,7 +100,7 @@ class TakenTimes:
             self._times.append((now, num_taken))
 
     def when(self, num_taken: int) -> float | None:
-        """Return when so many blocks had been taken, to about a second; None: longer ago. O(moments)."""
+        """Return when `num_taken` blocks had been taken, to about a second; None if that is longer ago. O(moments)."""
         if not self._times or num_taken < self._times[0][1]:
             return None
         return next((time for time, number in self._times if number >= num_taken), self._times[-1][0])

@@ -1,6 +1,6 @@
-"""One record a request: what it was compared with, where they part, and why it missed, in the names of both services.
+"""One record per request: what it was compared with, where they differ, and why it missed, in several formats.
 
-`diagnostics` is Anthropic's, `prompt_cache_diagnostics` is OpenAI's; both compare requests only. `cache` is ours.
+`diagnostics` is Anthropic's and `prompt_cache_diagnostics` is OpenAI's; both only compare requests. `cache` is ours.
 """
 
 import time
@@ -16,11 +16,11 @@ Json = dict[str, Any]
 _ANTHROPICS = {"tools": "tools_changed", "system": "system_changed", "settings": "unavailable"}
 _OPENAIS = {"tools": "tools_changed"}
 _GOES_ON = frozenset({None, "answer"})
-"""Both services compare requests, of which neither knows the answers' tokens."""
+"""Values of `Comparison.part` in which the two services see no difference, since they don't know answers' tokens."""
 
 
 def compared_json(found: Comparison | None, block_size: int) -> Json | None:
-    """Return where two prompts part; None if there was nothing to compare with."""
+    """Return where two prompts begin to differ; None if there was nothing to compare with."""
     if found is None:
         return None
     return {
@@ -37,7 +37,7 @@ def compared_json(found: Comparison | None, block_size: int) -> Json | None:
 
 
 def cache_json(explanation: Explanation | None, around: Surroundings, *, sees_others: bool) -> Json | None:
-    """Return what the cache knows of a miss; None if no reasons are kept. sees_others: may know for whom."""
+    """Return what the cache knows of a miss; None if no reasons are kept. sees_others: as in `reason_of`."""
     if explanation is None:
         return None
     found: Json = {
@@ -77,7 +77,7 @@ def _loss_json(removal: Removal, num_blocks_since: int, loss: Loss, *, sees_othe
 
 
 def anthropics(found: Comparison | None, asked: str | None, num_tokens: int) -> Json | None:
-    """Return `diagnostics`, as Anthropic's Messages have it. asked: the id that was to be compared with."""
+    """Return `diagnostics`, as in Anthropic's Messages. asked: the id of the answer to compare with."""
     if asked is None or (found is not None and found.part in _GOES_ON):
         return None
     if found is None:
@@ -89,7 +89,7 @@ def anthropics(found: Comparison | None, asked: str | None, num_tokens: int) -> 
 
 
 def openais(found: Comparison | None, asked: str | None, num_tokens: int, block_size: int) -> Json | None:
-    """Return `prompt_cache_diagnostics`, as OpenAI's Responses have it. asked: the id that was to be compared with."""
+    """Return `prompt_cache_diagnostics`, as in OpenAI's Responses. asked: the id of the answer to compare with."""
     if asked is None:
         return None
     if found is None:

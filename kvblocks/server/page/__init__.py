@@ -1,4 +1,4 @@
-"""The pages at `/` and `/docs`, for a person with a browser: what is served, how full the cache is, a chat, endpoints.
+"""The pages at `/` and `/docs` for a browser: what is served, how full the cache is, a chat, and the endpoints.
 
 Each page is one static file: the server puts nothing into it, so there is nothing to escape. The scripts request
 /health and /metrics, which name no tenant, /openapi.json, and what is below /v1, for which they ask for a key if the
@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 
 class Page:
-    """A static page. policy: its content security policy."""
+    """A static page of HTML. policy: its content security policy."""
 
     def __init__(self, name: str) -> None:
         self._body = files(__name__).joinpath(name).read_bytes()
@@ -45,12 +45,12 @@ _PAGE, _DOCS = Page("page.html"), Page("docs.html")
 
 
 async def show_page(request: Request) -> Response:
-    """A page for people: what is served, how full the cache is, and a chat."""
+    """A page for a browser: what is served, how full the cache is, and a chat."""
     del request
     return _PAGE.show()
 
 
 async def show_docs(request: Request) -> Response:
-    """A page for people: the endpoints."""
+    """A page for a browser: the endpoints."""
     del request
     return _DOCS.show()

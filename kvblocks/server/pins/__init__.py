@@ -1,1 +1,1 @@
-"""Pins that clients ask for: by the endpoints of the cache, and by `cache_control` in messages."""
+"""Pins that clients ask for, by the endpoints of the cache or by `cache_control` in messages."""

@@ -1,7 +1,7 @@
-"""Prefixes that clients mark with `cache_control`: each is a pin with a time, within the salt's budget and quota.
+"""Prefixes that clients mark with `cache_control`.
 
-A longer prefix takes the place of the pins that it begins with, so a conversation whose mark moves on has one pin a
-branch, and no block counts twice for it.
+Each becomes a pin for some time, within the salt's budget and quota. A longer prefix replaces the pins that it begins
+with. So a conversation whose mark moves on has one pin per branch, and none of its blocks counts twice.
 """
 
 import time
@@ -19,15 +19,16 @@ Outcome = Literal["pinned", "renewed", "evicted", "refused"]
 
 PRIORITY = 50
 MAX_PINS = 256
-"""The most pins of one salt: each mark looks at all of them."""
+"""The most pins of one salt, since each mark looks at all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkOutcome:
     """What became of a mark.
 
-    num_tokens: of its prefix. ttl_s: for how long. outcome: "pinned" now; "renewed": it was pinned already; "evicted":
-    it had been pinned, gave blocks up for requests, and is pinned again; "refused": it isn't pinned, for this reason.
+    num_tokens: the length of its prefix. ttl_s: for how many seconds it is pinned. outcome: "pinned": it is pinned now;
+    "renewed": it was pinned already; "evicted": it had been pinned, lost blocks to requests, and is pinned again;
+    "refused": it isn't pinned, for the stated reason.
     """
 
     num_tokens: int
@@ -49,7 +50,7 @@ class _Marked:
 class MarkedPins:
     """The marked prefixes of all salts. Owned by the engine's thread.
 
-    max_blocks: that one salt may pin; its quota may be less.
+    max_blocks: the most blocks that one salt may pin; its quota may be lower.
     """
 
     def __init__(self, manager: KVCacheManager, max_blocks: int) -> None:
@@ -58,7 +59,7 @@ class MarkedPins:
         self._marked: dict[str | None, list[_Marked]] = {}
 
     def mark(self, token_ids: list[int], *, salt: str | None, ttl_s: float) -> MarkOutcome:
-        """Pin a prefix for so many seconds from now, unless it can't be had. O(the salt's marks + tokens)."""
+        """Pin a prefix for `ttl_s` seconds from now, if possible. O(the salt's marks + tokens)."""
         now, tokens = time.monotonic(), array("I", token_ids)
         self.expire()
         own = self._marked.setdefault(salt, [])
@@ -87,7 +88,7 @@ class MarkedPins:
         self._marked.pop(salt, None)
 
     def expire(self) -> None:
-        """End the pins whose time has come, and note what the others hold. Call it at each step. O(pins)."""
+        """End the pins whose time has come, and note what the others hold. Call this at each step. O(pins)."""
         for own in self._marked.values():
             for one in own:
                 one.most_held = max(one.most_held, one.pin.num_held_blocks)

@@ -1,4 +1,4 @@
-"""The pins that clients made, with what the core doesn't keep: an id, a description, and a time when they end."""
+"""The pins that clients made, with what the core doesn't keep: an id, a description, and an expiry time."""
 
 import time
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kvblocks.retention.pins import Pin
 
 @dataclass(frozen=True, slots=True)
 class PinEntry:
-    """A pin as clients see it. expires_at: on `time.monotonic`, None: never."""
+    """A pin as clients see it. expires_at: its end by `time.monotonic`; None: never."""
 
     pin_id: str
     pin: Pin
@@ -51,7 +51,7 @@ class PinBook:
         return entry
 
     def remove(self, pin_id: str) -> PinEntry | None:
-        """End a pin and return it; None if there is none of that id."""
+        """End a pin and return it; None if no pin has that id."""
         self.expire()
         entry = self._entries.pop(pin_id, None)
         if entry is not None:
@@ -59,7 +59,7 @@ class PinBook:
         return entry
 
     def remove_tokens(self, token_ids: list[int], *, salt: str | None) -> list[PinEntry]:
-        """End all pins of exactly these tokens under this salt, and return them, oldest first. O(pins + tokens)."""
+        """End all pins of exactly these tokens under this salt. Return them, the oldest first. O(pins + tokens)."""
         self.expire()
         ended = [
             entry
@@ -74,12 +74,12 @@ class PinBook:
         return ended
 
     def entries(self) -> list[PinEntry]:
-        """Return the pins that haven't ended, oldest first."""
+        """Return the pins that haven't ended, the oldest first."""
         self.expire()
         return list(self._entries.values())
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the next pin ends, at most an hour; None if no pin has an end. O(pins)."""
+        """Return the seconds until the next pin ends, at most an hour; None if no pin has an expiry time. O(pins)."""
         ends = [entry.pin.expires_at for entry in self._entries.values() if entry.pin.expires_at is not None]
         return min(3600.0, max(0.0, min(ends) - time.monotonic())) if ends else None
 

@@ -1,4 +1,4 @@
-"""Reads bodies of Anthropic's Messages: translates them to a chat, and finds the marked prefixes."""
+"""Reads bodies of Anthropic's Messages: translates them to chats, and finds the marked prefixes."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Says an answer as Anthropic's Messages do."""
+"""Writes an answer in the format of Anthropic's Messages."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class MessagesVoice(Voice):
-    """The voice of one answer, which has one choice."""
+    """The writer of one answer, which has one choice."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer)
@@ -23,7 +23,7 @@ class MessagesVoice(Voice):
         self._is_in_text = False
 
     def whole(self) -> bytes:
-        """The whole message."""
+        """Return the complete message."""
         (completion,) = self.answer.completions()
         text, calls = self.answer.read(0, completion.text, is_last=True)
         content: list[Json] = [{"type": "text", "text": text}] if text or not calls else []
@@ -31,13 +31,13 @@ class MessagesVoice(Voice):
         return encode_json({**self._head(), "content": content, **self._ending(completion), **self._told()})
 
     def begin(self, piece: Piece) -> bytes:
-        """The message's start, with the tokens of the prompt."""
+        """Return the message's start, with the number of the prompt's tokens."""
         usage = {**self._prompt_usage(piece.num_cached_tokens or 0), "output_tokens": 0}
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return self._event("message_start", message={**self._head(), **empty, **self._told()}) + self._event("ping")
 
     def say(self, pieces: list[Piece]) -> bytes:
-        """Blocks as they become certain."""
+        """Return content blocks as they become certain."""
         events = []
         for piece in pieces:
             text, calls = self.answer.read(0, piece.text, is_last=piece.completion is not None)
@@ -55,7 +55,7 @@ class MessagesVoice(Voice):
         return b"".join(events)
 
     def end(self) -> bytes:
-        """The reason for the end, the whole usage, and the end."""
+        """Return the stop reason, the complete usage, and the end."""
         (completion,) = self.answer.completions()
         events = self._stop_text()
         if not self._num_blocks:  # an answer without text has an empty one
@@ -65,7 +65,7 @@ class MessagesVoice(Voice):
         return events + self._event("message_delta", delta=ending, usage=usage) + self._event("message_stop")
 
     def fail(self, error: ApiError) -> bytes:
-        """An error that ends the stream."""
+        """Return an error that ends the stream."""
         return named_event("error", error.to_anthropics())
 
     def _start(self, block: Json) -> bytes:

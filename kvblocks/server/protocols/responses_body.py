@@ -1,4 +1,4 @@
-"""Reads bodies of OpenAI's Responses: translates them to a chat."""
+"""Reads bodies of OpenAI's Responses, and translates them to chats."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _LEFT_OUT = frozenset({"reasoning"})
 
 
 def parse_response(body: Any, store: ResponseStore, caller: Caller) -> AnswerRequest:
-    """Read a body of /v1/responses of a caller. Raises ApiError."""
+    """Read a body of /v1/responses that a caller has sent. Raises ApiError."""
     fields = Fields(body)
     chat: Json = {name: fields.take(name) for name in (*_COPIED, *_ALSO_COPIED)}
     stored = fields.take("store") is None or fields.flag("store")

@@ -1,4 +1,4 @@
-"""Says an answer as OpenAI's Responses do, and keeps it if it is to be kept."""
+"""Writes an answer in the format of OpenAI's Responses, and stores it if asked to."""
 
 import time
 import uuid
@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 class ResponsesVoice(Voice):
-    """The voice of one answer, which has one choice. store: keeps whole answers."""
+    """The writer of one answer, which has one choice. store: stores complete answers."""
 
     def __init__(self, store: ResponseStore, answer: Answer) -> None:
         super().__init__(answer)
@@ -28,7 +28,7 @@ class ResponsesVoice(Voice):
         self._text: Json | None = None  # the item of text that a stream is in
 
     def whole(self) -> bytes:
-        """The whole response."""
+        """Return the complete response."""
         (completion,) = self.answer.completions()
         text, calls = self.answer.read(0, completion.text, is_last=True)
         self._output = [_text_item(text)] if text or not calls else []
@@ -36,13 +36,13 @@ class ResponsesVoice(Voice):
         return encode_json(self._finished(completion))
 
     def begin(self, piece: Piece) -> bytes:
-        """The response's start."""
+        """Return the response's start."""
         del piece
         body = self._body("in_progress", None)
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def say(self, pieces: list[Piece]) -> bytes:
-        """Items as they become certain."""
+        """Return output items as they become certain."""
         events = []
         for piece in pieces:
             text, calls = self.answer.read(0, piece.text, is_last=piece.completion is not None)
@@ -52,7 +52,7 @@ class ResponsesVoice(Voice):
         return b"".join(events)
 
     def end(self) -> bytes:
-        """The end of the text, and the whole response."""
+        """Return the end of the text, and the complete response."""
         (completion,) = self.answer.completions()
         events = self._end_text()
         if not self._output:  # an answer without text has an empty one
@@ -61,7 +61,7 @@ class ResponsesVoice(Voice):
         return events + self._event(f"response.{body['status']}", response=body)
 
     def fail(self, error: ApiError) -> bytes:
-        """An error that ends the stream."""
+        """Return an error that ends the stream."""
         told = {"code": error.code or "server_error", "message": error.message}
         body = {**self._body("failed", None), "error": told}
         return self._event("error", **told, param=error.param) + self._event("response.failed", response=body)

@@ -1,4 +1,4 @@
-"""Voices: how an answer is said, whole or as a stream."""
+"""Voices: writers of answers in a protocol's format, complete or as a stream."""
 
 from kvblocks.engine.completion import Piece
 from kvblocks.server.answer import Answer
@@ -7,16 +7,16 @@ from kvblocks.server.wire import DONE, encode_event, encode_in_parts, encode_jso
 
 
 class Voice:
-    """OpenAI's, for completions and chats; other protocols derive theirs from it. One object an answer.
+    """Writes one answer in OpenAI's format for completions and chats. Other protocols have subclasses.
 
-    The calls of a stream are `begin` with its first pieces, `say` for all pieces, and then `end` or `fail`.
+    For a stream, call `begin` with the first piece, `say` with all pieces, and then `end` or `fail`.
     """
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
 
     def begin(self, piece: Piece) -> bytes:
-        """Return what comes before all else. piece: the first one."""
+        """Return what comes before everything else. piece: the first piece."""
         del piece
         return b""
 
@@ -25,20 +25,20 @@ class Voice:
         return b"".join([encode_event(chunk) for piece in pieces for chunk in self.answer.chunks(piece)])
 
     def end(self) -> bytes:
-        """Return what comes last, of a whole answer."""
+        """Return the end of a stream whose answer is complete."""
         usage = encode_event(self.answer.usage_chunk()) if self.answer.asked.include_usage else b""
         return usage + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        """Return what comes last if the answer isn't whole."""
+        """Return the end of a stream whose answer isn't complete."""
         return encode_event(error.to_json())
 
     def whole(self) -> bytes:
-        """Return the body of a whole answer."""
+        """Return the body of a complete answer."""
         body = self.answer.body()
         return encode_in_parts(body, "choices") if "choices" in body else encode_json(body)
 
 
 def named_event(name: str, value: object) -> bytes:
-    """Return a value as an event with a name, as Anthropic's and Responses' streams have them."""
+    """Return a value as a named event, as in the streams of Anthropic's Messages and of Responses."""
     return b"event: " + name.encode() + b"\n" + encode_event(value)

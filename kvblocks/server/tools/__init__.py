@@ -1,1 +1,1 @@
-"""Tools: what a client defines and chooses, how a model writes calls, and calls read out of an answer's text."""
+"""Tools: what a client defines and chooses, how models write calls, and how calls are read from an answer's text."""

@@ -1,4 +1,4 @@
-"""Calls of tools, and what is read of them in JSON."""
+"""Tool calls, and how they are read from JSON."""
 
 import json
 import secrets
@@ -21,24 +21,24 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A call as it was read, without an id. arguments: the text of a JSON object."""
+    """A call as the model wrote it, without an id. arguments: the text of a JSON object."""
 
     name: str
     arguments: str
 
 
 def new_call_id(length: int = 0) -> str:
-    """Return a new id of a call. length: of one of letters and digits alone, as some templates want; 0: ours."""
+    """Return a new call id. length: some templates want ids of this many letters and digits; 0: our own form."""
     if length:
         return "".join(secrets.choice(_LETTERS) for _ in range(length))
     return f"call_{secrets.token_hex(12)}"
 
 
 def read_calls(text: str, *, may_go_on: bool = False, needs_arguments: bool = False) -> list[Written] | None:
-    """Return the calls in a text of JSON objects or lists of them, with only separators between; None: it isn't that.
+    """Return the calls in a text that consists of JSON objects, or lists of them, and separators, else None.
 
-    may_go_on: whether other text may follow, which is dropped. needs_arguments: whether an object that names no
-    arguments isn't a call. O(text).
+    may_go_on: whether other text may follow, which is dropped. needs_arguments: whether an object without arguments is
+    no call. O(text).
     """
     index = 0
     found: list[Written] = []
@@ -59,7 +59,10 @@ def read_calls(text: str, *, may_go_on: bool = False, needs_arguments: bool = Fa
 
 
 def read_named_call(name: str, text: str) -> Written | None:
-    """Return the call of a function whose arguments a text begins with; None if it begins with no JSON. O(text)."""
+    """Return a call of `name` with the arguments that a text begins with; None if it doesn't begin with JSON.
+
+    O(text).
+    """
     try:
         arguments, _ = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
@@ -68,7 +71,7 @@ def read_named_call(name: str, text: str) -> Written | None:
 
 
 def as_call(value: Any) -> Written | None:
-    """Return a JSON value as a call; None if it isn't one."""
+    """Return a JSON value as a call, or None if it isn't one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -81,7 +84,7 @@ def as_call(value: Any) -> Written | None:
 
 
 def write_json(value: Any) -> str:
-    """Return a JSON value as templates write it, so that a call that comes back has the same tokens."""
+    """Return a JSON value as templates write it, so that a call that comes back later has the same tokens."""
     return json.dumps(value, ensure_ascii=False)
 
 

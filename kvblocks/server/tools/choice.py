@@ -24,11 +24,11 @@ Choice = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools.
+    """What a request says about tools.
 
-    definitions: OpenAI's, checked, for the template. choice: whether the answer calls tools. only: the one to be called
-    (`choice` is "required" then); None: any. is_one: at most one call. fingerprints: the name and a digest of each
-    definition.
+    definitions: the checked definitions in OpenAI's format, for the template. choice: whether the answer calls tools.
+    only: the one tool to call (`choice` is then "required"), or None for any. is_one: whether at most one call is
+    allowed. fingerprints: the name and a digest of each definition.
     """
 
     definitions: tuple[Mapping[str, Any], ...]
@@ -39,11 +39,11 @@ class ToolUse:
 
     @property
     def is_read(self) -> bool:
-        """Whether calls are read out of the answer."""
+        """Whether calls are read from the answer."""
         return self.choice != "none"
 
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Return the schemas of the arguments of those tools that a required call may name."""
+        """Return the argument schemas of the tools that a required call may name."""
         functions = [one["function"] for one in self.definitions]
         return {
             function["name"]: function.get("parameters") or {"type": "object"}
@@ -54,14 +54,17 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class CallsForm:
-    """The form of an answer that has to call tools. name: of the field, for errors."""
+    """The form of an answer that must call tools. name: the field's name, for errors."""
 
     use: ToolUse
     tool_format: ToolFormat
     name: str = "tool_choice"
 
     def compile(self, compiler: GrammarCompiler, tokenizer: Tokenizer | None) -> Grammar:
-        """Return its grammar. Raises ApiError for schemas that aren't accepted. Takes a second, or much longer."""
+        """Compile it to a grammar, which takes a second or much longer.
+
+        Raises ApiError for schemas that aren't accepted.
+        """
         of = self.tool_format
         calls = [(*of.call_parts(name), schema) for name, schema in self.use.schemas().items()]
         special = {} if tokenizer is None else of.special_marks(tokenizer)
@@ -73,7 +76,7 @@ class CallsForm:
 
 
 def parse_tools(fields: Fields) -> ToolUse | None:
-    """Read the fields of tools in a chat; None: it has no tools. Raises ApiError."""
+    """Read a chat's fields about tools; None if it has no tools. Raises ApiError."""
     value, choice = fields.take("tools"), fields.take("tool_choice")
     is_one = fields.take("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls")
     if value is not None and not isinstance(value, list):
@@ -89,7 +92,7 @@ def parse_tools(fields: Fields) -> ToolUse | None:
 
 
 def make_use(fields: Fields, definitions: tuple[Mapping[str, Any], ...], choice: Any, *, is_one: bool) -> ToolUse:
-    """Return the use of checked definitions. choice: OpenAI's field. Raises ApiError."""
+    """Make a `ToolUse` of checked definitions. choice: OpenAI's field `tool_choice`. Raises ApiError."""
     prints = tuple([(one["function"]["name"], sha256(write_json(one).encode()).digest()) for one in definitions])
     if choice is None:
         return ToolUse(definitions, "auto", None, is_one, prints)
@@ -126,7 +129,7 @@ def _parse_tool(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def parse_function(function: Fields, schema_name: str) -> Mapping[str, Any]:
-    """Read the name, description and schema of a function. Returns OpenAI's definition. Raises ApiError."""
+    """Read the name, description and schema of a function. Returns a definition in OpenAI's format. Raises ApiError."""
     called, text = function.text("name"), function.take("description")
     if called is None or not _NAME.fullmatch(called):
         raise function.error("name", "1 to 128 letters, digits, and _ . : / -")

@@ -1,6 +1,6 @@
-"""How families of models write calls of tools, and which family a chat template is of.
+"""How families of models write tool calls, and to which family a chat template belongs.
 
-A required call is written by a grammar: the model's own marks, and JSON between them. All formats read that, too.
+A grammar makes a model write required calls as JSON between its own marks. All formats also read that form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from kvblocks.server.tools.pythonic import read_python_calls
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls. This class is that of JSON between marks.
+    """How a model writes calls. This class is for JSON between marks.
 
-    name: as `--tool-parser` takes it. marks: each may begin calls. end: ends them; "": the answer's end. opening:
-    begins calls without a mark, but only at the beginning of an answer; "": none. before, after: around each required
-    call, or, if they are a list, around all; between: two required calls. arguments: the name of the arguments.
-    id_length: of calls' ids, where the template wants a length; 0: any. is_taught: whether the template knows no tools,
-    so that a system text has to say how they are called.
+    name: the format's name in `--tool-parser`. marks: the texts that may begin calls. end: the text that ends them; "":
+    the answer's end. opening: a text that begins calls without a mark, at the beginning of an answer only; "": none.
+    before, after: the texts around each required call, or around all if they form a list; between: the text between two
+    required calls. arguments: the name of the arguments' field. id_length: the length of call ids that the template
+    wants; 0: any. is_taught: whether the template knows no tools, so that a system text has to say how to call them.
     """
 
     name: str
@@ -36,14 +36,14 @@ class ToolFormat:
     is_taught: bool = False
 
     def read(self, text: str) -> list[Written] | None:
-        """Return the calls in a text, from behind a mark to before `end`; None if it isn't one of calls. O(text).
+        """Return the calls in the text between a mark and `end`; None if it doesn't consist of calls. O(text).
 
-        Without such an end, text behind the calls is dropped.
+        In formats without an `end`, text after the calls is dropped.
         """
         return read_calls(text, may_go_on=not self.end, needs_arguments=not self.is_list)
 
     def call_parts(self, name: str) -> tuple[str, str]:
-        """Return what a required call of a tool writes before its arguments, and behind them."""
+        """Return the texts before and after the arguments of a required call of a tool."""
         return f'{{"name": "{name}", "{self.arguments}": ', "}"
 
     def special_marks(self, tokenizer: Tokenizer) -> Mapping[str, int]:
@@ -72,7 +72,7 @@ class GemmaFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """Calls as Python writes them, `[name(key="text")]`: Llama 4, and Gemma 3 where the prompt asks for it."""
+    """Calls as Python writes them, `[name(key="text")]`: Llama 4, and Gemma 3 if the prompt asks for it."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ class PythonicFormat(ToolFormat):
 
 
 class MistralFormat(ToolFormat):
-    """A list in JSON, or, in Mistral's newer templates, `NAME[ARGS]{...}` behind each mark."""
+    """A list in JSON, or, in Mistral's newer templates, `NAME[ARGS]{...}` after each mark."""
 
     __slots__ = ()
 
@@ -153,9 +153,9 @@ _BY_TEXT: Sequence[tuple[str, str]] = (
 
 
 def format_of(tokenizer: Tokenizer | None, name: str | None = None) -> ToolFormat:
-    """Return the format of a model's calls, by its template. name: the format that was chosen; None: the template's.
+    """Return the format of a model's calls. name: the chosen format; None: that of its template.
 
-    A template that knows no tools is taught the chosen format, or hermes. O(template).
+    A model whose template knows no tools is taught the chosen format, or hermes. O(template).
     """
     source = (None if tokenizer is None else tokenizer.chat_template) or ""
     is_taught = tokenizer is None or "tools" not in tokenizer.template_variables

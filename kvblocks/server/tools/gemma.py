@@ -14,7 +14,7 @@ _MAX_DEPTH = 64
 
 
 def read_gemma_call(text: str) -> Written | None:
-    """Return the call in a text; None if it isn't one. O(text)."""
+    """Return the call in a text, or None if it isn't one. O(text)."""
     head = _HEAD.match(text)
     if head is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads calls that are written as Python writes them. Nothing is run: only literals are taken."""
+"""Reads calls that are written as Python writes them. Nothing is executed; only literals are accepted."""
 
 import ast
 from typing import Any
@@ -9,7 +9,7 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_python_calls(text: str) -> list[Written] | None:
-    """Return the calls in a text such as `[name(key="text")]`; None if it isn't that. O(text)."""
+    """Return the calls in a text such as `[name(key="text")]`, or None if it isn't of that form. O(text)."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         items = tree.elts if isinstance(tree, ast.List) else [tree]

@@ -1,8 +1,9 @@
-"""Reads calls out of the text of an answer while it is generated.
+"""Reads tool calls from the text of an answer while it is generated.
 
-Invariants. What is read doesn't depend on how the text comes in pieces. A call is given when it is whole. Text that
-begins like calls but isn't any is text, with its marks. As in vLLM, text before calls is given as it is, and text
-behind them isn't given. tests/clients/test_vllm_parsers.py compares both, and has what differs.
+Invariants. The result doesn't depend on how the text is cut into pieces. A call is returned when it is complete. Text
+that begins like calls but turns out to be something else remains text, including its marks. As in vLLM, text before
+calls is returned unchanged, and text after them is dropped. tests/clients/test_vllm_parsers.py compares the two, and
+lists the differences.
 """
 
 from kvblocks.server.tools.calls import ToolCall, new_call_id
@@ -10,7 +11,7 @@ from kvblocks.server.tools.formats import ToolFormat
 
 
 class CallReader:
-    """Reads one answer. is_one: give no call but the first."""
+    """Reads one answer. is_one: whether to return only the first call."""
 
     def __init__(self, tool_format: ToolFormat, *, is_one: bool = False) -> None:
         self._format = tool_format
@@ -22,9 +23,9 @@ class CallReader:
         self.num_calls = 0
 
     def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Return the text and the calls that are certain with the next piece. is_last: the answer ends with it.
+        """Take the next piece. Return the text and the calls that are now certain. is_last: the answer ends with it.
 
-        O(piece), and O(text of calls) where they end.
+        O(piece), plus O(text of calls) when they end.
         """
         self._held += text
         texts: list[str] = []
@@ -83,7 +84,7 @@ class CallReader:
 def name_stop(tool_format: ToolFormat, text: str, stops: tuple[str, ...]) -> str:
     """Return why an answer that may call tools stopped: "tool_calls" if it has called one, else "stop".
 
-    text: of all its tokens but the stop token. stops: strings of which the first ends the text. O(text).
+    text: the text of all its tokens except the stop token. stops: strings, the first of which ends the text. O(text).
     """
     ends = [at for at in map(text.find, stops) if at >= 0]
     reader = CallReader(tool_format)

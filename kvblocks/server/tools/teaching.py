@@ -1,4 +1,4 @@
-"""Messages for templates that know no tools: a system text describes the tools, and calls and results are text.
+"""Messages for templates that know no tools: a system text describes the tools, and calls and results become text.
 
 The words are those that Hermes' and Qwen's templates write, which many models were trained on.
 """
@@ -35,9 +35,9 @@ def encode_chat(
     *,
     begins_answer: bool = True,
 ) -> list[int]:
-    """Return a chat with its tools as tokens. values: for the template. Raises what the tokenizer does. O(length).
+    """Return a chat with its tools as tokens. values: values for the template. Raises what the tokenizer does.
 
-    begins_answer: whether the prompt ends where an answer begins.
+    O(length). begins_answer: whether the prompt ends where an answer begins.
     """
     definitions = () if tools is None else tools.definitions
     variables = dict(values)
@@ -49,10 +49,10 @@ def encode_chat(
 
 
 def teach(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> list[Message]:
-    """Return messages as a template without tools renders them: with a system text, and calls and results as text.
+    """Rewrite messages for a template without tools: with a system text, and with calls and results as text.
 
-    Results in a row are one message of the user, and so is the user's message behind them, since some templates want
-    turns to alternate. O(messages and tools).
+    Consecutive results, and a user's message after them, become one user message, since some templates want turns to
+    alternate. O(messages and tools).
     """
     found: list[Message] = []
     for message in messages:
@@ -88,7 +88,7 @@ def _write_calls(calls: Sequence[Mapping[str, Any]], tool_format: ToolFormat) ->
 
 
 def surround(texts: Sequence[str], tool_format: ToolFormat) -> str:
-    """Return the texts of calls with the format's marks."""
+    """Return the texts of calls, joined and with the format's marks."""
     if tool_format.is_list:
         return tool_format.before + tool_format.between.join(texts) + tool_format.after
     return tool_format.between.join([tool_format.before + text + tool_format.after for text in texts])

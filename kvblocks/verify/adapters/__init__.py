@@ -1,1 +1,1 @@
-"""Adapters for block managers of several engines; each imports its engine, which has to be installed."""
+"""Adapters for the block managers of several engines. Each imports its engine, which must be installed."""

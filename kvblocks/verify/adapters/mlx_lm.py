@@ -1,7 +1,7 @@
 """mlx-lm's `LRUPromptCache`, as its server calls it, with real caches of KV. mlx-lm 0.32.2.
 
-It keeps whole caches rather than blocks, and copies them. So K and V hold numbers here: each token that is computed
-gets a new one, and a copy of it has the same. These numbers are the walk's slots.
+It keeps whole caches rather than blocks, and copies them. So K and V hold numbers here: each computed token gets a new
+number, and copies keep it. These numbers are the walk's slots.
 """
 
 import copy
@@ -20,7 +20,7 @@ _TOKENS_AN_ENTRY = 3  # the walk counts at least so many for each request
 class MlxLmAdapter(CacheAdapter):
     """A cache of at most `num_blocks` prompts. There is always room, since mlx allocates. A salt is a model's key.
 
-    A subclass may make another cache with the same calls in `make`, and say in `forget` how it forgets everything.
+    A subclass may make another cache with the same calls in `make`, and clear it in `forget`.
     """
 
     block_size = 1
@@ -32,15 +32,15 @@ class MlxLmAdapter(CacheAdapter):
         self._in_prompt: list[WalkRequest] = []
 
     def make(self, max_size: int) -> Any:
-        """Return a new cache of so many prompts."""
+        """Return a new cache of at most `max_size` prompts."""
         return LRUPromptCache(max_size)
 
     def forget(self) -> None:
-        """Forget all that is cached."""
+        """Forget everything that is cached."""
         self.cache.trim_to(n_sequences=0)
 
     def start(self, request: WalkRequest, num_new_tokens: int) -> int:
-        """Fetch the nearest cache, and compute a chunk behind it."""
+        """Fetch the nearest cache, and compute a chunk after it."""
         found, rest = self.cache.fetch_nearest_cache(request.salt, list(request.token_ids))
         request.state = [KVCache()] if found is None else found
         num_hit_tokens = len(request.token_ids) - len(rest)
@@ -54,7 +54,7 @@ class MlxLmAdapter(CacheAdapter):
         return True
 
     def slots(self, request: WalkRequest) -> Sequence[Slot]:
-        """What K and V hold at each token."""
+        """Return the numbers that K and V hold at each token."""
         (kv,) = request.state
         if kv.keys is None:
             return []
@@ -62,12 +62,12 @@ class MlxLmAdapter(CacheAdapter):
         return list(zip(keys[0, 0, :, 0].tolist(), values[0, 0, :, 0].tolist(), strict=True))
 
     def free(self, request: WalkRequest) -> None:
-        """Insert the cache of all tokens. From now on it is the prompt cache's."""
+        """Insert the cache of all tokens, which then belongs to the prompt cache."""
         self._drop(request)
         self.cache.insert_cache(request.salt, request.token_ids[: request.num_tokens], request.state)
 
     def end_step(self) -> None:
-        """Insert a copy where a prompt is computed, as the server extracts it from its batch."""
+        """Insert a copy when a prompt is computed, as the server does with a cache that it takes from its batch."""
         for request in [request for request in self._in_prompt if request.num_written == len(request.token_ids)]:
             self._drop(request)
             kept = copy.deepcopy(request.state)
@@ -80,7 +80,7 @@ class MlxLmAdapter(CacheAdapter):
         return True
 
     def reset(self) -> bool:
-        """Forget all that is cached."""
+        """Forget everything that is cached."""
         self.forget()
         return True
 

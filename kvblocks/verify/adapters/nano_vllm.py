@@ -1,4 +1,4 @@
-"""nano-vllm's `BlockManager`, as its scheduler calls it; written for commit bb823b3, of which there is no release."""
+"""nano-vllm's `BlockManager`, as its scheduler calls it. Written for commit bb823b3, which has no release."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class NanoVllmAdapter(CacheAdapter):
         self._in_step: list[NanoSequence] = []
 
     def start(self, request: WalkRequest, num_new_tokens: int) -> int | None:
-        """Look up and allocate; the first chunk has so many tokens."""
+        """Look up and allocate. The first chunk has `num_new_tokens` tokens."""
         sequence = NanoSequence(list(request.token_ids))
         num_cached_blocks = self.manager.can_allocate(sequence)
         if num_cached_blocks == -1:
@@ -33,7 +33,7 @@ class NanoVllmAdapter(CacheAdapter):
         return num_hit_tokens
 
     def grow(self, request: WalkRequest, num_tokens: int) -> bool:
-        """Go on with the prompt, or append tokens one by one."""
+        """Continue the prompt, or append tokens one by one."""
         sequence: NanoSequence = request.state
         new = request.token_ids[len(sequence) :]
         num_blocks = -(-(len(sequence) + len(new)) // self.block_size)

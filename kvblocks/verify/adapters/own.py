@@ -1,4 +1,4 @@
-"""kvblocks' own manager, and its cache for engines that own their block ids."""
+"""kvblocks' own `KVCacheManager`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from kvblocks.verify.adapter import CacheAdapter, Slot, WalkRequest
 
 
 class ManagerAdapter(CacheAdapter):
-    """A `KVCacheManager` of `num_blocks` blocks. delays: blocks are cached when the step has run.
+    """A `KVCacheManager` of `num_blocks` blocks. delays: whether blocks are cached only when the step has run.
 
     A subclass may make another manager in `make`.
     """
@@ -38,7 +38,7 @@ class ManagerAdapter(CacheAdapter):
         return hit.num_tokens
 
     def grow(self, request: WalkRequest, num_tokens: int) -> bool:
-        """Append the tokens that the sequence doesn't have, or go on with its prompt."""
+        """Append the tokens that the sequence doesn't have, or continue its prompt."""
         sequence: kvblocks.Sequence = request.state
         new = request.token_ids[sequence.num_tokens :]
         if new:

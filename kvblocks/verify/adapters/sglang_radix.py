@@ -1,7 +1,7 @@
 """SGLang's `RadixCache`, called in the order of its scheduler, with a stand-in for its request. SGLang 0.5.23.
 
-A chunk is inserted into the tree after the step (`checkpoint`), which may move a request to the tree's copy of a slot;
-so is the whole request when it ends. Without a GPU, set SGLANG_RUST_BUILD_MODE=never before SGLang is imported.
+A chunk is inserted into the tree after the step (`checkpoint`), which may move a request to the tree's copy of a slot.
+The whole request is inserted when it ends. Without a GPU, set SGLANG_RUST_BUILD_MODE=never before SGLang is imported.
 """
 
 from array import array
@@ -24,7 +24,7 @@ _TOKENS_A_BLOCK = 4
 
 
 class SglangAdapter(CacheAdapter):
-    """A tree with pages of one token, which is SGLang's default, over memory for 4 tokens for each of `num_blocks`."""
+    """A tree with pages of one token, SGLang's default, and memory for 4 * `num_blocks` tokens."""
 
     block_size = 1
 
@@ -74,7 +74,7 @@ class SglangAdapter(CacheAdapter):
         return [int(index) for index in self._rows.req_to_token[found.kv.req_pool_idx][: found.num_slots]]
 
     def free(self, request: WalkRequest) -> None:
-        """Insert all of it, and give back what the tree didn't take, as `release_kv_cache` does."""
+        """Insert the whole request, and give back what the tree didn't take, as SGLang's `release_kv_cache` does."""
         found = request.state
         end = found.num_slots
         self.tree.checkpoint(found, up_to=end)
@@ -95,7 +95,7 @@ class SglangAdapter(CacheAdapter):
         return True
 
     def num_free_slots(self) -> int:
-        """Free ones and those that may be evicted."""
+        """The free slots and those that may be evicted."""
         return int(self._slots.available_size() + self.tree.evictable_size())
 
     def _has_room(self, num_tokens: int) -> bool:

@@ -17,9 +17,9 @@ _MAX_MODEL_LEN = 100_000
 
 
 class VllmAdapter(CacheAdapter):
-    """A manager of `num_blocks` blocks, and the null block beside them. hash_name: of vLLM's hash functions.
+    """A manager of `num_blocks` blocks plus the null block. hash_name: the name of a hash function of vLLM.
 
-    manager_class: a subclass may name another one with the same constructor and calls.
+    manager_class: a subclass may set another class with the same constructor and calls.
     """
 
     block_size = 4

@@ -1,4 +1,4 @@
-"""One thing that `kvblocks verify` tries."""
+"""A case: one thing that `kvblocks verify` tries."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,14 +9,17 @@ from kvblocks.verify.server.patient import Patient
 
 @dataclass(frozen=True)
 class Case:
-    """run: asks, and yields what it finds. needs: whether a server has what the case is about; None: each has."""
+    """A case. run: asks the server, and yields what it finds.
+
+    needs: whether a server has what the case is about; None: every server has it.
+    """
 
     run: Callable[[Patient, str], Iterator[Finding]]
     needs: Callable[[Patient], bool] | None = None
 
     @property
     def shows(self) -> str:
-        """What should hold, in a sentence."""
+        """A sentence that says what should hold."""
         return (self.run.__doc__ or "").strip()
 
     def applies_to(self, patient: Patient) -> bool:
@@ -24,5 +27,5 @@ class Case:
         return self.needs is None or self.needs(patient)
 
     def find(self, patient: Patient, seed: str) -> Finding | None:
-        """Return the first thing that is wrong, or None. It asks for no more than it needs to find that."""
+        """Return the first fault, or None. Asks the server for no more than it needs to find that."""
         return next(self.run(patient, seed), None)

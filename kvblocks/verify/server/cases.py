@@ -1,6 +1,6 @@
-"""What `kvblocks verify` tries: each case puts the cache into a state, and asks what must not depend on it.
+"""The cases of `kvblocks verify`: each puts the cache into a state, and asks for what must not depend on it.
 
-A case is a function of a patient and a seed, which yields what it finds. Its docstring is what it shows.
+A case is a function of a patient and a seed, which yields what it finds. Its docstring says what it shows.
 """
 
 from collections.abc import Callable, Iterator

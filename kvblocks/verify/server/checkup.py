@@ -1,4 +1,4 @@
-"""Runs cases against a server until the time is over, and repeats what it finds."""
+"""Runs cases against a server until the time is up, and repeats what they find."""
 
 import itertools
 import math
@@ -17,9 +17,9 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class CheckupOptions:
-    """What a checkup does. minutes, max_requests: it ends when either is used up. seed: equal seeds draw equal words.
+    """The options of a checkup. minutes, max_requests: it ends when either is used up.
 
-    only: the case to run; None: all of them in turns.
+    seed: equal seeds draw equal words. only: the case to run; None: all cases in turns.
     """
 
     minutes: float = 5.0
@@ -38,7 +38,7 @@ class CheckupOptions:
 
 @dataclass
 class Checkup:
-    """What a checkup found. num_tries: by case, how often it ran. not_tried: cases that this server has nothing for."""
+    """What a checkup found. num_tries: how often each case ran. not_tried: cases that don't apply to this server."""
 
     patient: Patient
     options: CheckupOptions
@@ -48,14 +48,14 @@ class Checkup:
     seconds: float = 0.0
 
     def run(self, note: Callable[[str], None] = lambda _: None) -> None:
-        """Run all cases in turns, until the time or the requests are used up. note: hears what is going on.
+        """Run all cases in turns, until the time or the requests are used up. note: called with progress messages.
 
-        A case that found something isn't run again. Raises TargetError if the server goes away.
+        A case that found something isn't run again. Raises TargetError if the server can't be reached any more.
         """
         self._run(time.monotonic() + 60 * self.options.minutes, None, note)
 
     def run_turns(self, number: int) -> None:
-        """Run each case so many times, however long it takes, as far as there are requests left. As `run`."""
+        """Run each case `number` times, however long it takes, while there are requests left. Otherwise as `run`."""
         self._run(math.inf, number, lambda _: None)
 
     def _run(self, end_s: float, num_turns: int | None, note: Callable[[str], None]) -> None:
@@ -80,7 +80,7 @@ class Checkup:
         self.seconds += time.monotonic() - start_s
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it, as JSON's types."""
+        """Return everything as JSON values."""
         patient, target = self.patient, self.patient.target
         return {
             "url": target.url,

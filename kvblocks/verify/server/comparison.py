@@ -1,4 +1,4 @@
-"""How far two answers to one prompt are apart, and how far they may be."""
+"""How far apart two answers to one prompt are, and how far they may be."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvblocks.verify.server.target import Reply
 
 SMALLEST_TOLERANCE = 0.002
-"""In nats. A server that is exact to the last bit may still round what it prints."""
+"""In nats. Even a server that is exact to the last bit may round what it prints."""
 
 TIMES_NOISE = 4.0
 
@@ -14,9 +14,9 @@ TIMES_NOISE = 4.0
 def distance(first: Reply, second: Reply) -> float:
     """Return the largest difference of log probabilities, in nats, up to the first token that differs.
 
-    There, greedy answers may part if two tokens are as likely as each other. So it counts how much less likely, in the
-    first answer, the next likely token was than the one taken. Infinite if that isn't told, or without log
-    probabilities if the texts differ.
+    There, greedy answers may differ if two tokens are about equally likely. So what counts there is how much less
+    likely the second most likely token was than the chosen one, in the first answer. Infinite if the server doesn't say
+    that, or if there are no log probabilities and the texts differ.
     """
     if not first.tokens or not second.tokens:
         return 0.0 if first.text == second.text else math.inf
@@ -31,7 +31,7 @@ def distance(first: Reply, second: Reply) -> float:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What is normal. noise: the largest distance seen between answers of equal states of the cache."""
+    """How much difference is normal. noise: the largest distance seen between answers in equal states of the cache."""
 
     noise: float
 
@@ -46,12 +46,12 @@ class Tolerance:
         return max(SMALLEST_TOLERANCE, TIMES_NOISE * self.noise)
 
     def times(self, first: Reply, second: Reply) -> float:
-        """How far two answers are apart, in units of the tolerance. Above 1.0 it is a fault."""
+        """How far apart two answers are, in units of the tolerance. More than 1.0 is a fault."""
         return distance(first, second) / self.nats
 
 
 def show(reply: Reply) -> str:
-    """Return an answer for people: its tokens with their log probabilities."""
+    """Return an answer as readable text: its tokens with their log probabilities."""
     if not reply.tokens:
         return repr(reply.text)
     return " ".join(f"{token!r}:{value:.4f}" for token, value in zip(reply.tokens, reply.logprobs, strict=True))

@@ -1,13 +1,15 @@
-"""What is wrong, in a form that can be repeated."""
+"""A fault that was found, and how to repeat it."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of a case. what: in a sentence. expected, got: the two answers, side by side. difference: how far apart
-    they are, in units of what is normal (1.0 is the tolerance), None where that means nothing. num_seen of num_tries:
-    how often it was there when the case was repeated. repeat: what to run to see it again.
+    """One fault of a case.
+
+    what: a sentence about it. expected, got: the two answers, side by side. difference: how far apart they are, in
+    units of the tolerance; None if that doesn't apply. num_seen of num_tries: how often it appeared when the case was
+    repeated. repeat: the command to see it again.
     """
 
     case: str
@@ -22,6 +24,6 @@ class Finding:
 
     @property
     def how_sure(self) -> str:
-        """A few words."""
+        """A few words about how certain the fault is."""
         seen = f"seen in {self.num_seen} of {self.num_tries} tries"
         return seen if self.difference is None else f"{seen}, {self.difference:.1f} times the tolerance"

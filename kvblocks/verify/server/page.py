@@ -1,4 +1,4 @@
-"""What a checkup found, as text for a terminal and as one HTML file."""
+"""Shows what a checkup found, as text for a terminal and as one HTML file."""
 
 import html
 import textwrap
@@ -11,7 +11,7 @@ _WIDTH = 100
 
 
 def as_text(checkup: Checkup) -> str:
-    """Return a report of a few lines, and one paragraph for each finding."""
+    """Return a report of a few lines, followed by one paragraph for each finding."""
     patient, target = checkup.patient, checkup.patient.target
     lines = [
         f"{target.url}, model {target.model}: {target.num_requests} requests in {checkup.seconds:.0f} s.",
@@ -33,7 +33,7 @@ def as_text(checkup: Checkup) -> str:
 
 
 def as_html(checkup: Checkup) -> str:
-    """Return the same as one file that loads nothing from elsewhere."""
+    """Return the same report as one HTML file that loads nothing else."""
     found = "".join(_section(finding) for finding in checkup.findings)
     summary = html.escape(as_text(checkup).partition("\n\n")[0])
     return (

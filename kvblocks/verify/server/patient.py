@@ -1,4 +1,4 @@
-"""The server as a case sees it: answers from a cold cache and from a warm one, compared."""
+"""The server as a case sees it: it gets answers from a cold and a warm cache, and compares them."""
 
 import itertools
 import secrets
@@ -12,7 +12,7 @@ from kvblocks.verify.server.prompts import Words, recalling, text
 from kvblocks.verify.server.target import Reply, Target, TargetError
 
 NUMS_OF_WORDS = (90, 360, 1440)
-"""Lengths of prompts that are tried, until one that is asked again hits."""
+"""Lengths of prompts to try, until a repeated prompt hits."""
 
 _NUM_LEARNED = 4  # prompts from which the tolerance is learned, and as many as are asked at once
 _WORDS_OF_A_FLUSH = 60
@@ -20,10 +20,10 @@ _WORDS_OF_A_FLUSH = 60
 
 @dataclass(frozen=True)
 class Coldness:
-    """How a cold answer is had.
+    """How to get an answer from a cold cache.
 
-    by: asking another "server" without a cache, a new "salt", a "reset", "traffic" that displaces everything.
-    "never": there is no way.
+    by: "server" (ask another one without a cache), "salt" (use a new one), "reset", "traffic" (evict everything by
+    other prompts), or "never" if there is no way.
     """
 
     by: str
@@ -32,12 +32,12 @@ class Coldness:
 
 
 class Patient:
-    """A target, how its cache is made cold, and what its tolerance is.
+    """A target, how to make its cache cold, and its tolerance.
 
-    expects_salts: whether `cache_salt` is to separate requests; None: if the server knows the field. cold_target: a
-    server of the same model that caches nothing. num_words: about how long prompts are, so that one which is asked
-    again hits. adapter_paths: of LoRA adapters that may be loaded and unloaded. measured: by case, what it measured.
-    Raises TargetError.
+    expects_salts: whether `cache_salt` must separate requests; None: if the server knows the field. cold_target: a
+    server of the same model that caches nothing. num_words: the approximate length of prompts, long enough that a
+    repeated one hits. adapter_paths: the paths of LoRA adapters that may be loaded and unloaded. measured: what each
+    case measured. Raises TargetError.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class Patient:
             )
 
     def salt(self) -> str | None:
-        """Return a salt that nobody has used, or None if they mean nothing here."""
+        """Return a salt that nobody has used, or None if salts have no effect on this server."""
         return f"verify-{self._run}-{next(self._numbers)}" if self.separates_salts else None
 
     def run_name(self) -> str:
-        """Return a name that no other run has, and no other call."""
+        """Return a name that differs in every run and every call."""
         return f"{self._run}-{next(self._numbers)}"
 
     def words(self, seed: str) -> Words:
-        """Return words of a seed. Where no salt tells two runs apart, other words in each run."""
+        """Return words of a seed. If no salt separates two runs, each run has other words."""
         return Words(seed if self.separates_salts else f"{self._run}/{seed}")
 
     def cold(self, prompt: list[str], *, model: str | None = None, image: str | None = None) -> Reply | None:
-        """Return the answer of a cold cache, or None if there is no way to it. Nothing else may run."""
+        """Return the answer from a cold cache, or None if that is impossible. Nothing else may run meanwhile."""
         return self._cold_text(text(prompt), model=model, image=image)
 
     def ask(
@@ -112,16 +112,19 @@ class Patient:
         model: str | None = None,
         image: str | None = None,
     ) -> Reply:
-        """Return an answer, whatever is cached for this salt. image: a URL, shown before the prompt."""
+        """Return an answer with whatever is cached for this salt.
+
+        image: the URL of an image to show before the prompt.
+        """
         return self.target.ask(text(prompt), max_tokens, salt=salt, model=model, image=image)
 
     def ask_all(self, prompts: Sequence[list[str]], salt: str | None) -> list[Reply]:
-        """Return the answers to several prompts that are asked at once, in their order."""
+        """Send several prompts at once, and return the answers in order."""
         with ThreadPoolExecutor(self.concurrency) as threads:
             return list(threads.map(lambda prompt: self.ask(prompt, salt), prompts))
 
     def compare(self, case: str, what: str, prompt: list[str], cold: Reply | None, warm: Reply) -> list[Finding]:
-        """Return what is wrong with a warm answer: nothing, or one finding. Without a cold one, nothing is known."""
+        """Compare a warm answer with a cold one. Return no or one finding; without a cold answer none."""
         if cold is None or not self.tolerance.is_known:
             return []
         times = self.tolerance.times(cold, warm)
@@ -228,5 +231,5 @@ class Patient:
 
 
 def repeated(finding: Finding, num_seen: int, num_tries: int, repeat: str) -> Finding:
-    """Return a finding with how often it was seen."""
+    """Return a copy of a finding that says how often it was seen."""
     return replace(finding, num_seen=num_seen, num_tries=num_tries, repeat=repeat)

@@ -1,4 +1,4 @@
-"""Prompts whose continuation depends on the KV of a known place: lists of words that begin to repeat themselves."""
+"""Prompts whose continuation depends on the KV of a known place: lists of words that begin to repeat."""
 
 import base64
 import random
@@ -25,17 +25,17 @@ _EACH = _WORDS.split(" ")
 
 
 class Words:
-    """Draws words from a seed. `tag` words at the beginning make prompts of different runs differ."""
+    """Draws words from a seed. `tag` words at the beginning make the prompts of different runs differ."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
 
     def draw(self, number: int) -> list[str]:
-        """Return so many words."""
+        """Return `number` words."""
         return [self._random.choice(_EACH) for _ in range(number)]
 
     def integer(self, low: int, high: int) -> int:
-        """Return a number between both, which are included."""
+        """Return a number from `low` to `high`, both included."""
         return self._random.randint(low, high)
 
 
@@ -45,16 +45,16 @@ def text(words: list[str]) -> str:
 
 
 def recalling(words: list[str], place: int, length: int = 5) -> list[str]:
-    """Return a list that begins to repeat itself: behind all words stand some from `place` on.
+    """Return a list that begins to repeat: all words are followed by `length` words from `place` on.
 
-    So a model continues with the words behind them, which it has to look up at `place`.
+    So a model continues with the words after those, which it has to look up at `place`.
     """
     start = max(0, min(place, len(words) - length - 8))
     return [*words, *words[start : start + length]]
 
 
 def picture(words: Words, size: int = 128, tile: int = 16) -> str:
-    """Return a PNG image of tiles in colours that are drawn, as a `data:` URL. size, tile: in pixels."""
+    """Return a PNG image of tiles in random colors, as a `data:` URL. size, tile: in pixels."""
     num_tiles = size // tile
     colours = [bytes(words.integer(0, 255) for _ in range(3)) for _ in range(num_tiles * num_tiles)]
     rows = b""

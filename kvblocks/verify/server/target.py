@@ -15,16 +15,16 @@ Json = dict[str, Any]
 
 
 class TargetError(KVBlocksError):
-    """The server can't be asked: it isn't there, refuses the requests, or answers in another form."""
+    """The server can't be used: it can't be reached, refuses the requests, or answers in another form."""
 
 
 @dataclass(frozen=True)
 class Reply:
     """One greedy answer.
 
-    tokens: their texts, empty if the server tells no log probabilities. logprobs: of these tokens. runners_up: the log
-    probability of the next likely token at each place, None where it isn't told. num_cached_tokens: None if not told.
-    seconds: until the answer was there.
+    tokens: the texts of its tokens, empty if the server gives no log probabilities. logprobs: those of these tokens.
+    runners_up: the log probability of the second most likely token at each place, or None. num_cached_tokens: None if
+    the server doesn't say. seconds: how long the answer took.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Reply:
     seconds: float
 
     def behind(self, num_tokens: int) -> Self:
-        """Return the answer behind its first tokens."""
+        """Return the rest of the answer after its first `num_tokens` tokens."""
         return replace(
             self,
             text="".join(self.tokens[num_tokens:]),
@@ -47,11 +47,11 @@ class Reply:
 
 
 class Target:
-    """The server at `url`, and one of its models; None: the first one that it lists. May be used by several threads.
+    """The server at `url` with one of its models; None: the first one that it lists. Thread-safe.
 
-    timeout_s: for one answer. reset_path: posted to by `reset`. Raises InvalidArgumentError for what isn't a URL.
-    adapters: the LoRA adapters that the server lists as children of the model. Other models are never asked, since some
-    servers would load them.
+    timeout_s: the time limit of one answer. reset_path: the path that `reset` posts to. adapters: the LoRA adapters
+    that the server lists as children of the model. Other models are never used, since some servers would load them.
+    Raises InvalidArgumentError for a wrong URL.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Target:
         self._post(self._reset_path, {})
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a path of the server's, as vLLM and SGLang do at runtime. Raises TargetError."""
+        """Load a LoRA adapter from a path on the server, as vLLM and SGLang allow at runtime. Raises TargetError."""
         self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
@@ -124,9 +124,9 @@ class Target:
         model: str | None = None,
         image: str | None = None,
     ) -> Reply:
-        """Return the greedy continuation of a prompt. image: a URL, shown before it. Raises TargetError.
+        """Return the greedy continuation of a prompt. image: the URL of an image to show before it. Raises TargetError.
 
-        It uses /v1/completions, and /v1/chat/completions with an image, or of a server that has no other.
+        Uses /v1/completions, but /v1/chat/completions with an image or if the server has nothing else.
         """
         path, body = self._request(prompt, max_tokens, salt, model, image)
         start_s = time.perf_counter()
@@ -134,7 +134,7 @@ class Target:
         return _read(answer, time.perf_counter() - start_s)
 
     def knows_salts(self) -> bool:
-        """Whether the server knows the field `cache_salt`: it refuses a number there."""
+        """Whether the server knows the field `cache_salt`, which shows when it refuses a number there."""
         path, body = self._request("one two three", 1, 7, None)
         try:
             self._post(path, body)
@@ -143,7 +143,7 @@ class Target:
         return False
 
     def takes_images(self) -> bool:
-        """Whether the server answers to a chat that shows an image."""
+        """Whether the server answers a chat with an image."""
         try:
             self.ask("one two three", 1, image=picture(Words("image")))
         except TargetError:
@@ -151,7 +151,7 @@ class Target:
         return True
 
     def begin_and_leave(self, prompt: str, after_s: float, *, salt: str | None = None) -> None:
-        """Ask for an answer as a stream, and close the connection after some seconds, whatever has come. No error."""
+        """Request a streamed answer, and close the connection after `after_s`, whatever has come. Raises nothing."""
         path, body = self._request(prompt, 8, salt, None)
         body["stream"] = True
         self.num_requests += 1
@@ -162,7 +162,7 @@ class Target:
             pass  # the read timed out, and the connection is closed: as was meant
 
     def find_out(self) -> None:
-        """Find out which endpoint there is, and whether it tells log probabilities. Raises TargetError."""
+        """Find out which endpoint there is, and whether it gives log probabilities. Raises TargetError."""
         problems = []
         for self.has_completions, self.has_logprobs in ((True, True), (False, True), (True, False), (False, False)):
             try:

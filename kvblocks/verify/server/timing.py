@@ -1,4 +1,4 @@
-"""Does the time to an answer tell what another salt has cached?"""
+"""Checks whether the time to an answer reveals what another salt has cached."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -498,7 +498,11 @@ def test_a_disk_of_somebody_else_is_refused(make, tmp_path):
         ("disk:kv", {"size": 1000}, "expected at least"),
         ("kv", {}, "tiers: expected 'SCHEME:ADDRESS', such as 'host:2GiB', got another text"),
         (7, {}, "tiers: expected 'SCHEME:ADDRESS', such as 'host:2GiB', got int"),
-        ("tape:kv", {}, "tiers: expected a URL that begins with one of host, disk, valkey, .*, got another"),
+        (
+            "tape:kv",
+            {},
+            "tiers: expected a URL with one of the schemes host, disk, valkey, .*; got another",
+        ),
     ],
 )
 def test_what_is_wrong_with_options_is_said(make, tmp_path, monkeypatch, url, options, message):

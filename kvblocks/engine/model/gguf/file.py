@@ -1,4 +1,4 @@
-"""`GGUFModel`: a GGUF file, opened and checked, with all that a Hugging Face folder would have."""
+"""`GGUFModel`: an opened and checked GGUF file that provides everything a Hugging Face folder would."""
 
 from functools import cached_property
 from pathlib import Path

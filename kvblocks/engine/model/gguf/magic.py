@@ -1,4 +1,4 @@
-"""Is a file a GGUF? Needs no package, so that who loads a folder waits for none."""
+"""Recognizes GGUF files, without importing the gguf package: loading a folder shouldn't wait for it."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ _MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a GGUF file, by its name or its first bytes. Ollama's files have digests for names."""
+    """Whether this is a GGUF file, by its name or its first bytes (Ollama names its files by their digests)."""
     if not path.is_file():
         return False
     if path.suffix == ".gguf":

@@ -22,7 +22,7 @@ _ARCHITECTURES = {
 _GEMMA3_27B_LAYERS = 62
 _CONTROL = int(gguf.TokenType.CONTROL)
 _END_TEXTS = frozenset({"<|eot_id|>", "<|im_end|>", "<end_of_turn>"})
-"""Markup that ends a turn. Older files name one end only, that of a text."""
+"""Special tokens that end a turn. Older files name only one end token, the one that ends a text."""
 
 
 class Metadata:
@@ -46,7 +46,7 @@ class Metadata:
         return self._read[key]
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """The value of a boolean key, or `default` if there is none."""
         return bool(self.optional(key, default))
 
     def optional(self, key: str, default: Any) -> Any:
@@ -54,14 +54,14 @@ class Metadata:
         return self.value(key) if self.has(key) else default
 
     def number(self, key: str, default: int | None = None) -> int:
-        """One integer. Raises ModelError for a missing value without a default, and for a list: one by layer."""
+        """One integer. Raises ModelError for a list (a value per layer), and for a missing key without a default."""
         value = self.value(key) if default is None else self.optional(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelError(f"expected one integer as {key} in the GGUF file, got {value!r:.100}")
         return value
 
     def decimal(self, key: str, default: float | None = None) -> float:
-        """The shortest decimal with the same float32: a file has 9.999999747378752e-06 where its author wrote 1e-05."""
+        """One float, as the shortest decimal with the same float32: 1e-05 where the file has 9.999999747378752e-06."""
         value = self.value(key) if default is None else self.optional(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"expected a number as {key} in the GGUF file, got {value!r:.100}")
@@ -71,10 +71,11 @@ class Metadata:
 def config_fields(
     metadata: Metadata, vocab_size: int, *, is_tied: bool, rope_factors: Callable[[], NDArray[np.float32]] | None
 ) -> dict[str, Any]:
-    """What config.json of this model would have.
+    """The fields that this model's config.json would have.
 
-    vocab_size: rows of the embedding. is_tied: whether there is no other head. rope_factors: the file's divisors of
-    rotary frequencies, [head_dim / 2]; None: it has none. Raises ModelError for what is missing or not supported.
+    vocab_size: the rows of the embedding. is_tied: whether the embedding is also the output projection. rope_factors:
+    reads the file's divisors of rotary frequencies, [head_dim / 2]; None: it has none. Raises ModelError for what is
+    missing or not supported.
     """
     name = metadata.value("general.architecture")
     if name not in _ARCHITECTURES:

@@ -3,7 +3,7 @@
 - A quantized tensor has the exact values of the file's own dequantization, in float32.
 - q and k rows of llama are put back into the order that Hugging Face's rotary embedding expects: llama.cpp stores the
   two halves of each head interleaved.
-- Gemma's norms are stored less 1 in a folder, and whole in a file.
+- Gemma's norm weights are stored minus 1 in a folder, but unchanged in a GGUF file.
 
 The file is mapped. A tensor's bytes are read, and dequantized, when the tensor is asked for.
 """
@@ -48,7 +48,7 @@ _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class StoredTensor:
-    """A tensor of a mapped file. name: in a Hugging Face folder. shape: outermost dimension first."""
+    """A tensor of a mapped file. name: its name in a Hugging Face folder. shape: outermost dimension first."""
 
     def __init__(self, tensor: gguf.ReaderTensor, fields: Mapping[str, Any]) -> None:
         """fields: as `metadata.config_fields` made them. Raises ModelError for what no such model has."""
@@ -73,7 +73,7 @@ def dequantize(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
 
 
 def check_readable(tensors: list[gguf.ReaderTensor]) -> None:
-    """Raise ModelError for the first tensor whose quantization can't be read. Reads a row of each kind."""
+    """Raise ModelError for the first tensor whose quantization can't be read. Reads one row per quantization."""
     seen = set()
     for tensor in tensors:
         if tensor.tensor_type not in seen:

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as the text of tokenizer.json and the fields of tokenizer_config.json.
 
-A file names its tokenizer by two words: `tokenizer.ggml.model`, and for byte-level BPE `tokenizer.ggml.pre`, how a text
-is cut before merges. The cuts are those of the models' published tokenizers.
+A file names its tokenizer by two keys: `tokenizer.ggml.model`, and for byte-level BPE `tokenizer.ggml.pre`, which says
+how a text is split before merges. The splits here are those of the models' published tokenizers.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CUTS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
-"""How a text is cut, by `tokenizer.ggml.pre`."""
+"""How a text is split before merges, by `tokenizer.ggml.pre`."""
 
 _DIGITS_CUTS = ("smollm",)
 _PLAIN_CUTS = ("gpt-2", "default")
@@ -29,7 +29,7 @@ _SPACE = "\u2581"
 def tokenizer_parts(metadata: Metadata, max_length_tokens: int) -> tuple[str, dict[str, Any]]:
     """The text of tokenizer.json, and the fields of tokenizer_config.json.
 
-    Raises ModelError for a kind of tokenizer that is not supported. Seconds for 250,000 tokens.
+    Raises ModelError for a kind of tokenizer that is not supported. Takes seconds for 250,000 tokens.
     """
     kind = metadata.value("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):

@@ -1,7 +1,7 @@
 """Delta nets by the kernels of flash-linear-attention, on a GPU where that package is installed (`kvblocks[fla]`).
 
-It has both forms of gated delta nets and of Kimi's delta attention, in Triton. Products of float32 are rounded to
-TF32 there, so models in float32 are computed in plain torch, as on all other devices.
+The package has the recurrent and the chunked form of gated delta nets and of Kimi's delta attention, in Triton. It
+rounds float32 products to TF32, so models in float32 are computed in plain torch, as on all other devices.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 Rule = Literal["gated_delta_rule", "kda"]
-"""A delta rule's name in the package: one decay a head, or one for each channel of its keys."""
+"""A delta rule's name in the package. One has a single decay per head, the other a decay per channel of the keys."""
 
 
 class DeltaInputs(NamedTuple):
-    """What a delta rule takes of each row, float32. Queries are scaled, and queries and keys are normed.
+    """The inputs of a delta rule, by row, in float32. Queries and keys are already normed, and queries also scaled.
 
-    query, key: [num_rows, num_heads, key_dim]; value: [num_rows, num_heads, value_dim]; decay, the logarithm:
-    [num_rows, num_heads], or with channels as `key`; beta: [num_rows, num_heads].
+    query, key: [num_rows, num_heads, key_dim]; value: [num_rows, num_heads, value_dim]; decay: logarithms, [num_rows,
+    num_heads], or shaped like `key` if each channel has its own; beta: [num_rows, num_heads].
     """
 
     query: Tensor
@@ -31,12 +31,15 @@ class DeltaInputs(NamedTuple):
 
 
 def has_kernels(rows: Tensor) -> bool:
-    """Whether the package serves `rows`: on a CUDA device, in float16 or bfloat16. O(1)."""
+    """Whether to use the package for `rows`: it is installed, and they are float16 or bfloat16 on a CUDA device.
+
+    O(1).
+    """
     return _is_on_gpu(rows) and rows.dtype in (torch.float16, torch.bfloat16) and is_installed()
 
 
 def recurrent(rule: Rule, inputs: DeltaInputs, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One token of each of several sequences: their outputs, and their states after it. Changes nothing.
+    """Advance several sequences by one token each. Returns the outputs, and the states after it. Changes nothing.
 
     state: float32 [num_rows, num_heads, key_dim, value_dim]; dtype: of the rows. Returns float32.
     """
@@ -47,7 +50,7 @@ def recurrent(rule: Rule, inputs: DeltaInputs, state: Tensor, dtype: torch.dtype
 
 
 def chunked(rule: Rule, inputs: DeltaInputs, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence, in order. As `recurrent`; state: [1, num_heads, key_dim, value_dim]."""
+    """As `recurrent`, for many tokens of one sequence, in order. state: [1, num_heads, key_dim, value_dim]."""
     output, after = _call(
         load_kernels(rule)[0], DeltaInputs(*(part[None].contiguous() for part in inputs)), state, dtype
     )
@@ -67,7 +70,7 @@ def _call(
 
 @cache
 def load_kernels(rule: Rule) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
-    """The chunked and the recurrent form of a rule. Remembered. Raises ImportError if the package is broken."""
+    """The chunked and the recurrent form of a rule. Cached. Raises ImportError if the package is broken."""
     if rule == "kda":
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -79,7 +82,7 @@ def load_kernels(rule: Rule) -> tuple[Callable[..., tuple[Tensor, Tensor]], Call
 
 @cache
 def is_installed() -> bool:
-    """Whether the package is there. Remembered."""
+    """Whether the package is installed. Cached."""
     return find_spec("fla") is not None
 
 

@@ -1,6 +1,6 @@
 """The delta rule of gated delta nets and of Kimi's delta attention: by the kernels of a library, or in plain torch.
 
-The two differ in how a state decays, as `DeltaInputs.decay` has it: by head, or by channel of the keys.
+The two differ in `DeltaInputs.decay`: a state decays by head in the former, by channel of the keys in the latter.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,17 @@ from torch import Tensor
 from kvblocks.engine.model.hybrid.delta_kernels import DeltaInputs, Rule, chunked, has_kernels, recurrent
 
 ChunkRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A chunk's outputs, and the state after it, from query, key, value, decay, beta and state, by head."""
+"""Computes a chunk from query, key, value, decay, beta and state, all by head.
+
+Returns outputs and the state after it.
+"""
 
 
 def recur_delta(rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of several sequences: their outputs, and their states after it. Changes nothing.
+    """Advance several sequences by one token each. Returns the outputs, and the states after it. Changes nothing.
 
-    rows: what `inputs` were made of; their dtype and device decide who computes. state: float32 [num_rows, num_heads,
-    key_dim, value_dim]. Returns float32.
+    rows: the rows that `inputs` were made of; their dtype and device decide between library and torch. state: float32
+    [num_rows, num_heads, key_dim, value_dim]. Returns float32.
     """
     if has_kernels(rows):
         return recurrent(rule, inputs, state, rows.dtype)
@@ -33,7 +36,7 @@ def recur_delta(rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor) ->
 def scan_delta(
     rule: Rule, rows: Tensor, inputs: DeltaInputs, state: Tensor, in_chunk: ChunkRule, num_chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence, in order, as `recur_delta`; state: [1, num_heads, key_dim, value_dim].
+    """As `recur_delta`, for many tokens of one sequence, in order. state: [1, num_heads, key_dim, value_dim].
 
     in_chunk: computes up to num_chunk_tokens tokens in plain torch.
     """

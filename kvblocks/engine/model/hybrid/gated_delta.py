@@ -1,11 +1,11 @@
 """Gated delta nets (Yang et al. 2024), the linear attention of Qwen3-Next and Qwen3.5.
 
-A head's state is a matrix S [key_dim, value_dim]. Each token decays it, reads what it has under the token's key, and
-writes the difference to the token's value: S = exp(g) S; S += k (beta (v - k S)). Its output is q S. Before that,
-queries, keys and values pass a short causal convolution; its last inputs belong to the state, too.
+A head's state is a matrix S [key_dim, value_dim]. Each token lets S decay, reads what S has under the token's key, and
+adds the difference to the token's value there: S = exp(g) S; S += k (beta (v - k S)). The output is q S. Before that,
+queries, keys and values pass through a short causal convolution, whose last inputs are also part of the state.
 
-`scan` takes chunks of 64 tokens. Within a chunk the writes depend on each other by a triangular system (the "UT
-transform" of the paper), so a chunk costs a few matrix products instead of 64 updates of S.
+`scan` takes chunks of 64 tokens. Within a chunk the writes are the solution of a triangular system (the "UT transform"
+of the paper), so a chunk costs a few matrix products instead of 64 updates of S.
 """
 
 from collections.abc import Callable
@@ -161,7 +161,7 @@ def delta_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The outputs of a chunk's tokens, and the state after them.
 
-    query, key: [num_heads, num_tokens, key_dim]; value: [num_heads, num_tokens, value_dim]; decay, the logarithm, and
+    query, key: [num_heads, num_tokens, key_dim]; value: [num_heads, num_tokens, value_dim]; decay (as a logarithm) and
     beta: [num_heads, num_tokens]; state: [num_heads, key_dim, value_dim]. All float32. Changes nothing.
     """
     sums = decay.cumsum(-1)

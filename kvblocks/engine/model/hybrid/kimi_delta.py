@@ -4,8 +4,8 @@ A head's state is a matrix S [head_dim, head_dim], as in a gated delta net (`gat
 each channel of the keys, has its own decay: S = exp(g)[:, None] S; S += k (beta (v - k S)). The output is q S.
 
 `scan` takes chunks of 16 tokens. What a token reads of an earlier one is a sum over channels, each with its own decay
-between the two. A product of matrices can't have that without numbers that overflow, so each pair of tokens has its
-decays. Their number grows with the square of the chunk, so these chunks are short.
+between the two tokens. A matrix product of factored decays could overflow, so the decays are computed for each pair of
+tokens. Their number grows with the square of the chunk's length, so chunks are short.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from kvblocks.engine.model.hybrid.mixer import (
 )
 
 CHUNK_TOKENS = 16
-"""Tokens of a chunk of `scan`: those that the published kernels compute by pairs."""
+"""Tokens of a chunk of `scan`: as many as the published kernels compute by pairs."""
 
 _INPUTS = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
 
@@ -140,7 +140,7 @@ def kimi_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The outputs of a chunk's tokens, and the state after them.
 
-    query, key, value, and decay, the logarithm: [num_heads, num_tokens, head_dim]; beta: [num_heads, num_tokens];
+    query, key, value, and decay (as a logarithm): [num_heads, num_tokens, head_dim]; beta: [num_heads, num_tokens];
     state: [num_heads, head_dim, head_dim]. All float32. Changes nothing. O(num_tokens squared) memory.
     """
     sums = decay.cumsum(-2)

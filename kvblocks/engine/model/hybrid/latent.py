@@ -1,14 +1,15 @@
 """Multi-head latent attention (DeepSeek-AI 2024), the attention of Kimi Linear, without RoPE.
 
 A token keeps one *entry* for all heads: a latent of `rank` elements, and `shared_dim` elements that every head's key
-ends with. A head's key and value are products of the latent. There are two forms of the same scores:
+ends with. A head's key and value are linear functions of the latent. The same result can be computed in two forms:
 
-- *Expanded*: the keys and values of all heads are made from the entries of the context. For many rows at once.
+- *Expanded*: the keys and values of all heads are made from the entries of the context. This suits many rows at once.
 - *Absorbed*: the queries are multiplied by the keys' matrix instead, and the results by the values'. All heads then
-  attend to the entries themselves, as to one head of K and V. For few rows, which don't repay the expansion.
+  attend to the entries themselves, as to one head of K and V. This suits few rows, for which the expansion would not
+  pay off.
 
-The two differ in the last bits. The absorbed one is row-wise but for the attention itself, so where bits must not
-depend on how a prompt was cut, it serves all rows.
+The two differ in the last bits. Apart from attention itself, the absorbed form is row-wise. So where bits must not
+depend on how a prompt was chunked, all rows use it.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 _EPSILON = 1e-6
-"""Of the latents' norm, whatever the model's other norms have."""
+"""The epsilon of the latents' norm, whatever the model's other norms have."""
 
 _INPUTS = ("self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 _OUTPUT, _NORM = "self_attn.o_proj.weight", "self_attn.kv_a_layernorm.weight"
@@ -27,7 +28,7 @@ _EXPANSION = "self_attn.kv_b_proj.weight"
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """The sizes of a layer. own_dim: of the part of a key that is a head's own, a product of the latent."""
+    """The sizes of a layer. own_dim: the elements of a key that a head has to itself, computed from the latent."""
 
     num_heads: int
     rank: int
@@ -47,16 +48,16 @@ class LatentAttention:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The tensors whose outputs, one after another, are the queries and the entry."""
+        """The names of the tensors whose outputs, one after another, are the queries and the entry."""
         return _INPUTS
 
     @property
     def output(self) -> str:
-        """The tensor that takes the attention's output."""
+        """The name of the tensor that projects the attention's output."""
         return _OUTPUT
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer in a folder: names behind the layer's own, with their shapes."""
+        """The tensors of a layer in a folder: their names, without the layer's prefix, and their shapes."""
         query, entry = _INPUTS
         return {
             query: (self.num_heads * self.key_dim, hidden_size),
@@ -67,11 +68,11 @@ class LatentAttention:
         }
 
     def load(self, read: Callable[[str], Tensor]) -> "LatentHeads":
-        """Take the tensors of a layer that aren't projections of rows. `read` returns them in the model's dtype."""
+        """Read the tensors of a layer that aren't projections of rows. `read` returns a tensor in the model's dtype."""
         return LatentHeads(self, read(_NORM), read(_EXPANSION).unflatten(0, (self.num_heads, -1)))
 
     def expands(self, num_rows: int) -> bool:
-        """Whether the expanded form takes fewer multiplications for so many rows of a sequence. O(1)."""
+        """Whether the expanded form takes fewer multiplications for `num_rows` rows of a sequence. O(1)."""
         expanding = self.rank * (self.own_dim + self.value_dim)
         return expanding + num_rows * (self.key_dim + self.value_dim) < num_rows * (self.entry_dim + self.rank)
 
@@ -80,7 +81,8 @@ class LatentAttention:
 class LatentHeads:
     """How queries, keys and values of a layer's heads come from rows and entries.
 
-    norm: [rank], of latents. expansion: [num_heads, own_dim + value_dim, rank]. No method changes anything.
+    norm: the weights of the latents' norm, [rank]. expansion: [num_heads, own_dim + value_dim, rank]. No method changes
+    anything.
     """
 
     sizes: LatentAttention
@@ -88,7 +90,7 @@ class LatentHeads:
     expansion: Tensor
 
     def split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, [num_rows, num_heads, key_dim], and entries, [num_rows, 1, entry_dim], of projected rows."""
+        """Split projected rows into queries, [num_rows, num_heads, key_dim], and entries, [num_rows, 1, entry_dim]."""
         sizes = self.sizes
         columns = [sizes.num_heads * sizes.key_dim, sizes.rank, sizes.shared_dim]
         query, latent, shared = projected.split_with_sizes(columns, 1)
@@ -98,18 +100,18 @@ class LatentHeads:
         return query.unflatten(1, (sizes.num_heads, sizes.key_dim)), torch.cat([normed, shared], 1)[:, None]
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Queries over entries, [num_rows, num_heads, entry_dim], of queries over keys."""
+        """Turn queries for keys into queries for entries: [num_rows, num_heads, key_dim] to [.., .., entry_dim]."""
         own, shared = query.split_with_sizes([self.sizes.own_dim, self.sizes.shared_dim], -1)
         over_latents = own.transpose(0, 1) @ self.expansion[:, : self.sizes.own_dim]
         return torch.cat([over_latents.transpose(0, 1), shared], -1)
 
     def values(self, attended: Tensor) -> Tensor:
-        """Outputs, [num_rows, num_heads, value_dim], of weighted sums of entries, [num_rows, num_heads, entry_dim]."""
+        """Turn sums of entries into outputs: [num_rows, num_heads, entry_dim] to [num_rows, num_heads, value_dim]."""
         latents = attended[..., : self.sizes.rank].transpose(0, 1)
         return (latents @ self.expansion[:, self.sizes.own_dim :].mT).transpose(0, 1)
 
     def expand(self, entries: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of some heads, [num_entries, heads, key_dim] and [.., value_dim], of [.., entry_dim]."""
+        """Make keys, [num_entries, heads, key_dim], and values, [.., value_dim], of some heads from entries."""
         sizes, some = self.sizes, self.expansion[heads]
         latents, shared = entries.split_with_sizes([sizes.rank, sizes.shared_dim], 1)
         made = (latents @ some.flatten(0, 1).T).unflatten(1, some.shape[:2])

@@ -1,7 +1,7 @@
 """Mamba2 (Dao and Gu 2024), the state spaces of Bamba and Granite 4.
 
-A head's state is a matrix S [head_dim, state_dim]. Each token decays it by exp(dt A), adds dt x b, and reads S c.
-Before that, x, b and c pass a short causal convolution; its last inputs belong to the state, too.
+A head's state is a matrix S [head_dim, state_dim]. Each token lets S decay by exp(dt A), adds dt x b, and reads S c.
+Before that, x, b and c pass through a short causal convolution, whose last inputs are also part of the state.
 
 `scan` takes chunks of 64 tokens. Within a chunk, what a token reads of earlier ones is a product of scores c b and of
 decays, as in attention (the "state space duality" of the paper).
@@ -18,7 +18,7 @@ from kvblocks.engine.model.hybrid.mamba_kernels import Mamba2Inputs, Mamba2Rates
 from kvblocks.engine.model.hybrid.mixer import MixerTensors, StatePart, States, Weights, convolve, split_columns
 
 CHUNK_TOKENS = 64
-"""Tokens of a chunk of `scan`. Published configs say 256, for GPUs; the result is the same but for rounding."""
+"""Tokens of a chunk of `scan`. Published configs say 256, for GPUs; apart from rounding the result is the same."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def _rates(weights: Weights) -> Mamba2Rates:
 def scan_chunk(query: Tensor, key: Tensor, written: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs of a chunk's tokens, and the state after them.
 
-    query, key: [num_heads, num_tokens, state_dim]; written, dt x: [num_heads, num_tokens, head_dim]; decay, the
-    logarithm: [num_heads, num_tokens]; state: [num_heads, head_dim, state_dim]. All float32. Changes nothing.
+    query, key: [num_heads, num_tokens, state_dim]; written (dt x): [num_heads, num_tokens, head_dim]; decay (as a
+    logarithm): [num_heads, num_tokens]; state: [num_heads, head_dim, state_dim]. All float32. Changes nothing.
     """
     sums = decay.cumsum(-1)
     later = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool, device=key.device).triu(1)

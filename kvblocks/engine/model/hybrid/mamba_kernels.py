@@ -1,6 +1,7 @@
 """Mamba2 by the kernels of mamba-ssm, on a GPU where that package is installed (`kvblocks[mamba]`).
 
-It has both forms, in Triton. As with delta nets, models in float32 are computed in plain torch, as on other devices.
+The package has both the recurrent and the chunked form, in Triton. Models in float32 are computed in plain torch, as
+with delta nets, and so is everything on other devices.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,10 @@ Kernel = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 class Mamba2Inputs(NamedTuple):
-    """What Mamba2 takes of each row, float32.
+    """The inputs of Mamba2, by row, in float32.
 
-    value: [num_rows, num_heads, head_dim]; key, query: [num_rows, num_groups, state_dim]; time, before the bias and
-    softplus: [num_rows, num_heads].
+    value: [num_rows, num_heads, head_dim]; key, query: [num_rows, num_groups, state_dim]; time: the time steps before
+    bias and softplus, [num_rows, num_heads].
     """
 
     value: Tensor
@@ -31,7 +32,10 @@ class Mamba2Inputs(NamedTuple):
 
 
 class Mamba2Rates(NamedTuple):
-    """What the heads of a layer have, float32 [num_heads] each. decay is negative; skip multiplies the value."""
+    """The per-head parameters of a layer, float32 [num_heads] each.
+
+    `decay` is negative; `skip` multiplies the value.
+    """
 
     decay: Tensor
     skip: Tensor
@@ -39,12 +43,15 @@ class Mamba2Rates(NamedTuple):
 
 
 def has_kernels(rows: Tensor) -> bool:
-    """Whether the package serves `rows`: on a CUDA device, in float16 or bfloat16. O(1)."""
+    """Whether to use the package for `rows`: it is installed, and they are float16 or bfloat16 on a CUDA device.
+
+    O(1).
+    """
     return _is_on_gpu(rows) and rows.dtype in (torch.float16, torch.bfloat16) and is_installed()
 
 
 def recurrent(inputs: Mamba2Inputs, rates: Mamba2Rates, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One token of each of several sequences: their outputs, and their states after it. Changes nothing.
+    """Advance several sequences by one token each. Returns the outputs, and the states after it. Changes nothing.
 
     state: float32 [num_rows, num_heads, head_dim, state_dim]; dtype: of the rows. Returns float32.
     """
@@ -60,7 +67,7 @@ def recurrent(inputs: Mamba2Inputs, rates: Mamba2Rates, state: Tensor, dtype: to
 
 
 def chunked(inputs: Mamba2Inputs, rates: Mamba2Rates, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tokens of one sequence, in order. As `recurrent`; state: [1, num_heads, head_dim, state_dim]."""
+    """As `recurrent`, for many tokens of one sequence, in order. state: [1, num_heads, head_dim, state_dim]."""
     value, key, query = (part.to(dtype)[None].contiguous() for part in inputs[:3])
     output, after = load_kernels()[0](
         *(value, inputs.time[None].contiguous(), rates.decay, key, query, CHUNK_TOKENS),
@@ -75,7 +82,7 @@ def chunked(inputs: Mamba2Inputs, rates: Mamba2Rates, state: Tensor, dtype: torc
 
 @cache
 def load_kernels() -> tuple[Kernel, Kernel]:
-    """The chunked and the recurrent form. Remembered. Raises ImportError if the package is broken."""
+    """The chunked and the recurrent form. Cached. Raises ImportError if the package is broken."""
     from mamba_ssm.ops.triton.selective_state_update import selective_state_update
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
@@ -84,7 +91,7 @@ def load_kernels() -> tuple[Kernel, Kernel]:
 
 @cache
 def is_installed() -> bool:
-    """Whether the package is there. Remembered."""
+    """Whether the package is installed. Cached."""
     return find_spec("mamba_ssm") is not None
 
 

@@ -1,10 +1,10 @@
 """What a layer with a recurrent state is, and how a step advances the states of its sequences.
 
-Such a layer has an input projection and an output projection, which are row-wise as those of attention are. Between
-them is the *mixer*: it takes a sequence's rows in order, and rewrites the sequence's state at each of them. A mixer has
-two forms. `recur` takes one token of each of several sequences. `scan` takes many tokens of one sequence, and may group
-them. The two differ in the last bits, and so do two ways to cut a prompt into scans. So where bits must not depend on
-how a prompt was cut, cached or preempted, every token takes `recur` alone.
+Such a layer has an input and an output projection, both row-wise, as attention has. Between them is the *mixer*: it
+takes a sequence's rows in order, and rewrites the sequence's state at each of them. A mixer has two forms. `recur`
+takes one token of each of several sequences. `scan` takes many tokens of one sequence, and may group them. The two
+differ in the last bits, and so do two ways to cut a prompt into scans. So where bits must not depend on how a prompt
+was cut, cached or preempted, every token goes through `recur` by itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
-"""What a mixer needs beside the two projections, in float32."""
+"""The tensors that a mixer needs in addition to the two projections, in float32."""
 
 States = tuple[Tensor, ...]
 """The parts of the states of several sequences, each [num_seqs, *shape of the part]."""
 
 
 class StatePart(NamedTuple):
-    """A tensor of a sequence's state in a layer. is_precise: whether it is float32 whatever the model's dtype is."""
+    """One tensor of a sequence's state in a layer. is_precise: float32 whatever the model's dtype is."""
 
     shape: tuple[int, ...]
     is_precise: bool = False
@@ -40,7 +40,10 @@ class MixerTensors:
 
 
 class StateMixer(Protocol):
-    """How all layers of a kind mix a sequence's rows. An implementation is a frozen dataclass of sizes."""
+    """How the layers of a model that keep a state mix a sequence's rows.
+
+    Implementations are frozen dataclasses of sizes.
+    """
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
@@ -48,34 +51,34 @@ class StateMixer(Protocol):
 
     @property
     def num_inputs(self) -> int:
-        """Columns that the input projection gives."""
+        """The number of columns that the input projection produces."""
 
     @property
     def num_outputs(self) -> int:
-        """Columns that the output projection takes."""
+        """The number of columns that the output projection takes."""
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer in a folder: names behind the layer's own, with their shapes."""
+        """The tensors of a layer in a folder: their names, without the layer's prefix, and their shapes."""
 
     def load(self, read: Callable[[str], Tensor]) -> MixerTensors:
-        """Take a layer's tensors, which `read` returns in float32 by the names of `shapes`."""
+        """Read a layer's tensors: `read` returns one in float32, by its name in `shapes`."""
 
     def recur(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
-        """One token of each of several sequences: rows [num_seqs, num_inputs] -> [num_seqs, num_outputs].
+        """Advance several sequences by one token each: rows [num_seqs, num_inputs] -> [num_seqs, num_outputs].
 
-        Returns the states after these tokens, too. Changes nothing.
+        Also returns the states after these tokens. Changes nothing.
         """
 
     def scan(self, weights: Weights, rows: Tensor, states: States) -> tuple[Tensor, States]:
-        """Several tokens of one sequence: rows [num_tokens, num_inputs] -> [num_tokens, num_outputs].
+        """Advance one sequence by many tokens: rows [num_tokens, num_inputs] -> [num_tokens, num_outputs].
 
-        states: of this one sequence. Returns its states after the last token, too. Changes nothing.
+        states: those of this sequence alone. Also returns its states after the last token. Changes nothing.
         """
 
 
 @dataclass(frozen=True)
 class StateRows:
-    """Which rows of a step advance which state: rows bounds[i] to bounds[i + 1] - 1 are of the slot slots[i]."""
+    """Which rows of a step advance which state: rows bounds[i] to bounds[i + 1] - 1 belong to the slot slots[i]."""
 
     slots: tuple[int, ...]
     bounds: tuple[int, ...]
@@ -84,10 +87,10 @@ class StateRows:
 def advance(
     mixer: StateMixer, weights: Weights, rows: Tensor, memory: States, where: StateRows, *, by_token: bool
 ) -> Tensor:
-    """Mix a step's rows, [num_rows, num_inputs], in order: [num_rows, num_outputs].
+    """Mix a step's rows, in order: [num_rows, num_inputs] to [num_rows, num_outputs].
 
-    memory: the parts of all slots, each [num_slots, *shape]. It changes the slots of `where`. by_token: every token
-    takes `recur`, alone, so that its bits depend on its own sequence only.
+    memory: the parts of all slots, each [num_slots, *shape]. Changes the slots of `where`. by_token: whether every
+    token goes through `recur` by itself, so that its bits depend on its own sequence only.
     """
     mixed = rows.new_empty(rows.shape[0], mixer.num_outputs)
     spans = list(zip(where.slots, where.bounds, where.bounds[1:], strict=False))
@@ -115,7 +118,7 @@ def advance(
 def convolve(rows: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A causal convolution of each column: rows [..., num_tokens, width] -> the same shape, in float32.
 
-    past: the inputs before, [..., kernel - 1, width]. weight: [kernel, width]. Returns the new `past`, too.
+    past: the inputs before these rows, [..., kernel - 1, width]. weight: [kernel, width]. Also returns the new `past`.
     """
     joined = torch.cat([past.to(rows.dtype), rows], -2)
     num_tokens, kernel = rows.shape[-2], weight.shape[0]

@@ -10,7 +10,7 @@ from kvblocks.engine.model.hybrid.mixer import MixerTensors, StatePart, States, 
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A convolution over the last `kernel` tokens of x * b, whose result is multiplied by c: all are projections."""
+    """A convolution of x * b over the last `kernel` tokens, multiplied by c. x, b and c are projections of the rows."""
 
     width: int
     kernel: int

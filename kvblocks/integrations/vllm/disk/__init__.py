@@ -1,4 +1,4 @@
-"""`DiskTier`: kvblocks' disk as a secondary tier of vLLM's offloading: limited in size, checked, safe after a crash.
+"""`DiskTier`: kvblocks' disk as a secondary tier of vLLM's offloading: bounded, verified, and crash-safe.
 
     {"type": "DiskTier", "module_path": "kvblocks.integrations.vllm", "root_dir": "/var/kv", "max_bytes": 100000000000}
 

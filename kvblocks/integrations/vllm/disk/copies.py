@@ -1,7 +1,6 @@
 """`Copies`: threads that move bytes between vLLM's host memory and a `DiskStore`, and sync the store.
 
-A copy moves one block. Each runs to its end, or until an error. A shutdown waits for running copies, and drops those
-that have not begun.
+A copy moves one block, and isn't interrupted. A shutdown waits for running copies, and drops those that haven't begun.
 """
 
 import threading
@@ -22,7 +21,7 @@ _USES_EVERY = 10  # the order of use alone is synced only every so many times
 
 @dataclass(frozen=True)
 class Part:
-    """A block to be moved: its place in the host's memory, its slot on the disk, and its identity."""
+    """A block to move: its place in host memory, its slot on the disk, and its identity."""
 
     chunk_id: int
     slot: int
@@ -31,14 +30,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Copied:
-    """The result of a job: how many first parts were moved, and how many seconds that took."""
+    """The result of a job: how many leading parts were moved, and how many seconds that took."""
 
     number: int
     seconds: float
 
 
 class Copies:
-    """Threads that use a store; `stop` ends them. memory: the host's, as bytes; num_block_bytes for each block."""
+    """Threads that use a store; `stop` ends them. memory: the host memory as bytes, num_block_bytes per block."""
 
     def __init__(
         self, store: DiskStore | Nowhere, memory: memoryview, num_block_bytes: int, num_threads: tuple[int, int]
@@ -54,11 +53,11 @@ class Copies:
         self._syncer.start()
 
     def load(self, parts: Sequence[Part]) -> Future[Copied]:
-        """Fill the host's memory, up to the first block that is not right. Raises RuntimeError after `stop`."""
+        """Fill host memory, up to the first block that can't be read or verified. Raises RuntimeError after `stop`."""
         return self._readers.submit(self._move, parts, self._read)
 
     def store(self, parts: Sequence[Part]) -> Future[Copied]:
-        """Write blocks, up to the first that can't be written. Raises RuntimeError after `stop`."""
+        """Write blocks to the disk, up to the first that can't be written. Raises RuntimeError after `stop`."""
         return self._writers.submit(self._move, parts, self._write)
 
     def _move(self, parts: Sequence[Part], move: Any) -> Copied:

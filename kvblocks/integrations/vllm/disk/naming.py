@@ -1,6 +1,6 @@
-"""The description of what a folder was made for: all that a block's bytes depend on. The fingerprint is its digest.
+"""Describes everything that the bytes of a folder's blocks depend on. The fingerprint is the description's digest.
 
-vLLM gives a tier keys and bytes, but no tokens. A key is vLLM's hash of a block and of all before it. So it means
+vLLM gives a tier keys and bytes, but no tokens. A key is vLLM's hash of a block and all blocks before it, so it means
 nothing without the hash function and the seed of the first block. `Hashes` knows both before the first request, and
 checks that vLLM uses the same.
 """
@@ -22,20 +22,20 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 def identity_of(key: bytes) -> BlockIdentity:
-    """Return the identity in a slot's record for a key of vLLM's. O(1)."""
+    """Return the identity under which a key of vLLM is recorded. O(1)."""
     return BlockIdentity(b"", key, _NO_TOKENS)
 
 
 def key_of(identity: BlockIdentity) -> bytes | None:
-    """Return the key of an identity; None if it is none of ours. O(1)."""
+    """Return the key of an identity, or None if `identity_of` didn't make it. O(1)."""
     return identity.extra_keys if identity == identity_of(identity.extra_keys) else None
 
 
 class Hashes:
-    """The function that makes vLLM's keys, and its seed.
+    """The hash function of vLLM's keys, and its seed.
 
     algorithm: as in vLLM's option --prefix-caching-hash-algo. Raises UnsupportedEngineError for an algorithm that vLLM
-    lacks, and for a seed that differs in each process, since nothing would be found after a restart.
+    lacks, and for a seed that differs in each process, with which nothing would be found after a restart.
     """
 
     def __init__(self, algorithm: str) -> None:
@@ -64,7 +64,7 @@ class Hashes:
         got = "none: vLLM has not begun to hash" if found is None else f"{_maker(found)}"
         raise UnsupportedEngineError(
             f"{probe.NAME}: DiskTier: expected hashes by {self.algorithm!r} from the seed that the tier was made with, "
-            f"got {got}; say the same prefix_caching_hash_algo to the tier as --prefix-caching-hash-algo to vLLM"
+            f"got {got}; set the tier's prefix_caching_hash_algo to vLLM's --prefix-caching-hash-algo"
         )
 
 
@@ -83,7 +83,7 @@ def _maker(none_hash: bytes) -> str:
 
 
 def describe(spec: Any, num_block_bytes: int, hashes: Hashes, weights: str) -> dict[str, Any]:
-    """Return all that bytes depend on, as far as vLLM tells. spec: an OffloadingSpec."""
+    """Return everything that bytes depend on, as far as vLLM says. spec: an OffloadingSpec."""
     import vllm
 
     config = spec.config
@@ -117,5 +117,5 @@ def _files(model: str) -> list[tuple[str, int, int]]:
 
 
 def fingerprint(description: dict[str, Any]) -> bytes:
-    """Return 32 bytes that stand for a description made by `describe`. O(its length)."""
+    """Return the 32-byte digest of a description that `describe` made. O(its length)."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()

@@ -1,4 +1,4 @@
-"""`Nowhere`: takes a store's place where the volume is too full even for an empty store. It holds nothing."""
+"""`Nowhere`: an empty store, used when the volume is too full even for a new `DiskStore`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,14 +7,14 @@ from kvblocks.tiers.disk import DiskStats
 
 
 class Nowhere:
-    """As `DiskStore`, without slots. So every lookup is a miss, every store fails, and vLLM serves all the same."""
+    """A `DiskStore` without slots. Every lookup is a miss and every store fails, but vLLM can serve."""
 
     num_slots = 0
     needs_sync = has_uses = False
     stats = DiskStats()
 
     def remembered(self) -> list[tuple[int, BlockIdentity]]:
-        """Nothing."""
+        """Return nothing."""
         return []
 
     def write(self, slots: Iterable[int], identities: Iterable[BlockIdentity], payload: memoryview) -> None:
@@ -25,13 +25,13 @@ class Nowhere:
         return 0
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Nothing: there are no slots."""
+        """Do nothing: there are no slots."""
 
     def note_used(self, slots: Iterable[int]) -> None:
-        """Nothing: there are no slots."""
+        """Do nothing: there are no slots."""
 
     def sync(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

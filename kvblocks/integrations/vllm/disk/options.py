@@ -1,4 +1,4 @@
-"""`Options`: the configuration of a tier, which vLLM passes as names and values of a JSON object."""
+"""`Options`: the configuration of a tier, which vLLM passes on from a JSON object."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,12 +12,12 @@ from kvblocks import InvalidArgumentError
 class Options:
     """Options of a `DiskTier`.
 
-    root_dir: a folder for this tier alone; created if it doesn't exist. max_bytes: all files in it together never
-    exceed this; per data-parallel rank. n_read_threads, n_write_threads: threads that move bytes.
-    prefix_caching_hash_algo: as vLLM's option of this name. weights: any text that tells apart weights with the same
-    name: a revision, a quantization. secret_file: a file with at least 16 bytes; then nobody without them can plant KV.
-    enable_kv_events: whether vLLM's KV events, if it has any, include stores and evictions. locality: "LOCAL" or
-    "REMOTE", for vLLM's filters.
+    root_dir: a folder for this tier alone; created if it doesn't exist. max_bytes: the most bytes of all files in it,
+    for each data-parallel rank. n_read_threads, n_write_threads: threads that move bytes. prefix_caching_hash_algo: as
+    vLLM's option of this name. weights: any text that distinguishes weights with the same name, such as a revision or
+    quantization. secret_file: a file with at least 16 bytes; nobody without them can plant KV. enable_kv_events:
+    whether vLLM's KV events, if it has any, include stores and evictions. locality: "LOCAL" or "REMOTE", for vLLM's
+    filters.
     """
 
     root_dir: Path
@@ -31,7 +31,7 @@ class Options:
     locality: str | None = None
 
     def read_secret(self) -> bytes | None:
-        """Return the contents of the secret's file, without the end of the line. Raises InvalidArgumentError."""
+        """Return the contents of `secret_file` without the line's end, or None. Raises InvalidArgumentError."""
         if self.secret_file is None:
             return None
         try:
@@ -41,7 +41,7 @@ class Options:
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
-    """Return the options in a configuration. Raises InvalidArgumentError."""
+    """Read a configuration. Raises InvalidArgumentError."""
     names = [field.name for field in fields(Options)]
     unknown = sorted(set(given) - set(names))
     if unknown:

@@ -1,7 +1,7 @@
-"""`Slots`: which slot of a disk holds which key, which are being copied, and which is evicted next. No input or output.
+"""`Slots`: which slot of a disk holds which key, which are being copied, and which is evicted next. Does no I/O.
 
 Invariants:
-- A slot is free, or belongs to one entry.
+- A slot is free or belongs to one entry.
 - An entry that is being written can't be hit. An entry that is being written or read is not evicted.
 - The entries are in the order of their use, the least recently used first.
 """
@@ -13,7 +13,10 @@ Key = bytes
 
 
 class Entry:
-    """A key's slot. num_readers: loads in progress. is_gone: the key was forgotten; its last copy frees the slot."""
+    """A key's slot. num_readers: loads in progress.
+
+    is_gone: the key was forgotten, and the last copy frees the slot.
+    """
 
     __slots__ = ("is_gone", "is_stored", "key", "num_readers", "slot")
 
@@ -37,9 +40,9 @@ class Slots:
         return len(self._entries)
 
     def restore(self, pairs: Iterable[tuple[int, Key]]) -> list[int]:
-        """Enter what slots hold, the least recently used first. Of equal keys the last counts. O(slots).
+        """Enter what slots hold, the least recently used first. If keys are equal, the last one counts. O(slots).
 
-        Returns the slots whose contents are never found, because a later slot has the same key.
+        Returns the slots whose contents can never be found, because a later slot has the same key.
         """
         lost = []
         for slot, key in pairs:
@@ -56,10 +59,10 @@ class Slots:
         return self._entries.get(key)
 
     def reserve(self, keys: Iterable[Key]) -> tuple[list[Entry], list[Entry]]:
-        """Return new entries for keys that have none, as far as there are slots; and the entries evicted for them.
+        """Return new entries for keys that have none, as far as there are slots, and the entries evicted for them.
 
-        keys: in the order of a prefix. If there are too few slots, its beginning is stored. O(keys + entries being
-        copied).
+        keys: in the order of a prefix. If there are too few slots, the beginning of the prefix gets them. O(keys +
+        entries being copied).
         """
         wanted = dict.fromkeys(keys)
         made: list[Entry] = []
@@ -94,7 +97,7 @@ class Slots:
         return found[::-1]
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Take note that a prefix is used, in its order. Its end is evicted before its beginning. O(keys)."""
+        """Note that a prefix is used. keys: in its order; the end is evicted before the beginning. O(keys)."""
         for key in reversed(list(keys)):
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -115,7 +118,7 @@ class Slots:
             self._free.append(entry.slot)
 
     def forget(self, entry: Entry) -> None:
-        """Remove an entry: its key has none from now on. A second call does nothing. O(1)."""
+        """Remove an entry, after which its key has none. A second call does nothing. O(1)."""
         if entry.is_gone:
             return
         entry.is_gone = True

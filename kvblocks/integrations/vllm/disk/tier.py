@@ -1,7 +1,8 @@
 """`DiskTier`: a secondary tier of vLLM's offloading on a `kvblocks.tiers.disk.DiskStore`.
 
-All calls come from vLLM's scheduler, one at a time. This class decides what a slot holds; threads move the bytes. So a
-key can be hit only after the thread that wrote it has finished, and no entry is evicted that a thread reads or writes.
+All calls come from vLLM's scheduler, one at a time. This class decides what a slot holds, and threads move the bytes. A
+key can be hit only after the thread that writes it has finished, and an entry that a thread reads or writes isn't
+evicted.
 """
 
 import logging
@@ -57,11 +58,11 @@ class _Job:
 
 
 class DiskTier(SecondaryTierManager):
-    """A disk below vLLM's host memory. For its options see `kvblocks.integrations.vllm.disk.options.Options`.
+    """A disk below vLLM's host memory, with the options of `kvblocks.integrations.vllm.disk.options.Options`.
 
     If the volume has no room even for an empty store, every lookup is a miss, and a warning says so. Raises
-    InvalidArgumentError for a bad option; UnsupportedEngineError if a restart would change the seed of vLLM's hashes,
-    or vLLM lacks a part; DiskError if the folder can't be used, or another process uses it.
+    InvalidArgumentError for a bad option, UnsupportedEngineError if a restart would change the seed of vLLM's hashes or
+    vLLM lacks a needed part, and DiskError if the folder can't be used or another process uses it.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -123,7 +124,10 @@ class DiskTier(SecondaryTierManager):
     # Called by vLLM.
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002  # vLLM's own signature
-        """Return the policy: chunks are stored one by one. Raises UnsupportedEngineError if vLLM hashes otherwise."""
+        """Return the policy: chunks are stored one by one.
+
+        Raises UnsupportedEngineError if vLLM's hashing has changed.
+        """
         self._hashes.check()
         return RequestOffloadingContext()
 
@@ -135,11 +139,11 @@ class DiskTier(SecondaryTierManager):
         return LookupResult.HIT if entry.is_stored else LookupResult.RETRY
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002  # vLLM's own signature
-        """Take note that a prefix is used. O(keys)."""
+        """Note that a prefix is used. O(keys)."""
         self._note_used(keys)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Take note that a request's chunks were used, in its prefix's order, wherever they came from. O(chunks)."""
+        """Note that a request's chunks were used, in the order of its prefix, wherever they came from. O(chunks)."""
         self._note_used(_in_order(req_context))
 
     def _note_used(self, keys: Collection[bytes]) -> None:
@@ -149,7 +153,10 @@ class DiskTier(SecondaryTierManager):
             self._store.note_used(self._slots.stored_slots(keys))
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to store chunks that aren't there. Chunks without a slot are dropped, and the job counts as failed."""
+        """Begin to store the chunks that aren't there.
+
+        If a chunk gets no slot, it is dropped and the job counts as failed.
+        """
         keys = [bytes(key) for key in job_metadata.keys]
         chunk_ids = self._chunk_ids(job_metadata)
         if chunk_ids is None:
@@ -259,18 +266,18 @@ class DiskTier(SecondaryTierManager):
             self._events.append(OffloadingEvent(keys=keys, medium=self.medium, removed=removed, locality=self.locality))
 
     def take_events(self) -> Iterable[Any]:
-        """Return events of what was stored and removed since the last call."""
+        """Return events about what was stored and removed since the last call."""
         found, self._events = self._events or [], None if self._events is None else []
         return found
 
     def drain_jobs(self) -> None:
-        """Wait until everything submitted is copied, or has failed."""
+        """Wait until everything that was submitted is copied or has failed."""
         wait([job.future for job in self._jobs if job.future is not None])
 
     def shutdown(self) -> None:
         """Finish the chunks that are being copied, drop the others, and close the folder. A second call does nothing.
 
-        Dropped chunks are in failed jobs of `get_finished_jobs`. Raises DiskError if the last sync failed.
+        `get_finished_jobs` then reports the jobs of dropped chunks as failed. Raises DiskError if the last sync failed.
         """
         if self._is_closed:
             return
