@@ -5,20 +5,24 @@
     hit = manager.get_computed_blocks(sequence)
     manager.allocate_slots(sequence, hit=hit)
 
-The rooms:
+The folders:
 
 - `kvblocks.core`: one group of layers with full attention, and all that exactness needs;
-- `kvblocks.groups`: several groups of layers;
+- `kvblocks.groups`: several groups of layers, and `kvblocks.states`: layers that keep a recurrent state;
 - `kvblocks.retention`: which blocks stay cached;
 - `kvblocks.observe`: metrics, explanations and pictures for people;
 - `kvblocks.tiers`: copies of blocks below the device;
 - `kvblocks.prefix_cache`: for engines that own their block ids;
-- `kvblocks.engine`: the reference engine, with its kernels in `kvblocks.kernels`.
+- `kvblocks.wire`: events for routers, and hints of orchestrators;
+- `kvblocks.replay`: traces through the manager, and `kvblocks.verify`: checks of any block manager or server;
+- `kvblocks.integrations`: inside other engines;
+- `kvblocks.engine`: the reference engine, with its kernels in `kvblocks.kernels`; `kvblocks.server`: its API;
+- `kvblocks.cli`: the command line.
 
 Public calls check their arguments: see `kvblocks.arguments`. The classes of records that calls return (CacheStats,
 PrefixRow, SharedPrefix, Plan and the like) check nothing.
 
-The names below are imported when they are first used (PEP 562), so that a caller who needs a block table loads nothing
+The names below are imported when they are first used (PEP 562), so a caller who needs only a block table loads nothing
 else. None of them needs torch, numpy, a clock or a thread.
 """
 
@@ -240,7 +244,7 @@ __all__ = [
 class _Kernels:
     """Finds `kvblocks.kernels` in a checkout, where it stands beside this folder. An installed wheel has it inside.
 
-    Without this finder, Python looks at an installed copy. With an editable installation it may find the kernels of
+    Without this finder, Python would look at an installed copy, or (with an editable installation) find the kernels of
     another checkout.
     """
 

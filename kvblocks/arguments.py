@@ -1,4 +1,4 @@
-"""Checks of what callers pass, the same in both builds.
+"""Checks of the arguments that callers pass, the same in both builds.
 
 The rules:
 
@@ -7,13 +7,13 @@ The rules:
 - A wrong number of arguments, or an unknown name, is Python's TypeError.
 - The caller's own code (`__hash__`, `__eq__`, an iterator, a hash function) may raise while a call runs it. Such an
   error is passed on as it is, and the call has changed nothing.
-- The caller's objects are trusted to say the truth: of their length, their text and their bytes.
+- The caller's objects are trusted to report their own length, text and bytes truthfully.
 - Some errors of the caller's code do become InvalidArgumentError. TypeError, ValueError and OverflowError from
   `__index__` or `__float__` mean, as everywhere in Python, that the object is no such number. A TypeError from the
   trial call of a function means that the function has a wrong signature.
 
 In the compiled build, a parameter annotated with a compiled class, `int`, `str` or `bool` is checked before our first
-line runs, and a wrong one raises a bare TypeError. So parameters of public calls are annotated with protocols:
+line runs, and a wrong one raises a bare TypeError. Parameters of public calls are therefore annotated with protocols:
 `Given[Sequence]` for a Sequence, SupportsIndex for an int. To a type checker they mean the same, and compiled code
 doesn't check them. On the hot path, a call that takes an object of our own looks at its type only after something went
 wrong.
@@ -34,11 +34,11 @@ _MAX_SHOWN = 200  # characters of a value in an error message
 
 
 class Given(Protocol[T_co]):
-    """A T for a type checker. The call that takes it checks its type."""
+    """To a type checker, a T. At run time, the call that takes it checks its type."""
 
     @property  # type: ignore[misc]  # read-only, so that a subclass of T is one too
     def __class__(self) -> "type[T_co]":  # type: ignore[override]
-        """The class T, or one derived from it."""
+        """T or a class derived from it."""
 
 
 Text = Given[str]
@@ -63,16 +63,17 @@ def wrong(name: str, expected: str, value: object) -> InvalidArgumentError:
 
 
 def pip_install(extras: str) -> str:
-    """Return the command that installs what `extras` bring ("engine", or several with commas), for an error message.
+    """Return the command that installs what `extras` bring, for an error message.
 
-    pip finds an installed kvblocks by its name, whether it came from a checkout, a wheel or an index. A checkout that
-    isn't installed has a name of its own.
+    extras: "engine" or another extra, or several separated by commas. pip finds an installed kvblocks by its name,
+    whether it came from a checkout, a wheel or an index. For a checkout that isn't installed, the command names its
+    folder.
     """
     return f"pip install 'kvblocks[{extras}]' (in a checkout that isn't installed: '.[{extras}]')"
 
 
 def is_a(value: object, kind: type) -> bool:
-    """Whether `value` really is a `kind`, whatever its `__class__` says."""
+    """Whether the real type of `value` is `kind` or a subclass, whatever its `__class__` says."""
     return issubclass(type(value), kind)
 
 
@@ -106,13 +107,16 @@ def check_count(name: str, value: SupportsIndex, low: int, high: int | None = No
 
 
 def asked_once(value: SupportsIndex) -> SupportsIndex:
-    """Return `value` as an int if it is one, so that its `__index__` runs once; else `value`, to be refused later."""
+    """Return `value` as an int if it is one, so that its `__index__` runs only once; otherwise return `value`.
+
+    A later check refuses whatever isn't an int.
+    """
     number = as_int(value)
     return value if number is None else number
 
 
 def check_integer(name: str, value: SupportsIndex) -> int:
-    """Return `value` as an int if it is one of any size or sign (NumPy's too); else raise InvalidArgumentError."""
+    """Return `value` as an int if it is one (NumPy's too), of any size and sign; else raise InvalidArgumentError."""
     number = as_int(value)
     if number is None:
         raise wrong(name, "an int", value)
@@ -122,7 +126,7 @@ def check_integer(name: str, value: SupportsIndex) -> int:
 def check_number(name: str, value: SupportsFloat, expected: str = "a number") -> int | float:
     """Return `value` as an int or float if it is a real number (NumPy's too) and not NaN.
 
-    Else raises InvalidArgumentError.
+    Otherwise raise InvalidArgumentError.
     """
     given: Any = value
     number = as_int(given)
@@ -187,12 +191,12 @@ def check_name(name: str, value: Text | None) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """Return the characters of `text` as a plain str: the str() of an Enum's member is its name, not its text."""
+    """Return the characters of `text` as a plain str; str() of a member of an Enum would give its name instead."""
     return text if type(text) is str else "".join([text])  # noqa: FLY002  # an f-string has that name, too
 
 
 def check_text(name: str, text: str) -> str:
-    """Return `text` if UTF-8 can encode it, else (it has a lone surrogate) raise InvalidArgumentError."""
+    """Return `text` if UTF-8 can encode it. If not (it has a lone surrogate), raise InvalidArgumentError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -226,5 +230,5 @@ def listed(name: str, expected: str, value: object) -> list[Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number (an int, a float, one of NumPy's), but no bool and not NaN."""
+    """Whether `value` is a real number (an int, a float, one of NumPy's), but not a bool and not NaN."""
     return is_a(value, Real) and type(value) is not bool and bool(value == value)  # noqa: PLR0124  # NaN

@@ -1,6 +1,6 @@
 """The errors that kvblocks raises.
 
-Every error that a caller can cause is a `KVBlocksError`. Its subclasses are the cases that a caller can act on. A
+Every error that a caller can cause is a `KVBlocksError`; its subclasses are the cases that a caller can act on. The
 message says what was expected and what the call got. A call that raises one of them has changed nothing.
 """
 
@@ -10,7 +10,7 @@ class KVBlocksError(Exception):
 
 
 class InvalidArgumentError(KVBlocksError, ValueError):
-    """A value that is wrong in every state of the manager: fix the call."""
+    """A value that is wrong whatever the state of the manager: fix the call."""
 
 
 class InvalidTokensError(InvalidArgumentError):
@@ -22,7 +22,7 @@ class NoTokensError(InvalidTokensError):
 
 
 class SequenceStateError(KVBlocksError):
-    """The sequence is not in the state that the call needs: unknown, foreign, freed, or already allocated."""
+    """The sequence is not in the state that the call needs: not allocated here, freed, or already allocated."""
 
 
 class StaleHitError(KVBlocksError):
@@ -34,24 +34,24 @@ class BlockStateError(KVBlocksError):
 
 
 class PoolExhaustedError(KVBlocksError):
-    """A call needs more blocks than there are. The manager returns None instead; the engine's scheduler raises this."""
+    """A call needs more blocks than are free. The manager returns None instead; the engine's scheduler raises this."""
 
 
 class CorruptStateError(KVBlocksError):
-    """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or a new cache.
+    """An earlier call was left half done, for example by a KeyboardInterrupt: make a new manager, or a new cache.
 
-    From then on every call raises it, except those that only read counters. (Wrong arguments are reported first.) A
-    call that is made in the middle of another call's change, by a finalizer or a signal handler, raises it too. In that
-    case the object can be used again once the other call has ended.
+    From then on every call raises this error, except those that only read counters. (Wrong arguments are reported
+    first.) A call made in the middle of another call's change, by a finalizer or a signal handler, raises it too. In
+    that case the object can be used again once the other call has ended.
     """
 
 
 class PinBudgetError(KVBlocksError):
-    """With this pin, all pins together would hold more of the pool than they may: unpin something, or pin less."""
+    """With this pin, all pins would hold more of the pool than `pin_budget` allows: unpin something, or pin less."""
 
 
 class UnsupportedEngineError(KVBlocksError):
     """The engine lacks a part that an integration uses, or asks for something that the integration doesn't support.
 
-    The message names it. Nothing has changed. What can be checked before the engine runs is checked then.
+    The message names it, and nothing has changed. Whatever can be checked before the engine runs is checked then.
     """

@@ -1,9 +1,10 @@
 """Records of every change to the set of cached prefixes, in order, for routers and other observers of the cache.
 
-The set contains prefixes, not blocks. A second block that holds the same prefix changes nothing. A prefix is removed
-when the last block that holds it is evicted. Replaying the records into a dict gives the cached set at any time. Keep
-one set for each group and each medium: the same digest may be cached in several. The kinds of records follow vLLM's KV
-events. `kvblocks.wire` sends them over a network.
+The set contains prefixes, not blocks. A second block that holds the same prefix changes nothing, and a prefix is
+removed when the last block that holds it is evicted. Replaying the records into a set gives the prefixes cached at any
+time. Keep one set for each group and each medium, because the same digest may be cached in several.
+
+The kinds of records follow vLLM's KV events. `kvblocks.wire` sends them over a network.
 """
 
 from array import array
@@ -15,7 +16,7 @@ from kvblocks.arguments import Flag, check_flag, is_a, wrong
 
 
 def _set_state(record: Any, state: list[Any]) -> None:
-    """Fill a record from its pickled fields. Older versions had fewer fields: those that are missing get defaults."""
+    """Fill a record from its pickled fields. Fields that an older version didn't have get their defaults."""
     declared = fields(record)
     values = state + [field.default for field in declared[len(state) :]]
     for field, value in zip(declared, values, strict=True):
@@ -26,15 +27,22 @@ def _set_state(record: Any, state: list[Any]) -> None:
 class BlockStored:
     """Consecutive blocks of one prefix became cached.
 
-    block_hashes: their digests, first to last. parent_block_hash: the digest of the first block's parent; None for a
-    first block. In a windowed group the parent need not be cached. tokens: their token ids, packed as little-endian
-    u32. block_size: tokens in a block. extra_keys: (index in block_hashes, encoded extra keys) of the blocks that have
-    some, encoded as in `hashing`; empty for a group whose block size isn't the primary group's. group_idx: the group
-    that they are cached in; None where there is only one. block_ids: the blocks that hold them now, or a tier's slots.
-    When a duplicate later takes over from one of them, nothing is recorded. salt, lora: of their sequence, in
-    every record. kind: how the group's layers attend, "full_attention" or "sliding_window"; None in records of older
-    versions, which don't say. window: of a sliding window, in tokens. medium: where they are cached: "GPU" for the
-    device, otherwise a tier's `medium`. sequence_id: of the sequence whose call cached them; None in a tier.
+    - block_hashes: their digests, first to last.
+    - parent_block_hash: the digest of the first block's parent; None if that block begins a prefix. In a windowed group
+      the parent need not be cached.
+    - tokens: the blocks' token ids, packed as little-endian u32.
+    - block_size: tokens in a block.
+    - extra_keys: (index in block_hashes, encoded extra keys) for each block that has some, encoded as in
+      `kvblocks.hashing`; empty for a group whose block size isn't the primary group's.
+    - group_idx: the group in which they are cached; None if there is only one.
+    - block_ids: the blocks, or a tier's slots, that hold them now. When a duplicate later takes the place of one of
+      them, nothing is recorded.
+    - salt, lora: those of their sequence, in every record.
+    - kind: how the group's layers attend, such as "full_attention" or "sliding_window"; None in records of older
+      versions, which don't say.
+    - window: the size of a sliding window, in tokens.
+    - medium: where they are cached: "GPU" for the device, otherwise a tier's `medium`.
+    - sequence_id: the sequence whose call cached them; None in a tier.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -55,13 +63,13 @@ class BlockStored:
 
     @property
     def token_ids(self) -> list[int]:
-        """The blocks' token ids. O(tokens)."""
+        """The blocks' token ids as ints. O(tokens)."""
         return array("I", self.tokens).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Prefixes that are no longer cached, by their digests; a child always before its parent.
+    """Prefixes, named by their digests, that are no longer cached; a child always comes before its parent.
 
     group_idx, medium: as in `BlockStored`.
     """
@@ -75,14 +83,15 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The whole cache was reset: no prefix stored before this record is cached any more, on the device or in a tier."""
+    """The whole cache was reset. Nothing stored before this record is cached any more, on the device or in a tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksHit:
-    """A sequence was allocated with these cached blocks, first to last. The cached set doesn't change.
+    """A sequence was allocated with these cached blocks, first to last, which doesn't change the cached set.
 
-    Recorded only with `EventOptions(hits=True)`. Fields as in `BlockStored`; sequence_id: of the allocated sequence.
+    Recorded only with `EventOptions(hits=True)`. Fields are as in `BlockStored`, but sequence_id is that of the
+    allocated sequence.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -92,15 +101,15 @@ class BlocksHit:
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | BlocksHit
-"""What `take_events` returns a list of."""
+"""The records in the list that `take_events` returns."""
 
 
 @dataclass(frozen=True)
 class EventOptions:
-    """A value for a manager's `enable_events`: what it records besides the changes of the device's cached set.
+    """A value for a manager's `enable_events`: what to record in addition to changes of the device's cached set.
 
-    hits: a `BlocksHit` when a sequence is allocated with a hit. tiers: what tiers store and remove; the tiers must have
-    different media. Raises InvalidArgumentError.
+    hits: a `BlocksHit` whenever a sequence is allocated with a hit. tiers: what tiers store and remove; the tiers must
+    have different media. Raises InvalidArgumentError.
     """
 
     hits: bool = False
@@ -123,7 +132,7 @@ def check_event_options(value: "Flag | EventOptions") -> EventOptions | None:
 
 
 def part_of(stored: BlockStored, first: int, end: int) -> BlockStored:
-    """Return a record of only the blocks first to end - 1 of `stored`. O(blocks)."""
+    """Return a record of only the blocks first to end - 1 of `stored`. O(end - first)."""
     if first == 0 and end >= len(stored.block_hashes):
         return stored
     size = 4 * stored.block_size

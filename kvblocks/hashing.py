@@ -1,4 +1,4 @@
-"""How a block is named to the outside. The public import path of `kvblocks.core.hashing`, which explains it."""
+"""The public import path of `kvblocks.core.hashing`, which explains how a block is named to the outside."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ __all__ = ["HashFunction", "Names", "PositionKey", "get_names"]
 HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
 
 VLLM = "vllm:"
-"""The prefix of the names of vLLM's schemes; vLLM's name of the algorithm follows it."""
+"""The prefix of the names of vLLM's schemes. vLLM's name of the algorithm follows it."""
 
 
 def get_names(algorithm: Text | HashFunction | Names) -> Names:
     """Return the naming scheme for `algorithm`: a name, a callable bytes -> bytes that hashes preimages, or a scheme.
 
-    A name is one of ours, or "vllm:" and an algorithm of `kvblocks.wire.names.VllmNames`. A `Names` object is returned
-    as it is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't
-    return at least one byte.
+    A name is "xxh3_128" or "sha256", or "vllm:" followed by an algorithm of `kvblocks.wire.names.VllmNames`. A `Names`
+    object is returned as it is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take
+    bytes or doesn't return at least one byte.
     """
     given: Any = algorithm
     if is_a(given, Names):

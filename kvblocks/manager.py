@@ -1,19 +1,19 @@
 """The facade that engines call: sequences in, block tables out.
 
-A step of an engine looks up each new sequence (`get_computed_blocks`), makes room for what it will compute
-(`allocate_slots`, `append_slots`), runs the model over the block tables, and frees what has finished. A block is
-cached as soon as it is allocated full, before its KV is computed, so that a later sequence of the same step hits it.
-This is sound for engines that, in each layer, store a step's keys and values before they attend. `abort` is for a step
-that died.
+For each step, an engine looks up each new sequence (`get_computed_blocks`), makes room for the tokens that the step
+will compute (`allocate_slots`, `append_slots`), runs the model over the block tables, and frees the sequences that have
+finished. A block is cached as soon as it is allocated full, before its KV is computed, so a later sequence of the same
+step can hit it. This is sound for engines that, in each layer, store a step's keys and values before they attend. If a
+step dies, call `abort` for its sequences.
 
-A call that raises, or returns None because the pool can't serve it, has changed nothing. The exception is a call that
-is interrupted in the middle of a change, by a KeyboardInterrupt for example. After that all calls raise
-CorruptStateError; only counters (`stats`, `pins`, `quotas` and so on) may still be read.
+Calls are atomic: one that raises, or that returns None because the pool can't serve it, has changed nothing. The
+exception is a call that is interrupted in the middle of a change, for example by a KeyboardInterrupt. After that, every
+call raises CorruptStateError, and only counters (`stats`, `pins`, `quotas` and so on) can still be read.
 
-A manager takes no lock. The caller must not make calls from several threads at once.
+A manager takes no lock, so the caller must not call it from several threads at once.
 
-Hashing and comparing a caller's id runs the caller's own code, which may raise. So a call does this before it changes
-anything, and not again after that.
+Hashing and comparing a sequence id runs the caller's own code, which may raise. A call therefore does both before it
+changes anything, and never afterwards.
 
 The calls have the names of vLLM v1's KVCacheManager. Sharing a sequence's blocks among its samples, with copy on write,
 comes from vLLM's PagedAttention.
@@ -80,34 +80,42 @@ if TYPE_CHECKING:  # what only some managers need is imported when it is used
     from kvblocks.tiers.transfer import TierHit
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
-"""What the fast path of adding a token may raise. The slow path then either takes the token, or says what is wrong."""
+"""What the fast path of adding a token may raise. The slow path then either accepts the token or reports what is wrong.
+"""
 
 _NONE: Any = 0
-"""The default number of lookahead tokens and the like. Compared by identity, which runs no code of the caller's."""
+"""The default number of lookahead tokens and the like. Compared by identity, so none of the caller's code runs."""
 
 _NO_TIERS: Any = ()
-"""The default for tiers. Compared by identity, too."""
+"""The default for tiers, also compared by identity."""
 
 Batch = tuple[list[Sequence], dict[Sequence, int]]
-"""The sequences of a step, and their indices in it."""
+"""The sequences of a step, and each one's index in it."""
 
 
 class KVCacheManager:
-    """Manages a pool of `num_blocks` blocks of `block_size` tokens (None: 16, or what the groups say).
+    """Manages a pool of `num_blocks` KV-cache blocks with room for `block_size` tokens each.
 
-    first_block_id: the blocks' ids are first_block_id to first_block_id + num_blocks - 1; more than 0 for engines that
-    keep the first ones for something else. groups: the groups of the model's layers, see `groups`; None: all layers
-    have full attention. hash_algorithm: how blocks are named to the outside; it never decides a hit. "xxh3_128",
-    "sha256" or a callable bytes -> bytes; or for vLLM's names "vllm:sha256_cbor" and the like, or a `VllmNames`, see
-    `wire.names`. enable_caching: whether prefixes are reused. enable_events: whether changes of the cached set are
-    recorded for `take_events`; `EventOptions` to record more than the device's. Take them regularly, since they are
-    kept until taken. num_history_blocks: how many removed prefixes `explain` remembers. 0 costs nothing; otherwise each
-    block is hashed when it is cached, and each remembered prefix takes about 250 bytes. pin_budget: share of the pool
-    that all pins together may hold, 0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the
-    fastest first, see `tiers`. eviction: which cached block is evicted first: a name (of
-    `retention.policies.NAMED`, such as "slru"), or what makes an `EvictionPolicy`, such as its class; None: the least
-    recently used, at no cost. debug: run `check()` after every change. Raises InvalidArgumentError, and what making a
-    policy raises. O(num_blocks).
+    - num_blocks: how many blocks the pool has, at least 1.
+    - block_size: tokens in a block. None: the block size of `groups`, or 16 without groups.
+    - first_block_id: the id of the first block; the others follow it. It is more than 0 for engines that reserve the
+      first ids for something else.
+    - groups: the groups of the model's layers, see `kvblocks.groups`. None: all layers have full attention.
+    - hash_algorithm: how blocks are named in events, tiers and histories; it never decides a hit. "xxh3_128", "sha256"
+      or a callable bytes -> bytes. For vLLM's names, "vllm:sha256_cbor" and the like, or a
+      `kvblocks.wire.names.VllmNames`.
+    - enable_caching: whether prefixes are reused.
+    - enable_events: whether changes of the cached set are recorded for `take_events`. Call that regularly, since
+      records are kept until then. An `EventOptions` records more than the changes on the device.
+    - num_history_blocks: how many removed prefixes `inspect.explain` remembers. 0 costs nothing. Otherwise each block
+      is hashed when it is cached, and each remembered prefix takes about 250 bytes.
+    - pin_budget: the share of the pool that all pins together may hold, 0.0 to 1.0.
+    - tiers: where copies of cached blocks are kept below the device, the fastest tier first, see `kvblocks.tiers`.
+    - eviction: which cached block is evicted first: a name from `kvblocks.retention.policies.NAMED`, such as "slru", or
+      a callable that makes an `EvictionPolicy`, such as its class. None: the least recently used block, at no cost.
+    - debug: whether `check` runs after every change.
+
+    Raises InvalidArgumentError, and whatever the callable for `eviction` raises. O(num_blocks).
     """
 
     def __init__(
@@ -168,12 +176,12 @@ class KVCacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool. O(1)."""
+        """How many blocks the pool has. O(1)."""
         return len(self._pool.blocks)
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
-        """The pool's blocks, in the order of their ids. The list is the pool's own; don't change it. O(1)."""
+        """The pool's blocks in the order of their ids. This is the pool's own list; don't change it. O(1)."""
         return self._pool.blocks
 
     @property
@@ -183,20 +191,20 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence, pin or hold owns, cached ones included. O(1)."""
+        """Blocks without an owner (a sequence, pin, hold or transfer), including free blocks that are cached. O(1)."""
         return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences, pins and holds own, 0.0 to 1.0; for statistics, as in vLLM. O(1)."""
+        """Share of the pool's blocks that have an owner, 0.0 to 1.0; for statistics, as in vLLM. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, for eviction policies, in any unit. Set it once a step, for example. At first 0. O(1).
+        """The caller's clock, which eviction policies read, in any unit; 0 until it is set. O(1).
 
-        The manager reads no clock of its own. `pins.expire` sets `now`, too. Setting it raises InvalidArgumentError
-        unless it is a number.
+        The manager reads no clock of its own, so set this once per step, for example. `pins.expire` sets it too.
+        Setting it raises InvalidArgumentError unless the value is a number.
         """
         return self._now
 
@@ -207,7 +215,7 @@ class KVCacheManager:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers, in order; one of full attention unless others were given. O(1)."""
+        """The groups of layers, in the order in which they were given. Without any: one of full attention. O(1)."""
         if self._slots.groups is not None:
             return self._slots.groups
         from kvblocks.groups.kinds import FullAttention
@@ -216,7 +224,7 @@ class KVCacheManager:
 
     @property
     def alignment(self) -> int:
-        """The largest block size of a group, in tokens. Every hit is a multiple of it. O(1)."""
+        """Every hit is a multiple of this many tokens: the largest block size of a group that holds tokens. O(1)."""
         return self._slots.alignment
 
     @property
@@ -239,13 +247,17 @@ class KVCacheManager:
     # The calls of a step.
 
     def get_computed_blocks(self, sequence: Given[Sequence], max_tokens: SupportsIndex | None = None) -> CacheHit:
-        """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
+        """Return the longest cached prefix of a sequence that holds no blocks yet. Changes nothing.
 
-        Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. max_tokens:
-        the most tokens in the hit's blocks; pass `sequence.num_tokens - 1` if the engine can't recompute a last token
-        whose KV is cached. The hit is empty when caching is off. Raises SequenceStateError when the sequence holds
-        blocks, InvalidArgumentError. One dict lookup and one memcmp for each run of blocks that were cached together;
-        at worst, if each block is a run of its own, O(blocks).
+        The lookup covers all known tokens, so a sequence that was freed also hits the blocks of the tokens it
+        generated. The hit is empty when caching is off.
+
+        max_tokens: the most tokens that the hit's blocks may hold. Pass `sequence.num_tokens - 1` if the engine can't
+        recompute a last token whose KV is cached.
+
+        Raises SequenceStateError when the sequence holds blocks, and InvalidArgumentError. Costs one dict lookup and
+        one memcmp for each run of blocks that were cached together: O(blocks) in the worst case, where each block is a
+        run of its own.
         """
         if type(sequence) is not Sequence:  # an object that only looks like one would fail later, in a change
             as_sequence("get_computed_blocks", sequence)
@@ -274,31 +286,31 @@ class KVCacheManager:
         num_in_flight_tokens: SupportsIndex = 0,
         delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design/core/hot-path.md
     ) -> list[KVCacheBlock] | None:
-        """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
+        """Make room for a sequence's next tokens, and cache the blocks that they fill.
 
-        A sequence without blocks starts with this call. `hit` is what `get_computed_blocks` found for it (None: use
-        nothing from the cache), and the new tokens are those behind the hit. For a sequence that has blocks this is the
-        next chunk, and `hit` is None.
+        A sequence without blocks starts with this call. `hit` is then what `get_computed_blocks` found for it (None:
+        use nothing from the cache), and the new tokens are those after the hit. For a sequence that has blocks, the
+        call makes room for the next chunk, and `hit` must be None.
 
-        num_total_tokens: the sequence gets room for so many tokens in all, known or not, such as drafts. The known ones
-        among them count as new tokens; with num_new_tokens, only so many do. Nothing of the others is cached before
-        `append_slots` says which tokens were accepted. If there is room already, nothing happens.
+        - num_new_tokens: how many of the known tokens to make room for. None: all that have no room yet. It may be 0
+          with external tokens, and with any hit that has blocks and isn't a full hit.
+        - num_total_tokens: makes room for this many tokens in all, whether they are known or not (drafts, for example).
+          The known ones among them count as new tokens, or only num_new_tokens of them if that is given too. Blocks of
+          unknown tokens aren't cached until `append_slots` says which tokens were accepted. If there is room already,
+          nothing happens.
+        - num_in_flight_tokens: how many of the last tokens with slots belong to steps that are still running. Windowed
+          groups keep the blocks that these tokens see.
+        - num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer. They are
+          delayed, and their slots come before those of the new tokens. For tokens in tiers, use `tiers.allocate`
+          instead.
+        - delay_cache_blocks: cache none of these tokens, nor any after them, until `cache_blocks` says that they are
+          written. Call `rewind` if they never will be.
 
-        num_in_flight_tokens: how many of the last tokens with slots belong to steps that still run; windows keep what
-        these tokens see.
+        Returns the new blocks, perhaps none. Returns None, with nothing changed, when the pool can't serve the call.
 
-        num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer. They are delayed,
-        and their slots come before those of the new tokens. num_new_tokens may be 0 with external tokens, and with
-        any hit but a full one. For tokens that tiers have there is `tiers.allocate`.
-
-        delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before `cache_blocks` says that they
-        are written; call `rewind` if they never are.
-
-        Returns the new blocks, perhaps none; or None, with nothing changed, when the pool can't serve the call.
-
-        Raises SequenceStateError (another manager's sequence, an id in use, a hit for a sequence that has blocks),
-        StaleHitError (the hit's blocks were evicted after the lookup), InvalidArgumentError (too few tokens left).
-        O(hit blocks + new blocks).
+        Raises SequenceStateError (another manager's sequence, an id in use, or a hit for a sequence that has blocks),
+        StaleHitError (blocks of the hit were evicted after the lookup), and InvalidArgumentError (too few tokens left,
+        for example). O(hit blocks + new blocks).
         """
         if self._change.state:
             self._change.check_whole()
@@ -348,14 +360,16 @@ class KVCacheManager:
         token_ids: TokenIds,
         delay_cache_blocks: Flag = False,  # noqa: FBT002  # by position too: a keyword alone costs each token 25 ns
     ) -> list[KVCacheBlock] | None:
-        """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
+        """Add decoded tokens to a sequence, make room for them, and cache the blocks that they fill.
 
-        token_ids: one or several accepted tokens, in any form that `Sequence` takes. delay_cache_blocks: as in
-        `allocate_slots`. Returns the new blocks, perhaps none; a block that replaces a shared one (`fork`, `truncate`)
-        comes first. Returns None, with nothing changed and the tokens not added, when the pool can't serve the call.
+        Reserved slots are used first. token_ids: one or several accepted tokens, in any form that `Sequence` takes.
+        delay_cache_blocks: as in `allocate_slots`.
 
-        Raises SequenceStateError (not this manager's, or it has tokens without slots) and InvalidTokensError. O(1) for
-        each token, and O(block_size) for one that fills a block.
+        Returns the new blocks, perhaps none. A block that replaces a shared one (after `fork` or `truncate`) comes
+        first. Returns None, with nothing changed and no token added, when the pool can't serve the call.
+
+        Raises SequenceStateError (not this manager's sequence, or it has tokens without slots) and InvalidTokensError.
+        O(1) for each token, and O(block_size) for one that fills a block.
         """
         change = self._change
         if change.state or delay_cache_blocks is not False:
@@ -402,13 +416,14 @@ class KVCacheManager:
     ) -> list[tuple[int, int, int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
-        For engines that decode many sequences in a step. token_ids: one for each sequence. Returns (index in
-        `sequences`, group, index in its block table, block id) for each table entry that got a block: all that an
-        engine has to write to the step's block tables. Returns None, with nothing changed for any sequence, when the
-        pool can't serve all of them.
+        token_ids: one for each sequence, in the same order. delay_cache_blocks: as in `allocate_slots`.
 
-        Raises SequenceStateError, InvalidTokensError, and InvalidArgumentError for repeated sequences or another number
-        of tokens than of sequences. O(sequences x groups).
+        Returns (index in `sequences`, group, index in its block table, block id) for each table entry that changed,
+        which is all that an engine has to write to the step's block tables. Returns None, with nothing changed for any
+        sequence, when the pool can't serve all of them.
+
+        Raises SequenceStateError, InvalidTokensError, and InvalidArgumentError for repeated sequences or when the
+        numbers of tokens and sequences differ. O(sequences x groups).
         """
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         step = self._check_step(sequences, token_ids)
@@ -422,17 +437,20 @@ class KVCacheManager:
         return changes
 
     def cache_blocks(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> int:
-        """Say that the KV of the first `num_computed_tokens` tokens is written, and cache the blocks that they fill.
+        """Report that the KV of the first `num_computed_tokens` tokens is written, and cache the blocks that they fill.
 
-        For engines that must write a step's keys and values before others may read them. These pass
-        delay_cache_blocks=True whenever they make room. num_computed_tokens: counted from the first token, at most
-        `sequence.num_computed_tokens`; a number up to `num_written_tokens` changes nothing. Blocks that are cached
-        already, by sequences that share them, stay as they are. Blocks whose KV was lost, by an abort for example, are
-        cached again, up to this number. Returns how many tokens of the sequence are then cached.
+        For engines that must write a step's keys and values before others may read them. Such engines pass
+        delay_cache_blocks=True whenever they make room.
 
-        A sequence from before a reset caches nothing until `renew`. While a sequence loads from a tier, only tokens
-        before the loaded ones count. Raises SequenceStateError (not this manager's, or freed) and
-        InvalidArgumentError. O(blocks that get cached).
+        num_computed_tokens: counted from the first token, at most `sequence.num_computed_tokens`. A number up to
+        `num_written_tokens` changes nothing.
+
+        Blocks that are cached already, by sequences that share them, stay as they are. Blocks whose KV was lost, for
+        example by an abort, are cached again up to this number. A sequence from before a reset caches nothing until
+        `renew`. While a sequence loads from a tier, only the tokens before the loaded ones count.
+
+        Returns how many tokens of the sequence are then cached. Raises SequenceStateError (not this manager's sequence,
+        or freed) and InvalidArgumentError. O(blocks that get cached).
         """
         given = asked_once(num_computed_tokens)
         own = self._check_owned(sequence, "cache_blocks")
@@ -446,12 +464,13 @@ class KVCacheManager:
     def get_num_blocks_to_allocate(
         self, sequence: Given[Sequence], num_total_tokens: SupportsIndex, *, hit: Given[CacheHit] | None = None
     ) -> int:
-        """Return how many free blocks are needed to have room for the first `num_total_tokens` tokens, known or not.
+        """Return how many free blocks it takes to have room for the first `num_total_tokens` tokens, known or not.
 
-        The free blocks of `hit` count, since `allocate_slots` would take them, too. `allocate_slots` succeeds if there
-        are so many free blocks (`num_free_blocks`, and what pins would give up), unless windows have to keep more
-        blocks (`num_in_flight_tokens`). Changes nothing. Raises what `allocate_slots` raises for these arguments.
-        O(hit blocks).
+        Free blocks of `hit` count, since `allocate_slots` would take them too. `allocate_slots` succeeds if this many
+        blocks are free (`num_free_blocks`, plus what pins would give up), unless windows have to keep more blocks
+        (`num_in_flight_tokens`).
+
+        Changes nothing. Raises what `allocate_slots` raises for these arguments. O(hit blocks).
         """
         self._change.check_whole()
         check_start(sequence, hit)
@@ -465,12 +484,14 @@ class KVCacheManager:
         return self._slots.count_missing(own, number, found)
 
     def take_copies(self) -> list[tuple[int, int, int]]:
-        """Return the blocks to copy since the last call, in order, and forget them: (group, source id, destination id).
+        """Return the block copies requested since the last call, in order, and forget them.
 
-        Only sequences that were forked or truncated need copies. The engine copies the blocks' KV in the group's
-        layers, with the same result as copying one after the other. A block id stands for the same memory in all
-        groups, so copying it in all layers does no harm. The engine copies before it stores any of the step's keys and
-        values, and before a transfer writes to blocks that a later call returns. O(1).
+        Each copy is (group, source block id, destination block id). Only sequences that were forked or truncated need
+        copies. The engine copies the blocks' KV in the group's layers, with the same result as if it made one copy
+        after another. A block id stands for the same memory in all groups, so copying it in all layers does no harm.
+
+        The copies must be made before the step stores any keys and values, and before a transfer writes to blocks that
+        a later call returns. O(1).
         """
         self._change.begin()
         copies, self._slots.copies = self._slots.copies, []
@@ -478,24 +499,30 @@ class KVCacheManager:
         return copies
 
     def free(self, sequence: Given[Sequence]) -> None:
-        """Give the sequence's blocks back, last first. Its cached blocks stay cached until they are reused.
+        """Free a sequence: release its blocks, last first. Cached blocks stay cached until they are reused.
 
         All tokens with slots must have been computed. If no step has computed the token that was appended last, call
-        `abort` with num_tokens - 1 instead, since that token must not stay cached. The sequence keeps its tokens and
-        can be allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double
-        free). O(blocks), and a lookup for each pin that has the same first tokens and lacks blocks. The first call
-        after a step also costs O(sequences).
+        `abort` with num_tokens - 1 instead, because that token must not stay cached. The sequence keeps its tokens and
+        can be allocated again.
+
+        Raises SequenceStateError when the sequence isn't this manager's or holds no blocks (a double free). O(blocks),
+        plus a lookup for each pin that has the same first tokens and lacks blocks. The first call after a step also
+        costs O(sequences).
         """
         self._give_back(sequence, "free", None)
 
     def abort(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> None:
-        """Free a sequence of a step that died. The KV of its first `num_computed_tokens` tokens is written.
+        """Free a sequence of a step that died. Only the KV of its first `num_computed_tokens` tokens is written.
 
-        Blocks that it was to write beyond these tokens stop being cached, here and in the tiers, and so does everything
-        below them. Others that own one of them lose what is from there on (`num_written_tokens`). Abort every sequence
-        of the step. This includes sequences that may have hit such a block, since it is still in their tables, and
-        sequences that waited for a copy (`take_copies`); not sequences that wait for loads. Raises SequenceStateError,
-        InvalidArgumentError. O(blocks + blocks of pins), and O(blocks of all sequences) if others own one of them.
+        Blocks that the sequence was to write after these tokens stop being cached, here and in the tiers, together with
+        everything chained to them. For any other sequence that owns such a block, all KV from that block on counts as
+        lost (see `num_written_tokens`).
+
+        Abort every sequence of the step, including those that may have hit such a block, since it is still in their
+        tables, and those that waited for a copy (`take_copies`). Don't abort sequences that wait for loads.
+
+        Raises SequenceStateError and InvalidArgumentError. O(blocks + blocks of pins), and O(blocks of all sequences)
+        if others own one of the lost blocks.
         """
         self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
@@ -504,12 +531,15 @@ class KVCacheManager:
     def fork(self, sequence: Given[Sequence], sequence_id: Hashable) -> Sequence:
         """Return a new sequence with the same tokens and keys that shares all blocks that hold them.
 
-        For several samples of one prompt, or beam search. Both sequences may then get more tokens. The first to add a
-        token to an unfilled block that both hold gets a block of its own, and `take_copies` says what to copy there.
-        Reserved slots are not shared. The shared tokens must be computed before a token is added to either sequence. If
-        the step that was to compute them dies, both must be aborted.
+        Use it for several samples of one prompt, or for beam search. More tokens may then be added to both sequences.
+        The first of them to add a token to a partly filled block that both hold gets a block of its own, and
+        `take_copies` says what to copy there. Reserved slots are not shared.
 
-        Raises SequenceStateError (not this manager's, or an id in use) and InvalidArgumentError. O(tokens + blocks).
+        The shared tokens must be computed before a token is added to either sequence. If the step that was to compute
+        them dies, both must be aborted.
+
+        Raises SequenceStateError (not this manager's sequence, or an id in use) and InvalidArgumentError. O(tokens +
+        blocks).
         """
         sequence = self._check_owned(sequence, "fork")
         if self._state_slots is not None:
@@ -528,19 +558,21 @@ class KVCacheManager:
     def truncate(
         self, sequence: Given[Sequence], num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
     ) -> None:
-        """Keep the first `num_tokens` tokens of a sequence; drop the others, such as rejected drafts, and their slots.
+        """Keep the first `num_tokens` tokens of a sequence, and drop the others, such as rejected drafts, with their
+        slots.
 
-        num_tokens: at least the prompt's, at most all known ones. num_computed_tokens: how many tokens have their KV
-        written, at least those that are kept; None: all that have slots, rejected drafts included. Blocks that are
-        cached beyond these tokens stop being cached, as in `abort`.
+        - num_tokens: at least the number of prompt tokens, at most the number of known tokens.
+        - num_computed_tokens: how many tokens have their KV written, at least those that are kept. None: all that have
+          slots, rejected drafts included. Cached blocks after these tokens stop being cached, as in `abort`.
 
-        Blocks that aren't needed any more are given back, last first. Those that were written stay cached, and a token
-        that is added later never overwrites them: see `take_copies`. Raises SequenceStateError and
-        InvalidArgumentError. O(tokens dropped), and what `free` and `abort` cost.
+        Blocks that are no longer needed are released, last first. Those that were written stay cached, and tokens that
+        are added later never overwrite them: see `take_copies`.
 
-        With windowed groups a sequence can always go back to what was computed before the last call that made room for
-        tokens. It can go back further only while it has all blocks that the next token sees. Otherwise the call raises
-        SequenceStateError.
+        With windowed groups, a sequence can always go back to what was computed before the last call that made room for
+        tokens. It can go back further only while it still has all blocks that the next token sees.
+
+        Raises SequenceStateError, also when a windowed group can't go back that far, and InvalidArgumentError. O(tokens
+        dropped), plus what `free` and `abort` cost.
         """
         num_tokens = asked_once(num_tokens)
         if num_computed_tokens is not None:
@@ -566,13 +598,15 @@ class KVCacheManager:
         self._end()
 
     def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
-        """Keep the slots of the first `num_tokens` tokens and give the others back. The tokens stay.
+        """Keep the slots of the first `num_tokens` tokens and release the others. The sequence keeps its tokens.
 
-        For a load that failed after these tokens had arrived: `allocate_slots` then makes room to compute the rest. The
-        number is rounded down to where a block ends in all groups, so that no block is written twice. Returns how many
-        tokens keep their slots. Blocks that are cached behind them stop being cached, as in `abort`. Blocks of a hit
-        are given back and stay cached (see `evict_blocks`). Raises SequenceStateError (not this manager's, or blocks
-        that would be needed have left a window) and InvalidArgumentError. O(blocks given back).
+        Call it when a load failed after these tokens had arrived; `allocate_slots` then makes room to compute the rest.
+        The number is rounded down to where a block ends in all groups, so that no block is written twice. Blocks cached
+        after that point stop being cached, as in `abort`. Blocks of a hit are released and stay cached (see
+        `evict_blocks`).
+
+        Returns how many tokens keep their slots. Raises SequenceStateError (not this manager's sequence, or needed
+        blocks have left a window) and InvalidArgumentError. O(blocks released).
         """
         given = asked_once(num_tokens)
         own = self._check_owned(sequence, "rewind")
@@ -590,11 +624,11 @@ class KVCacheManager:
         return own.num_computed_tokens
 
     def renew(self, sequence: Given[Sequence]) -> None:
-        """Say that the KV of a sequence from before a reset of the cache is still valid, so that it is cached again.
+        """Report that the KV of a sequence from before a reset of the cache is still valid, and cache it again.
 
-        For a reset that had another reason than new weights, or after the KV was computed again. The full blocks of its
-        `num_written_tokens` are cached at once, and later ones when they fill. Raises SequenceStateError when it isn't
-        this manager's or isn't from before a reset. O(its full blocks).
+        Use it after a reset that had another reason than new weights, or after computing the KV again. The full blocks
+        of the sequence's `num_written_tokens` are cached at once, and later ones when they fill. Raises
+        SequenceStateError when the sequence isn't this manager's or isn't from before a reset. O(its full blocks).
         """
         sequence = self._check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
@@ -605,12 +639,14 @@ class KVCacheManager:
         self._end()
 
     def reset_prefix_cache(self) -> None:
-        """Stop caching everything, for example after a change of weights: no block cached before is hit again.
+        """Stop caching everything, for example after a change of weights. No block cached so far is ever hit again.
 
-        May be called at any time. Sequences keep their blocks, and cache nothing until they are freed and allocated
-        again, unless `renew` says that their KV is still valid. Pins stay, and hold their prefixes when these are
-        cached again. O(1) but for giving memory back; O(blocks that pins hold); and O(cached blocks) with a removal
-        history, which remembers them.
+        May be called at any time. Sequences keep their blocks, but cache nothing until they are freed and allocated
+        again, or until `renew` says that their KV is still valid. Pins stay, and hold their prefixes once these are
+        cached again.
+
+        O(1), plus the time to free memory; O(blocks that pins hold); and O(cached blocks) if a removal history has to
+        remember them.
         """
         self._change.begin()
         self._index.clear()
@@ -621,14 +657,18 @@ class KVCacheManager:
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
-        """Stop caching these blocks, and everything below them. Their owners keep them, but lose what is from there on.
+        """Stop caching these blocks and everything chained to them, because their KV is bad: a load failed, for
+        example.
 
-        For KV that turns out to be bad, such as a load with errors. `num_written_tokens` of the owners goes back to the
-        first of these blocks, and `cache_blocks` says when it is written again. Blocks that aren't cached may be given,
-        too. If a duplicate holds the same prefix, it takes over, and what is below it stays cached; so also pass the
-        blocks that were computed from bad ones. Returns how many blocks stopped being cached. Raises
-        InvalidArgumentError for ids that aren't this pool's. O(blocks + blocks below them + blocks of all sequences, if
-        any owns one).
+        The blocks' owners keep them, but everything from there on counts as not written: `num_written_tokens` of the
+        owners goes back to the first of these blocks, and `cache_blocks` reports when it is written again. Blocks that
+        aren't cached may be given too.
+
+        If a duplicate holds the same prefix, it takes the block's place, and what is chained to it stays cached. So
+        also pass the blocks that were computed from bad ones.
+
+        Returns how many blocks stopped being cached. Raises InvalidArgumentError for ids that aren't in this pool.
+        O(blocks + blocks chained to them), plus O(blocks of all sequences) if any sequence owns one.
         """
         ids = listed("block_ids", "an iterable of ints", block_ids)
         first, end = self._pool.first_block_id, self._pool.end_block_id - 1
@@ -643,13 +683,15 @@ class KVCacheManager:
         return num_before - self._pool.num_cached_blocks
 
     def forget_salt(self, salt: Text | None) -> int:
-        """Stop caching everything with this salt (None: without a salt), here and in all tiers: delete a tenant's data.
+        """Stop caching everything with this salt, here and in all tiers. Use it to delete a tenant's data.
 
-        Sequences with this salt keep their blocks, as after `reset_prefix_cache`: they cache nothing until they are
-        freed and allocated again, or `renew` says that their KV is valid. Stores under way are dropped. Loads under way
-        end normally, but only for the sequences that wait for them. Pins stay. Returns how many blocks, slots of tiers
-        included, stopped being cached. Raises InvalidArgumentError. O(runs + sequences + blocks that stopped being
-        cached).
+        salt: None stands for sequences without a salt. Sequences with this salt keep their blocks, but as after
+        `reset_prefix_cache` they cache nothing until they are freed and allocated again, or `renew` says that their KV
+        is valid. Stores in progress are dropped, while loads in progress end normally, but only for the sequences that
+        wait for them. Pins stay.
+
+        Returns how many blocks, including slots of tiers, stopped being cached. Raises InvalidArgumentError. O(runs +
+        sequences + blocks that stopped being cached).
         """
         name = check_name("salt", salt)
         from kvblocks.retention.quotas import ended_epoch, forget_salt
@@ -680,7 +722,7 @@ class KVCacheManager:
 
     @property
     def quotas(self) -> ManagerQuotas:
-        """How many blocks each tenant, by salt, may keep cached while others want the space. O(1)."""
+        """How many blocks each tenant (salt) may keep cached while others want the space. O(1)."""
         if self._quotas is None:
             from kvblocks.retention.manager_quotas import ManagerQuotas as Made
 
@@ -689,7 +731,7 @@ class KVCacheManager:
 
     @property
     def holds(self) -> BlockHolds:
-        """Holds of blocks for others than sequences, such as transfers, and the calls for them. O(1)."""
+        """Holds, which own blocks on behalf of something other than a sequence, such as a transfer. O(1)."""
         if self._holds is None:
             from kvblocks.retention.holds import BlockHolds as Holds
 
@@ -698,7 +740,7 @@ class KVCacheManager:
 
     @property
     def states(self) -> ManagerStates:
-        """Recurrent states of sequences, and the calls about them. For models with a group that keeps one. O(1)."""
+        """Recurrent states of sequences, for models with a group whose layers keep one. O(1)."""
         if self._states is None:
             from kvblocks.states.calls import ManagerStates as Made
 
@@ -708,7 +750,7 @@ class KVCacheManager:
 
     @property
     def sessions(self) -> Sessions:
-        """Tell eviction policies here that a conversation pauses or has ended. O(1)."""
+        """Where the caller reports that a conversation pauses or has ended, for eviction policies. O(1)."""
         if self._sessions is None:
             from kvblocks.retention.sessions import Sessions as Made
 
@@ -717,7 +759,9 @@ class KVCacheManager:
 
     @property
     def tiers(self) -> Tiers:
-        """The tiers below the device, and the calls for transfers. Empty unless tiers were given. O(1)."""
+        """The tiers below the device, with the calls for transfers. It is empty if the manager was made without tiers.
+        O(1).
+        """
         if self._tiers is None:
             from kvblocks.tiers.tiers import Tiers as Made
 
@@ -727,7 +771,7 @@ class KVCacheManager:
 
     @property
     def last_refusal(self) -> Refusal | None:
-        """Why the last call that returned None did so; None before the first such call. O(1)."""
+        """Why the most recent call that returned None did so; None if no call has. O(1)."""
         return self._slots.last_refusal
 
     # Reports for people and engines.
@@ -743,28 +787,29 @@ class KVCacheManager:
         return self._inspector
 
     def sequences(self) -> list[Sequence]:
-        """Return the allocated sequences, in the order in which they began. Changes nothing. O(sequences).
+        """Return the allocated sequences, the oldest first, for engines that must end or report all of them after an
+        error.
 
-        For engines that have to end or report all of them, after an error for example.
+        Changes nothing. O(sequences).
         """
         self._change.check_whole()
         return list(self._sequences.values())
 
     def sequence(self, sequence_id: Hashable) -> Sequence | None:
-        """Return the allocated sequence of this id, None if there is none.
+        """Return the allocated sequence with this id, or None if there is none.
 
-        For callers that have lost the object and want to free it, for example. Raises InvalidArgumentError, and what
-        the id's hash and comparison raise. Changes nothing. O(1).
+        For callers that have lost the object and want to free it, for example. Changes nothing. Raises
+        InvalidArgumentError, and whatever the id's hash and comparison raise. O(1).
         """
         self._change.check_whole()
         check_id("sequence_id", sequence_id)
         return self._sequences.get(sequence_id)
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
+        """Return the changes of the cached set since the last call, oldest first, and forget them.
 
-        With vLLM's names, several prefixes may share a name. The events are then about names, and the call costs
-        O(blocks in the events). Raises InvalidArgumentError unless the manager was made with enable_events.
+        Raises InvalidArgumentError unless the manager was made with enable_events. O(1). With vLLM's names, several
+        prefixes may share a name; the events are then about names, and the call costs O(blocks in the events).
         """
         if self._recording is None:
             raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
@@ -776,7 +821,8 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold (docs/design/builds-and-invariants.md). O(pool).
 
-        Under python -O it does nothing.
+        The checks are assertions, so in the plain build `python -O` leaves them out. The compiled build always has
+        them.
         """
         self._change.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
@@ -800,15 +846,15 @@ class KVCacheManager:
     # Parts of the calls.
 
     def _find_below(self, sequence: Sequence) -> tuple[TierPart, ...]:
-        """Return what the tiers have behind the hit of a sequence."""
+        """Return what the tiers have after the hit of a sequence."""
         below = [] if self._traffic is None else self._traffic.find(self._find_hit(sequence, None))
         return tuple([found.part() for found in below])
 
     def _watch_blocks(self, taken: BlockCallback, touched: BlockCallback) -> BlockCallbacks:
         """Call `taken` with blocks that are taken from the pool, and `touched` with blocks that get one more owner.
 
-        For replay and the integrations. Both get a list of blocks, in the middle of a change: they must not call the
-        manager nor raise. `stop` of the returned object ends the calls. O(watchers).
+        For replay and the integrations. Both functions get a list of blocks in the middle of a change, so they must
+        neither call the manager nor raise. `stop` of the returned object ends the calls. O(watchers).
         """
         self._change.check_whole()
         from kvblocks.observe.block_callbacks import BlockCallbacks as Callbacks
@@ -818,7 +864,7 @@ class KVCacheManager:
     def _start_sampling(self, every: int, now: Callable[[], float], bounds: tuple[float, ...]) -> BlockSampler:
         """Record the lives of about one block in `every` from now on, for `CacheMetrics`. O(num_blocks).
 
-        Raises InvalidArgumentError when a sampler is recording already.
+        Raises InvalidArgumentError when another sampler is already recording.
         """
         self._change.check_whole()
         from kvblocks.observe.block_sampler import BlockSampler, choose_sample
@@ -879,7 +925,8 @@ class KVCacheManager:
         total: int | None,
         num_new_tokens: SupportsIndex | None,
     ) -> tuple[int, int] | None:
-        """Return where the tokens end that `allocate_slots` makes room for, and for how many there is room then.
+        """Return the end of the known tokens that `allocate_slots` makes room for, and the number of slots there are
+        then.
 
         None: there is nothing to do. start: position of the first token. total: num_total_tokens.
         """
@@ -903,7 +950,7 @@ class KVCacheManager:
     def _start_loading(
         self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit], num_new_tokens: SupportsIndex | None
     ) -> list[KVCacheBlock] | None:
-        """Start a sequence with a hit and tokens that tiers have. For `tiers.allocate`, which has checked both."""
+        """Start a sequence with a hit and tokens from tiers. For `tiers.allocate`, which has checked both."""
         traffic = self._traffic
         if traffic is None or not loads:
             return self.allocate_slots(sequence, num_new_tokens, hit)
@@ -921,7 +968,7 @@ class KVCacheManager:
     def _append_otherwise(
         self, sequence: Given[Sequence], token_ids: TokenIds, delay_cache_blocks: Flag
     ) -> list[KVCacheBlock] | None:
-        """`append_slots` for the rare cases: delayed, or the manager is in debug mode or was left half done."""
+        """`append_slots` for the rare cases: delayed tokens, debug mode, or a manager that was left half done."""
         self._change.check_whole()
         if check_flag("delay_cache_blocks", delay_cache_blocks):
             return self._append_late(sequence, token_ids)
@@ -955,7 +1002,9 @@ class KVCacheManager:
     def _check_step(
         self, sequences: Items[Sequence], token_ids: TokenIds
     ) -> tuple[list[Sequence], list[Any], list[Sequence], dict[Sequence, int]] | None:
-        """Return a step's sequences, their tokens, those at a boundary, and all indices; None for no sequences."""
+        """Return a step's sequences, their tokens, those at a boundary, and all indices; None if there are no
+        sequences.
+        """
         if self._change.state:
             self._change.check_whole()
         batch: list[Sequence] = (
@@ -988,7 +1037,7 @@ class KVCacheManager:
         return indices
 
     def _give_back(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
-        """Free a sequence of which num_computed_tokens tokens are written (None: all). As `free` and `abort`."""
+        """Free a sequence with num_computed_tokens tokens written (None: all of them). See `free` and `abort`."""
         if self._change.state:
             self._change.check_whole()
         try:  # `_check_owned`, inlined
@@ -1020,21 +1069,21 @@ class KVCacheManager:
             self.check()
 
     def _lose_unwritten(self, sequence: Sequence, num_written: int) -> None:
-        """Take note that a sequence, which is being cut or freed, wrote only its first `num_written` tokens.
+        """Record that a sequence, which is being cut or freed, wrote only its first `num_written` tokens.
 
-        Tokens that it shares with others since it hit or forked them were not its to write.
+        Tokens that it shares with others through a hit or a fork were not its to write.
         """
         blocks = self._slots.unwritten_blocks(sequence, num_written)
         if blocks:  # last first, so that nothing is chained to a block when it stops being cached
             self._lose(blocks[::-1], max(num_written, sequence.num_given_tokens), sequence)
 
     def _lose(self, blocks: list[KVCacheBlock], num_written: int, writer: Sequence | None) -> None:
-        """Take note that the KV in these blocks isn't there: it was never written, or is bad.
+        """Record that the KV in these blocks isn't there: it was never written, or it is bad.
 
-        The blocks stop being cached, here and in the tiers, and so does what is chained to them. All sequences that own
-        one of them lose what is from there on, but for the first `num_written` tokens. writer: who was to write them,
-        and is being cut or freed; None: they are bad. O(blocks + blocks of pins); and, only if a block has an owner
-        other than the writer and stores, O(blocks of all sequences and loads).
+        The blocks stop being cached, here and in the tiers, together with what is chained to them. All sequences that
+        own one of them lose everything from there on, except the first `num_written` tokens. writer: the sequence that
+        was to write them, and is being cut or freed; None: they are bad. O(blocks + blocks of pins), and O(blocks of
+        all sequences and loads) only if a block has an owner other than the writer and stores.
         """
         are_shared = self._are_shared(blocks, writer)
         if self._traffic is not None:
@@ -1046,7 +1095,7 @@ class KVCacheManager:
             self._slots.lose(set(blocks), num_written, self._sequences.values())
 
     def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
-        """Whether one of these blocks has an owner other than its writer, if it has one, and stores. O(blocks)."""
+        """Whether any of these blocks has an owner other than its writer (if any) and stores. O(blocks)."""
         num_own = 0 if writer is None else 1
         shared = [block for block in blocks if block.ref_cnt > num_own]
         if shared and self._traffic is not None:
@@ -1055,7 +1104,7 @@ class KVCacheManager:
         return bool(shared)
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give back the slots behind the first `num_tokens` tokens, which end a block, and stop caching them."""
+        """Release the slots after the first `num_tokens` tokens, which end a block, and stop caching those blocks."""
         is_behind = num_tokens < sequence.num_computed_tokens
         self._lose_unwritten(sequence, num_tokens)
         self._slots.rewind(sequence, num_tokens)
@@ -1089,7 +1138,7 @@ class KVCacheManager:
         return self._state_slots
 
     def _has_one_table(self) -> bool:
-        """Whether a decoded token that fills a block concerns one block table alone."""
+        """Whether a decoded token that fills a block affects only one block table."""
         return self._state_slots.fills_quickly if self._state_slots is not None else not self._slots.has_side_groups
 
     def _make_history(self, num_blocks: int) -> RemovalHistory:
@@ -1132,7 +1181,7 @@ class KVCacheManager:
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id.
 
-        Hashing and comparing the id may raise. Also raises SequenceStateError when the id is in use. In both cases
+        Hashing and comparing the id may raise, and SequenceStateError is raised when the id is in use. In either case
         nothing has changed, and no change is under way.
         """
         self._change.state = CHANGING  # `begin`, inlined: both callers have called `check_whole`
@@ -1156,7 +1205,7 @@ class KVCacheManager:
         self._change.end()
 
     def _keep(self, sequence: Sequence) -> None:
-        """End a change that was to begin with taking a sequence out, if it is still here. O(sequences)."""
+        """If a change failed before it removed this sequence, end the change. O(sequences)."""
         if id(sequence) in map(id, self._sequences.values()):  # by identity, which hashes nothing
             self._change.end()
 

@@ -6,14 +6,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot. Counts are since the manager was made.
+    """A manager's counters at one moment, counted since the manager was made.
 
-    num_queries: sequences that were allocated while they had no blocks. num_hits: those of them that had a hit.
-    num_queried_tokens: their tokens. num_hit_tokens: tokens that needed no computing. num_taken_blocks: blocks handed
-    out. num_evicted_blocks: blocks that stopped being cached because they were handed out. num_blocks, num_free_blocks,
-    num_cached_blocks: blocks in the pool now; a block may be both free and cached. num_limited_tokens: tokens that were
-    computed although the primary group had them cached, since another group had not; 0 with one group.
-    num_eviction_failures: how often an eviction policy raised, or named a block that it had not been told of.
+    - num_queries: allocations of sequences that held no blocks.
+    - num_hits: those of them that had a hit.
+    - num_queried_tokens: the tokens of all these sequences.
+    - num_hit_tokens: the tokens among them that needed no computing.
+    - num_taken_blocks: blocks handed out.
+    - num_evicted_blocks: blocks that stopped being cached because they were handed out.
+    - num_blocks, num_free_blocks, num_cached_blocks: blocks in the pool now; a block may be both free and cached.
+    - num_limited_tokens: tokens that were computed although the primary group had them cached, because another group
+      hadn't; 0 with one group.
+    - num_eviction_failures: how often an eviction policy raised, or named a block that it had not been told of.
     """
 
     num_queries: int
@@ -40,13 +44,13 @@ class CacheStats:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that isn't free, 0.0 to 1.0."""
+        """Share of the pool that has an owner, 0.0 to 1.0."""
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaUsage:
-    """How many blocks sequences of one salt have cached, and how many they may keep while others want the space."""
+    """How many blocks the sequences of one salt have cached, and how many they may keep while others want the space."""
 
     salt: str | None
     max_cached_blocks: int
@@ -55,9 +59,9 @@ class QuotaUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """A tier has the KV of tokens first_token to end_token - 1 of a prompt.
+    """A part of a prompt that a tier has: the KV of tokens first_token to end_token - 1.
 
-    num_blocks_ahead: how many other slots the tier reuses, as things stand, before the first slot of this part.
+    num_blocks_ahead: how many other slots the tier would reuse, as things stand, before the first slot of this part.
     """
 
     tier: str
@@ -72,7 +76,7 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """What a KV-cache group uses: blocks that sequences own, each counted once, and cached blocks, free or owned."""
+    """What a KV-cache group uses: blocks that sequences own, each counted once, and cached blocks, owned or free."""
 
     group: int
     num_owned_blocks: int
@@ -81,11 +85,11 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the pool could not serve a call: the call needed `num_blocks`, and `num_free_blocks` were free.
+    """Why the pool could not serve a call, which needed `num_blocks` blocks when `num_free_blocks` were free.
 
-    num_given_blocks: blocks that pins would have given up. num_kept_blocks: blocks that only pins hold, and that they
-    would not have given up. reason: "blocks", or "slots" if no slot for a recurrent state was free, however many blocks
-    were.
+    num_given_blocks: blocks that pins would have given up. num_kept_blocks: blocks that only pins own and that they
+    would not have given up. reason: "blocks", or "slots" if there was no free slot for a recurrent state, however many
+    blocks were free.
     """
 
     num_blocks: int
@@ -105,11 +109,15 @@ class Refusal:
 class StateStats:
     """What happened to recurrent states since the manager was made.
 
-    num_cleared, num_restored, num_forked: copies to slots that the engine took: of new sequences, from checkpoints, of
-    forks. num_saved: checkpoints that hits could find. The others count saves that were wanted and skipped:
-    num_without_room: too few blocks were free. num_present: another sequence had saved there. num_taken_back: the
-    prefix was no longer cached, after another sequence's abort or a reset, for example. num_passed: a chunk ran over
-    the place instead of ending there, as `manager.states.next_cut` would have had it.
+    Copies to slots that the engine took: num_cleared (for new sequences), num_restored (from checkpoints) and
+    num_forked (for forks).
+
+    num_saved: checkpoints that later hits could find. The other counters are saves that were wanted but skipped:
+
+    - num_without_room: too few blocks were free.
+    - num_present: another sequence had already saved that state.
+    - num_taken_back: the prefix was no longer cached, for example after another sequence's abort or a reset.
+    - num_passed: a chunk ran past the place instead of ending there, as `manager.states.next_cut` proposed.
     """
 
     num_cleared: int
@@ -126,9 +134,9 @@ class StateStats:
 class PinUsage:
     """All pins together.
 
-    num_pins: pins that haven't ended. num_wanted_blocks: blocks of the prefixes that they are for; the budget limits
-    this number. num_held_blocks: blocks that they hold now; a block in two pins counts twice. num_pinned_blocks: the
-    same, with each block counted once.
+    num_pins: pins that haven't ended. num_wanted_blocks: blocks of the prefixes that they are for, which the budget
+    limits. num_held_blocks: blocks that they hold now; a block in two pins counts twice. num_pinned_blocks: the same,
+    with each block counted once.
     """
 
     num_pins: int
@@ -141,11 +149,13 @@ class PinUsage:
 class TierStats:
     """What a tier holds, and what was moved since the manager was made.
 
-    num_stored_blocks, num_loaded_blocks: blocks whose bytes arrived. num_failed_blocks: blocks of transfers that
-    failed. num_dropped_blocks: blocks that were to be stored and were not: their KV had left the device or the cache
-    before, or the tier had no room. A wish that was dropped for a newer one counts as one block. num_evicted_blocks:
-    blocks that made room for others. num_moving_blocks: slots that transfers own now, and slots of the prefixes that
-    these transfers extend.
+    - num_blocks: slots of the tier. num_cached_blocks: slots whose contents lookups can find.
+    - num_stored_blocks, num_loaded_blocks: blocks whose bytes arrived.
+    - num_failed_blocks: blocks of transfers that failed.
+    - num_dropped_blocks: blocks that were not stored as intended, because their KV had left the device or the cache
+      before, or the tier had no room. A wish that was dropped for a newer one counts as one block.
+    - num_evicted_blocks: blocks that made room for others.
+    - num_moving_blocks: slots that transfers own now, including slots of the prefixes that these transfers extend.
     """
 
     name: str
@@ -161,7 +171,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class HitCounts:
-    """Queries, hits and their tokens, as in `CacheStats`, over some stretch of time."""
+    """Queries, hits and their tokens, as in `CacheStats`, over a period of time."""
 
     num_queries: int = 0
     num_hits: int = 0
@@ -180,16 +190,16 @@ class HitCounts:
 
     @property
     def mean_match_length(self) -> float:
-        """Mean hit tokens per query, queries without a hit included; 0.0 if there are none."""
+        """Mean number of hit tokens per query, including queries without a hit; 0.0 if there are none."""
         return self.num_hit_tokens / self.num_queries if self.num_queries else 0.0
 
     @property
     def mean_hit_length(self) -> float:
-        """Mean hit tokens per query that had a hit; 0.0 if there are none."""
+        """Mean number of hit tokens per query that had a hit; 0.0 if there are none."""
         return self.num_hit_tokens / self.num_hits if self.num_hits else 0.0
 
     def plus(self, other: "HitCounts", sign: int = 1) -> "HitCounts":
-        """Return the sum, or with sign -1 the difference."""
+        """Return the sum, or the difference with sign -1."""
         return HitCounts(
             self.num_queries + sign * other.num_queries,
             self.num_hits + sign * other.num_hits,
@@ -202,7 +212,7 @@ class HitCounts:
 class HistogramValues:
     """A histogram: counts of values by upper bounds, and the sum of the values.
 
-    bounds: ascending; a value counts for the first bound that is equal or larger. counts: one for each bound, and a
+    bounds: ascending; a value counts for the smallest bound that isn't less than it. counts: one for each bound, and a
     last one for larger values; not cumulative. total: the sum.
     """
 
@@ -217,7 +227,7 @@ class HistogramValues:
 
     @property
     def mean(self) -> float | None:
-        """The mean of the values, None if there are none."""
+        """The mean of the values; None if there are none."""
         return self.total / self.num_values if self.num_values else None
 
 
@@ -225,13 +235,15 @@ class HistogramValues:
 class MetricsSnapshot:
     """What `CacheMetrics` knows at one moment.
 
-    time: of the snapshot. Like all ages and durations here, it is in `time_unit`: blocks taken from the pool, or
-    seconds. stats: since the manager was made. window: hits of the last requests. quotas: as `manager.quotas`. tiers:
-    as `manager.tiers`, the fastest first.
-
-    num_sampled_blocks: blocks whose lives are recorded; the following fields are about these. lifetimes, idle_times,
-    reuse_gaps: see `BlockSampler`. last_idle_time: of the block that was evicted last, None before the first eviction.
-    queue_age: how long the block that was released first has been free, None if no sampled block is free.
+    - time: when the snapshot was taken. It is in `time_unit`, like all ages and durations here: blocks taken from the
+      pool, or seconds.
+    - stats: counters since the manager was made.
+    - window: hits of the latest requests.
+    - quotas: as `manager.quotas`. tiers: as `manager.tiers`, the fastest first.
+    - num_sampled_blocks: blocks whose lives are recorded. The following fields are about these blocks.
+    - lifetimes, idle_times, reuse_gaps: see `BlockSampler`.
+    - last_idle_time: that of the block evicted last; None before the first eviction.
+    - queue_age: how long the free block that was released first has been free; None if no sampled block is free.
     """
 
     time: float

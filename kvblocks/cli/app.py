@@ -1,8 +1,8 @@
 """The `kvblocks` command: one typer app, one function for each command.
 
 Torch and other heavy packages are imported inside the commands, so that `kvblocks --help` answers at once. An error
-that a user can act on (KVBlocksError) becomes one line on stderr. The exit status is 2 if a value is wrong, whoever
-says so, and 1 for all else. Results go to stdout, progress to stderr.
+that a user can act on (KVBlocksError) becomes one line on stderr. The exit status is 2 if a value is wrong, whether the
+command line or the server finds it, and 1 for all other errors. Results go to stdout, progress to stderr.
 """
 
 import os
@@ -111,14 +111,14 @@ def demo(
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
-    Then a server is killed and started again, and its first answer comes from the disk. That needs the
-    extra `server`; without its packages it is left out.
+    Then a server is killed and started again, and its first answer comes from the disk. This needs the extra `server`,
+    and is left out without its packages.
 
-    With --no-prefix-caching the second engine caches nothing either. So the comparison shows how much two equal runs
-    differ on this machine. The server is left out then, too.
+    With --no-prefix-caching the second engine caches nothing either, so that the comparison shows how much two equal
+    runs differ on this machine. The server is left out then, too.
 
-    By default torch uses one thread: deterministic results are fastest that way, and other work on the machine
-    disturbs the times least.
+    By default torch uses one thread: deterministic results are fastest that way, and other work on the machine disturbs
+    the times least.
     """
     from json import dumps
 
@@ -243,7 +243,7 @@ app.add_typer(cache_commands, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command line (default: sys.argv's) and exit: 0 success, 1 error, 2 a wrong value, 130 Ctrl-C."""
+    """Run a command line (default: sys.argv's) and exit with 0: success, 1: error, 2: wrong value, 130: Ctrl-C."""
     # Torch reads this when it first allocates memory. A CPU reads weights on huge pages a few per cent faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _is_wrong_value(error: KVBlocksError) -> bool:
-    """Whether the command line has to be changed: an argument is wrong, as kvblocks says, or a server (400)."""
+    """Whether the command line has to be changed: kvblocks, or a server (400), says that an argument is wrong."""
     from kvblocks.server.errors import ApiError
 
     return isinstance(error, InvalidArgumentError) or (isinstance(error, ApiError) and error.status == 400)

@@ -1,7 +1,7 @@
 """`kvblocks bench`: how fast it is here. The benches are those of the repository's folder bench/.
 
-They import each other as `bench.…`, a name that a wheel must not take. So a wheel has them in kvblocks/bench, and they
-get their name here, in the process that runs them.
+They import each other as `bench.…`, a name that a wheel must not take. A wheel therefore has them in kvblocks/bench,
+and they get their name here, in the process that runs them.
 """
 
 import sys
@@ -28,9 +28,9 @@ def bench(
     context: typer.Context,
     which: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}.")],
 ) -> None:
-    """Measure on this machine the manager's calls, `PrefixCache`, or a server without prefix caching and with it.
+    """Measure the manager's calls, `PrefixCache`, or a server with and without prefix caching, on this machine.
 
-    Options behind the name are the bench's own, such as --quick and --json FILE; `kvblocks bench serving -- --help`
+    Options after the name are the bench's own, such as --quick and --json FILE; `kvblocks bench serving -- --help`
     lists them. The exit status is 1 if a target is missed. `serving` needs the extras `engine` and `server`, and
     fetches SmolLM2 unless --model says otherwise.
     """

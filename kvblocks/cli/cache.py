@@ -82,7 +82,7 @@ def pin(
 ) -> None:
     """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id.
 
-    A pin holds full blocks. A text shorter than one of the server's blocks is refused; tokens behind the last full
+    A pin holds full blocks. A text shorter than one of the server's blocks is refused, and tokens after the last full
     block aren't held. Blocks that aren't cached yet are held as soon as a request computes them, or at once with
     --warm.
     """
@@ -218,8 +218,8 @@ def explain(
 ) -> None:
     """Show why a prompt would miss the cache now, or why an earlier request missed it.
 
-    By default the text is a user's message; with --raw it is a prompt. Of an earlier request it shows where its prompt
-    parts from the one before it in the conversation.
+    By default the text is a user's message; with --raw it is a prompt. For an earlier request, shows where its prompt
+    diverges from the one before it in the conversation.
     """
     if request is not None or conversation is not None or last:
         has_more = (
@@ -260,7 +260,7 @@ def top(
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Show live, by tenant and by tier: hit share, tokens saved, blocks held, evicted, pins. Ctrl-C ends it."""
+    """Show hit share, tokens saved, blocks held, evictions and pins live, by tenant and by tier. Ctrl-C ends it."""
     from kvblocks.cli.shown.top import check_order, show_top
 
     field = check_order(sort)

@@ -23,7 +23,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One answer and its cost. ttft_s: seconds to the first piece of text. seconds: to the end."""
+    """One answer and its cost. ttft_s: seconds to the first piece of text. seconds: those to the end."""
 
     text: str
     num_prompt_tokens: int
@@ -34,7 +34,7 @@ class ChatTurn:
 
     @classmethod
     def of(cls, completions: "list[Completion]", seconds: float) -> "ChatTurn":
-        """The cost of all samples of one prompt together; the first one of them counts what the prompt cost."""
+        """The cost of all samples of one prompt together; the first of them counts what the prompt cost."""
         first = completions[0]
         return cls(
             first.text,
@@ -59,7 +59,7 @@ class Answerer(Protocol):
     def answer(self, messages: list[Message]) -> Generator[str | ChatTurn]:
         """Yield the pieces of an answer as they come, and its cost last. Raises KVBlocksError, or KeyboardInterrupt.
 
-        Closing it ends the answer, so that nothing more is computed.
+        Closing the iterator ends the answer, so that nothing more is computed.
         """
 
 
@@ -75,7 +75,7 @@ class EngineAnswerer:
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
 
     def answer(self, messages: list[Message]) -> Generator[str | ChatTurn]:
-        """As `Answerer`. An interrupt waits for the step under way, which would leave the cache half changed."""
+        """As `Answerer`. An interrupt waits for the step in progress, since it would leave the cache half changed."""
         start_s, first_s = time.perf_counter(), None
         prompt = self._tokenizer.apply_chat_template(list(messages))
         engine = self._engine
@@ -148,9 +148,9 @@ def chat(
     """Chat until a line is empty or there are no more, and return the turns.
 
     lines: what the user says, one per turn. write: gets the text of answers as it comes. note: gets a line about each
-    turn; default: `write`. while_answering: entered while an answer and its note are written. If a turn fails, that is
-    reported, the turn is forgotten, and the chat goes on. Ctrl-C ends an answer; the chat goes on with what there is of
-    it.
+    turn; default: `write`. while_answering: a context manager that is entered while an answer and its note are written.
+    If a turn fails, that is reported, the turn is forgotten, and the chat goes on. Ctrl-C ends an answer; the chat goes
+    on with what there is of it.
     """
     remark = note or (lambda text: write(f"[{text}]\n"))
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -207,7 +207,7 @@ def describe_engine(engine: "Engine") -> str:
 def describe_server(client: ServerClient) -> str:
     """Return the first lines of a chat with a server. Raises KVBlocksError if there is none, or the key is wrong.
 
-    The cache isn't described if the server isn't kvblocks, or shows its cache only to the operator.
+    The cache isn't described if the server isn't kvblocks or shows its cache only to the operator.
     """
     models = client.ask("GET", "/v1/models")
     names = ", ".join(str(entry.get("id")) for entry in models.get("data", []))

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class UnreachableError(KVBlocksError):
-    """No server answers at the URL: start one, or try later."""
+    """No server answers at the URL: start one, or try again later."""
 
 
 class ServerClient:
@@ -61,9 +61,9 @@ class ServerClient:
         return _checked(response)
 
     def stream(self, path: str, body: Json) -> Generator[Json]:
-        """Send a request whose answer is a stream, and yield its events. Raises as `ask` does.
+        """Send a request whose answer is a stream, and yield its events. Raises what `ask` raises.
 
-        Closing it closes the connection, so that the server drops the answer.
+        Closing the iterator closes the connection, so that the server drops the answer.
         """
         try:
             with self._http.stream("POST", path, **_content(body)) as response:

@@ -1,6 +1,6 @@
-"""What a shell completes behind options that take a name: `kvblocks --install-completion`.
+"""What a shell completes after options that take a name: `kvblocks --install-completion`.
 
-The names are read from where the option is checked. Each is imported when it is asked for, and none needs torch.
+The names are read from where the option is checked. Each module is imported when it is needed, and none needs torch.
 """
 
 from collections.abc import Iterable

@@ -17,7 +17,7 @@ def option_of(settings: type, field: str, **more: Any) -> Any:
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Have a command take options for its parameters that are settings, and get the settings.
+    """Give a command options for the fields of its parameters that are settings, and pass it the settings.
 
     Such a parameter is annotated with a dataclass whose fields are made by `kvblocks.server.flags.flag`.
     """
@@ -54,7 +54,7 @@ def _is_settings(annotation: Any) -> bool:
 
 
 def _described(option: Option, **more: Any) -> Any:
-    """What typer is to know. A function of `completion` with the field's name and an s completes the option's value."""
+    """What typer needs to know. A function of `completion` called like the field plus "s" completes the value."""
     flag, names = option.flag, getattr(completion, f"{option.field}s", None)
     return typer.Option(
         option.name, help=flag.help, rich_help_panel=flag.panel, envvar=flag.envvar, autocompletion=names, **more

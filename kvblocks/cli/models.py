@@ -59,7 +59,7 @@ _STAGES = {
 
 @contextmanager
 def show_progress() -> Iterator["Progress"]:
-    """Show the stages of `fetch_model` on stderr: as bars on a terminal, otherwise (a log) a line for each stage."""
+    """Show the stages of `fetch_model` on stderr: as bars on a terminal, otherwise (in a log) as a line per stage."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

@@ -46,7 +46,7 @@ class FirstAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RestartReport:
-    """The first answers of two servers on the same folder; the first server was killed."""
+    """The first answers of two servers on the same folder, of which the first was killed."""
 
     before: FirstAnswer
     after: FirstAnswer
@@ -96,7 +96,7 @@ def run_restart(model: str, console: Console, *, script: DemoScript = SUPPORT_DE
 
 @contextmanager
 def _serving(model: str, folder: Path) -> Iterator[ServerClient]:
-    """Run a server with its disk cache in the folder, and yield a client. The server is killed in the end."""
+    """Run a server with its disk cache in the folder, and yield a client. The server is killed at the end."""
     command = [
         *(sys.executable, "-m", "kvblocks", "serve", "--model", model, "--port", "0", "--deterministic"),
         *("--block-size", str(BLOCK_SIZE), "--threads", str(torch.get_num_threads())),
@@ -150,7 +150,7 @@ def _ask(client: ServerClient, chat: list[dict[str, str]], **more: object) -> Fi
 
 
 def _wait_until_stored(client: ServerClient, num_blocks: int) -> None:
-    """Wait until so many blocks are stored and the disk's syncs have ended. Then a kill loses nothing."""
+    """Wait until this many blocks are stored and the disk's syncs have ended, so that a kill loses nothing."""
     end_s = time.monotonic() + _STORED_S
     num_syncs, since_s = -1, time.monotonic()
     while (now_s := time.monotonic()) < end_s:

@@ -32,7 +32,7 @@ def serve(
 ) -> None:
     """Serve a model through OpenAI's API, with prefix caching.
 
-    SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
+    SIGTERM or Ctrl-C gives running requests a grace period to finish; a second one ends them at once.
     """
     from kvblocks.server.run import serve as run_server
 

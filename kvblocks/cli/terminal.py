@@ -21,8 +21,8 @@ class Terminal:
     def read_lines(self) -> Iterator[str]:
         """Yield the lines that the user types, until Ctrl-D.
 
-        Ctrl-C discards a line: it may have been meant for an answer that ended just before. The second one in a row
-        raises KeyboardInterrupt, and so does the first one if nobody types.
+        Ctrl-C discards a line, since it may have been meant for an answer that ended just before. The second one in a
+        row raises KeyboardInterrupt, and so does the first one if nobody is typing.
         """
         was_interrupted = False
         while True:
@@ -40,14 +40,17 @@ class Terminal:
                 yield line
 
     def write(self, text: str) -> None:
-        """Write text at once. The first one of an answer takes the place of the sign that it is waited for."""
+        """Write text at once. The first text of an answer replaces the sign that it is being waited for."""
         if text:
             self._waiting.close()
             print(text, end="", flush=True)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Until an answer is written: show that it is waited for, and keep what is typed for the next line."""
+        """Return a context for writing an answer.
+
+        It shows that the answer is being waited for, and keeps text that is typed for the next line.
+        """
         with self._hold_typing(), self._waiting:
             self._waiting.enter_context(_show_waiting())
             yield
@@ -109,9 +112,10 @@ def _show_waiting() -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C wait for calls that it must not break off. Gives what raises KeyboardInterrupt if one has come.
+    """Let Ctrl-C wait for calls that it must not interrupt.
 
-    Does nothing outside the main thread, which alone gets signals.
+    Yields a function that raises KeyboardInterrupt if Ctrl-C has come. Does nothing outside the main thread, the only
+    one that gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

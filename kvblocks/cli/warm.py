@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def read_prompts(text: str, *, raw: bool) -> list[tuple[int, Any]]:
-    """Return a file's prompts with their line numbers, from 1. raw: the whole file is one prompt.
+    """Return a file's prompts with their line numbers, starting at 1. raw: the whole file is one prompt.
 
     The server checks the prompts. Raises InvalidArgumentError for a line that isn't JSON.
     """
@@ -35,9 +35,8 @@ def warm_prompts(
 ) -> None:
     """Have prompts cached, and print a line for each; with json, the server's whole answer.
 
-    Prompts that the server refuses are reported on stderr, and the others go on. Any other error ends the call. Raises
-    InvalidArgumentError at the end if any prompt was refused. An error of `ask` is raised after printing how many are
-    done.
+    Prompts that the server refuses are reported on stderr, and the others go on; InvalidArgumentError is raised at the
+    end if any was refused. Any other error of `ask` ends the call, and is raised after printing how many are done.
     """
     done: list[Json] = []
     num_refused = 0

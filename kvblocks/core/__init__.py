@@ -3,13 +3,13 @@
 The facade calls `slots`, `slots` calls `pool`, and `pool` calls `free_queue` and `prefix_index`. Read the modules in
 this order:
 
-- `tokens`, `hashing`: what a block holds, as bytes: tokens and extra keys; and how it is named to the outside;
-- `block`: a block of the pool, and the run of cached blocks that it stands in;
+- `tokens`, `hashing`: what a block holds, as bytes (its tokens and extra keys), and how it is named to the outside;
+- `block`: a block of the pool, and the run of cached blocks that it belongs to;
 - `prefix_index`: the exact map from prefixes to blocks, and why a hit is never wrong;
-- `free_queue`: the blocks that nobody owns, in the order in which they are reused;
-- `pool`: puts index and queue together, and says what happens to a block's contents when it is reused;
+- `free_queue`: the blocks without an owner, in the order in which they are reused;
+- `pool`: combines index and queue, and says what happens to a block's contents when it is reused;
 - `sequence`: a request's tokens and its block table; `hit`: what a lookup found for it;
-- `caching`: when blocks of a sequence become cached; `slots` and `steps`: how a sequence gets blocks;
+- `caching`: when a sequence's blocks become cached; `slots` and `steps`: how a sequence gets blocks;
 - `in_flight`: which tokens a sequence is about to compute;
 - `change`: how a call that was left half done is noticed; `hooks`: where the other rooms plug in.
 

@@ -2,7 +2,7 @@
 
 `KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is a stretch of the prefix index: consecutive blocks
 of one prefix, with their tokens in one buffer, so that one memcmp compares a prompt with all of them. `Epoch` is what
-all runs between two resets of the cache share. A reset ends the epoch, and so stops caching all its blocks, in O(1).
+all runs between two resets of the cache share. A reset ends the epoch, which stops caching all its blocks in O(1).
 
 The classes refer to each other, so they share a module. All are plain records. `FreeBlockQueue` writes the links and
 `ref_cnt` of a block; `PrefixIndex` writes runs.
@@ -16,7 +16,8 @@ from collections.abc import Collection
 from kvblocks.core.hashing import Names
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
-"""The preimage of a run's first block: the parent's run (None: no parent), the parent's position, tokens, extra keys.
+"""The preimage of a run's first block: the parent run (None: no parent), the position in it, the tokens, the extra
+keys.
 
 A key refers to its parent's `Run` object, so that object can't come to mean another prefix while the key exists.
 """
@@ -42,19 +43,19 @@ class Epoch:
 
 
 class Account:
-    """Who is charged for cached blocks. `retention` derives tenants from it. This base class counts nothing."""
+    """Who is charged for cached blocks. `retention` derives tenants from this class, which itself counts nothing."""
 
     def add(self, num_blocks: int) -> None:
-        """Count blocks that became cached; a negative number: blocks that stopped being cached."""
+        """Count blocks that became cached, or (a negative number) blocks that stopped being cached."""
 
 
 class KVCacheBlock:
     """One block of KV-cache memory: `block_size` slots.
 
     block_id: its id, from the pool's `first_block_id` on. ref_cnt: how many owners it has; 0 exactly when it is in the
-    free queue. prev_free_block, next_free_block: its neighbors in the queue. For a block that isn't queued,
-    prev_free_block is the block itself and next_free_block is undefined. run, index: the run that it is in and its
-    position there; run is None when it isn't cached. Made by a pool; callers only read it.
+    free queue. prev_free_block, next_free_block: its neighbors in the queue. If the block isn't queued, prev_free_block
+    is the block itself and next_free_block is undefined. run, index: the run that it is in, and its position there; run
+    is None when it isn't cached. Made by a pool; callers only read it.
     """
 
     __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")
@@ -74,7 +75,7 @@ class KVCacheBlock:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others than its one owner may read this block, so that it must not be written to. O(1)."""
+        """Whether others than its one owner may read this block, which therefore must not be written. O(1)."""
         return self.ref_cnt > 1 or self.is_cached
 
     @property
@@ -84,9 +85,9 @@ class KVCacheBlock:
 
     @property
     def block_hash(self) -> bytes | None:
-        """The digest that names the block's prefix, None when the block isn't cached.
+        """The digest that names the block's prefix; None when the block isn't cached.
 
-        Computed at the first use and then kept: O(blocks of the prefix whose digest isn't computed yet).
+        Computed on first use and then kept: O(blocks of the prefix whose digest isn't computed yet).
         """
         return self.run.digest(self.index) if self.run is not None and self.run.epoch.is_current else None
 
@@ -99,11 +100,11 @@ class Run:
     """Consecutive cached blocks of one prefix, `blocks[0]` first.
 
     key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; the list shrinks from its end
-    as blocks are evicted. tokens: packed u32 of these positions, and perhaps of evicted positions behind them.
+    as blocks are evicted. tokens: packed u32 of these positions, and perhaps of evicted positions after them.
     extra_keys: encoded keys by position. duplicates: by position, further blocks that hold the same prefix. children:
-    by position, the runs that are attached there. is_closed: the run has lost blocks at its end, and is never extended
-    again; otherwise a position could come to mean another prefix. account: who is charged for its blocks; None: nobody.
-    first_keys: the encoded keys of the first block of its prefix, with salt and LoRA name.
+    by position, the runs that are attached there. is_closed: whether the run has lost blocks at its end. A closed run
+    is never extended again, because a position could then come to mean another prefix. account: who is charged for its
+    blocks; None: nobody. first_keys: the encoded keys of the first block of its prefix, with salt and LoRA name.
     """
 
     __slots__ = (
@@ -134,16 +135,16 @@ class Run:
         self.account: Account | None = None
 
     def num_cached_blocks(self) -> int:
-        """Return how many blocks the run holds, duplicates included. O(positions with duplicates)."""
+        """Return how many blocks the run holds, including duplicates. O(positions with duplicates)."""
         return len(self.blocks) + sum([len(duplicates) for duplicates in (self.duplicates or {}).values()])
 
     def num_common(
         self, position: int, tokens: memoryview, extra_keys: dict[int, bytes] | None, first: int, max_blocks: int
     ) -> int:
-        """Return how many blocks from `position` on equal a sequence's blocks from `first` on, at most `max_blocks`.
+        """Return how many blocks, from `position` on, equal a sequence's blocks from `first` on: at most `max_blocks`.
 
         tokens, extra_keys: the sequence's, packed as bytes and encoded by block. One memcmp when all these blocks are
-        equal, else a bisection by memcmp.
+        equal, otherwise a bisection by memcmp.
         """
         size = self.epoch.block_bytes
         num_blocks = len(self.blocks) - position
@@ -157,7 +158,10 @@ class Run:
         return self.num_equal_keys(position, extra_keys, first, num_blocks)
 
     def num_equal_tokens(self, position: int, tokens: memoryview, first: int, num_blocks: int) -> int:
-        """Return how many of `num_blocks` blocks have equal tokens. At least one differs. As `num_common`."""
+        """Return how many of `num_blocks` blocks, from the first, have equal tokens. At least one differs.
+
+        Arguments as in `num_common`.
+        """
         size = self.epoch.block_bytes
         in_run, in_tokens = position * size, first * size
         low, high = 0, num_blocks  # the first `low` blocks are equal; of the first `high`, one differs
@@ -201,7 +205,7 @@ class Run:
                 self.extra_keys[base + i] = key
 
     def num_backwards(self, blocks: list[KVCacheBlock], first: int) -> int:
-        """Return how many of `blocks` from `first` on are the run's last ones, in reverse order. O(those).
+        """Return how many of `blocks`, from `first` on, are the run's last ones in reverse order. O(that many).
 
         Stops at a position that has duplicates.
         """
@@ -212,16 +216,16 @@ class Run:
         return count
 
     def children_from(self, position: int) -> "list[Run]":
-        """Return the runs that are attached to `position` or later ones. O(positions from there + those runs)."""
+        """Return the runs that are attached to `position` or a later one. O(positions from there + those runs)."""
         children = self.children
         if not children:
             return []
         return [child for index in self.keys_from(position, children) for child in children.get(index, ())]
 
     def trim(self, position: int) -> None:
-        """Free the memory for evicted positions from `position` on, if that is more than half.
+        """Free the memory of evicted positions from `position` on, if they are more than half of it.
 
-        So trimming costs O(1) for each block on average.
+        This way trimming costs O(1) per block on average.
         """
         if len(self.tokens) > 2 * position * self.epoch.block_bytes:
             del self.tokens[position * self.epoch.block_bytes :]
@@ -230,7 +234,7 @@ class Run:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
 
     def check(self) -> int:
-        """Return how many blocks the run holds, with duplicates; AssertionError if it is inconsistent. O(blocks)."""
+        """Return how many blocks the run holds, with duplicates. Raises AssertionError if inconsistent. O(blocks)."""
         parent, position, tokens, extra_keys = self.key
         size = self.epoch.block_bytes
         assert parent is None or position < len(parent.blocks), f"{self}: is attached to a position that isn't cached"
@@ -251,7 +255,7 @@ class Run:
         self.digests.clear()
 
     def keys_from(self, position: int, keys: Collection[int]) -> list[int]:
-        """Return the positions in `keys` from `position` on, perhaps with other ones.
+        """Return all positions from `position` on that are in `keys`, perhaps with other positions among them.
 
         Costs the smaller of O(keys) and O(blocks from `position` on).
         """
@@ -261,7 +265,7 @@ class Run:
         return [key for key in keys if key >= position]
 
     def digest(self, index: int) -> bytes:
-        """Return the digest of position `index`. Computes missing digests and keeps them. O(their number)."""
+        """Return the digest of position `index`. Missing digests are computed and kept. O(missing digests)."""
         size = self.epoch.num_digest_bytes
         if len(self.digests) < (index + 1) * size:
             for run in self._runs_without_digests():
@@ -278,7 +282,7 @@ class Run:
         return chain[::-1]
 
     def fill_digests(self) -> None:
-        """Compute the missing digests of this run. Those of the runs above must be there. O(their number)."""
+        """Compute the missing digests of this run, once those of the runs above it are there. O(missing digests)."""
         epoch, size = self.epoch, self.epoch.num_digest_bytes
         parent, position, _, _ = self.key
         first = len(self.digests) // size

@@ -1,4 +1,4 @@
-"""Looking a sequence up in the prefix index, caching its blocks as they get full, and undoing that.
+"""Looking a sequence up in the prefix index, caching its blocks as they fill, and undoing that.
 
 The index works with packed tokens and nodes, the manager with sequences and slots. This module connects the two. A
 sequence's first `num_cached_blocks` blocks were hit or cached here, so the next block is cached below the last of them.
@@ -13,7 +13,7 @@ from kvblocks.core.sequence import Sequence
 def find_blocks(index: PrefixIndex, sequence: Sequence, max_tokens: int | None = None) -> list[KVCacheBlock]:
     """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing.
 
-    max_tokens: most tokens in the prefix; None: no limit.
+    max_tokens: the most tokens in the prefix; None: no limit.
     """
     block_size = index.block_size
     tokens = memoryview(sequence.tokens)
@@ -24,10 +24,10 @@ def find_blocks(index: PrefixIndex, sequence: Sequence, max_tokens: int | None =
 def digests_ahead(
     index: PrefixIndex, sequence: Sequence, epoch: Epoch | None, held: list[KVCacheBlock], num_held: int, end: int
 ) -> Digests | None:
-    """Return the digests that caching the sequence's first `end` tokens will record; None when nothing records them.
+    """Return the digests that caching the sequence's first `end` tokens will record; None if nothing records them.
 
-    epoch: the sequence's from this call on. held: a table whose first `num_held` blocks are cached: the sequence's own,
-    or the hit that it starts with. This runs before anything is changed, so that a hash function that
+    epoch: the sequence's epoch from this call on. held: a table whose first `num_held` blocks are cached: the
+    sequence's own, or that of the hit it starts with. This runs before anything is changed, so a hash function that
     raises does no harm. Changes nothing. O(new full blocks).
     """
     first, last = num_held, end // index.block_size
@@ -39,10 +39,10 @@ def digests_ahead(
 
 
 def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: Digests | None) -> None:
-    """Cache those of the sequence's blocks that have become full. O(their number).
+    """Cache those of the sequence's blocks that have become full. O(newly cached blocks).
 
-    Caches nothing if the sequence is from before a reset, or while some of its tokens are delayed or lost (`cache_from`
-    caches them later).
+    Caches nothing if the sequence is from before a reset, or while some of its tokens are delayed or lost. `cache_from`
+    caches those later.
     """
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
     is_awaited = sequence.delayed_from is not None or sequence.lost_from is not None
@@ -75,7 +75,7 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
 
 
 def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, digests: Digests | None) -> None:
-    """Cache blocks first to end - 1 of a sequence. All must be full, and those before them cached. O(their number).
+    """Cache blocks first to end - 1 of a sequence, all of them full, and those before them cached. O(end - first).
 
     Blocks that are cached already, by sequences that share them, stay as they are.
     """

@@ -1,8 +1,8 @@
 """Whether a change is under way, so that a change that was left half done is noticed.
 
-A KeyboardInterrupt or MemoryError may come at any point of a change, and leaves an inconsistent state. So every change
-is marked at its beginning, and the mark is removed when all is consistent again. The next call sees a mark that was
-never removed, and refuses to run. This needs no exception handler, which another interrupt could stop. Handlers only
+A KeyboardInterrupt or MemoryError may come at any point of a change and leave an inconsistent state. Every change is
+therefore marked at its beginning, and the mark is removed when all is consistent again. A call that finds a mark that
+was never removed refuses to run. This needs no exception handler, which another interrupt could stop. Handlers only
 undo changes that fail for another reason, such as an invalid token, and the mark stays until they are done.
 """
 
@@ -16,10 +16,10 @@ CHANGING: Final = 2
 
 
 class Change:
-    """The mark of a manager or a cache: whether a change is under way. A manager's also stands for it as an owner.
+    """Marks whether a change of a manager or a cache is under way. As a block's owner, it also stands for its manager.
 
-    kind: which of them, for messages. debug: whether each change is followed by a check. rest: the state between
-    changes, IDLE or DEBUGGING. state: CHANGING during a change, else `rest`. The code that makes a change may write it
+    kind: "manager" or "cache", for messages. debug: whether each change is followed by a check. rest: the state between
+    changes, IDLE or DEBUGGING. state: CHANGING during a change, otherwise `rest`. Code that makes a change may write it
     directly, since a call would cost as much as some changes.
     """
 
@@ -44,5 +44,5 @@ class Change:
         self.state = CHANGING
 
     def end(self) -> None:
-        """Mark the end of a change: all is consistent again. O(1)."""
+        """Mark the end of a change: everything is consistent again. O(1)."""
         self.state = self.rest

@@ -1,16 +1,16 @@
 """The queue of free blocks, in the order in which they are taken.
 
-The queue has three stretches: first blocks that hold nothing, then blocks that left a window, then the others, least
-recently used first. Where a block goes is decided when it is released. Cached blocks go to the end and blocks that
-hold nothing to the front, so that no cached block is evicted while an empty one is free.
+The queue has three stretches: first blocks that hold nothing, then blocks that left a window, then all others, least
+recently used first. Where a block goes is decided when it is released. Cached blocks go to the end and blocks that hold
+nothing to the front, so no cached block is evicted while an empty one is free.
 
 The queue is a circular doubly-linked list through the blocks themselves, so that a hit can take a block out of the
 middle in O(1). A block is queued exactly when it has no owner, so the queue also writes `ref_cnt`: 1 for a block that
-leaves the queue, 0 for one that enters it. One root block, which is never handed out, closes the circle. With it, no
+leaves the queue, 0 for one that enters it. One root block, which is never handed out, closes the circle, so that no
 operation has special cases at the ends.
 
-After vLLM v1's FreeKVCacheBlockQueue, `prepend` included. The circle, with unlinked blocks that point at themselves, is
-the Linux kernel's list_head. The middle stretch is this project's.
+The queue follows vLLM v1's FreeKVCacheBlockQueue, including what is `prepend` there. The circle, with unlinked blocks
+that point at themselves, is the Linux kernel's list_head. The middle stretch is this project's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ from kvblocks.errors import BlockStateError, PoolExhaustedError
 class FreeBlockQueue:
     """A queue of `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
-    has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a reference was
-    added to or dropped from a block that stayed owned. Raises BlockStateError, changing nothing, when a block is queued
-    or owned already. This part of the manager is public for those who build a manager of their own; it checks no types.
+    has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a block that stayed
+    owned got or lost a reference. Raises BlockStateError, changing nothing, when a block is queued or owned already.
+    This part of the manager is public for those who build a manager of their own; it checks no types.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], *, has_windows: bool = False) -> None:
@@ -41,7 +41,7 @@ class FreeBlockQueue:
         return self.num_free_blocks
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """Yield the blocks in the order in which they are taken. The queue must not change meanwhile."""
+        """Yield the blocks in the order in which they are taken. The queue must not change during the iteration."""
         block = self._root.next_free_block
         while block is not self._root:
             if block is not self._mark:
@@ -57,7 +57,7 @@ class FreeBlockQueue:
         return None if block is self._root else block
 
     def popleft_n(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the first `num_blocks` blocks, in order; each then has `ref_cnt` 1.
+        """Take the first `num_blocks` blocks, in order, and set the `ref_cnt` of each to 1.
 
         Raises PoolExhaustedError, changing nothing, when there are fewer. O(num_blocks).
         """
@@ -79,9 +79,9 @@ class FreeBlockQueue:
         return taken
 
     def popleft_empty(self, max_blocks: int) -> list[KVCacheBlock]:
-        """Take at most `max_blocks` of the first blocks, up to the first one that is in a run. O(blocks taken).
+        """Take up to `max_blocks` of the first blocks, stopping at the first one that is in a run. O(blocks taken).
 
-        Each of them then has `ref_cnt` 1.
+        The `ref_cnt` of each is then 1.
         """
         root = self._root
         block = root.next_free_block
@@ -97,7 +97,7 @@ class FreeBlockQueue:
         return taken
 
     def popleft(self) -> KVCacheBlock:
-        """Take the first block; it then has `ref_cnt` 1. There must be one. O(1)."""
+        """Take the first block, which must exist, and set its `ref_cnt` to 1. O(1)."""
         previous = self._root
         block = previous.next_free_block
         if block is self._mark:
@@ -133,7 +133,7 @@ class FreeBlockQueue:
         self.num_free_blocks += num_linked
 
     def _unlink_last(self, last: KVCacheBlock) -> int:
-        """Unlink the blocks up to `last`, which a failing call has linked behind the queue's end. Returns how many."""
+        """Unlink the blocks up to `last`, which a failing call has linked after the queue's end. Returns how many."""
         num_unlinked, end = 0, self._root.prev_free_block
         while last is not end:
             last.prev_free_block, last = last, last.prev_free_block
@@ -170,11 +170,12 @@ class FreeBlockQueue:
             self.num_shared_changes += num_kept
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """Give up one reference to each block of a table or a part of it. Those that lose their last one are queued.
+        """Give up one reference to each block of a table, or of a part of it. Blocks that lose their last one are
+        queued.
 
-        Cached blocks go to the end of the queue, and blocks that hold nothing to the front. Of both, the table's last
-        block comes first, so that a prefix's end is taken before its beginning. num_cached: how many first blocks are
-        known to be cached. Raises BlockStateError, changing nothing. O(blocks).
+        Cached blocks go to the end of the queue, and blocks that hold nothing to the front. In both cases the table's
+        last block comes first, so that a prefix's end is taken before its beginning. num_cached: how many blocks at the
+        beginning of the table are known to be cached. Raises BlockStateError, changing nothing. O(blocks).
         """
         cached: list[KVCacheBlock] = []
         empty: list[KVCacheBlock] = []
@@ -223,8 +224,8 @@ class FreeBlockQueue:
     def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give up one reference to each of these cached blocks, which left a window. Only for a queue with windows.
 
-        Blocks that lose their last reference go to the end of the middle stretch, in the order given. No block may come
-        twice. Raises BlockStateError, changing nothing. O(blocks).
+        Blocks that lose their last reference go to the end of the middle stretch, in the order given. Each block may be
+        given only once. Raises BlockStateError, changing nothing. O(blocks).
         """
         for block in blocks:
             if block.ref_cnt < 1:
@@ -238,7 +239,7 @@ class FreeBlockQueue:
                 self.num_free_blocks += 1
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Move queued blocks, which hold nothing any more, to the front of the queue, in the order given. O(blocks)."""
+        """Move queued blocks that no longer hold anything to the front of the queue, in the order given. O(blocks)."""
         self.touch(blocks)
         self.release_empty(blocks)
 
@@ -277,7 +278,7 @@ class FreeBlockQueue:
         assert num_seen == num_linked, f"queue: {num_seen} linked, {num_linked} counted"
 
     def _pop_each(self, num_blocks: int) -> list[KVCacheBlock]:
-        """`popleft_n` of a queue with a mark. A function of its own, since a comprehension slows its whole function."""
+        """`popleft_n` of a queue with windows. A separate function, since a comprehension slows its whole function."""
         return [self.popleft() for _ in range(num_blocks)]
 
     def _link(self, block: KVCacheBlock, following: KVCacheBlock) -> None:

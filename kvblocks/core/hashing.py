@@ -1,8 +1,9 @@
-"""Extra keys, and the digest chain: what a block's KV depends on besides tokens, and its name outside this process.
+"""Extra keys and the digest chain: what a block's KV depends on besides tokens, and its name outside this process.
 
 A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the
 block. It names the block in events, in other processes and in tiers. It never decides a hit: matching compares
-preimages (see `prefix_index`). So a weak or broken hash function can confuse a reader of events, but never a lookup.
+preimages (see `prefix_index`). A weak or broken hash function can therefore confuse a reader of events, but never a
+lookup.
 
 Format 1, pinned by golden vectors in tests/core; integers are little-endian and unsigned unless noted:
 
@@ -14,9 +15,9 @@ Format 1, pinned by golden vectors in tests/core; integers are little-endian and
 Kinds: 1 salt, 2 LoRA name, 3 position key given as str, 4 position key given as bytes. `start` is where the keyed span
 begins relative to the block's first token (negative when it began in an earlier block), `length` is the span's whole
 length. Kinds and lengths make the encoding injective: no two different sets of keys have the same bytes.
+`kvblocks.wire.extra_keys` decodes keys.
 
-`kvblocks.wire.extra_keys` decodes keys. The chain of digests follows vLLM's automatic prefix caching; the typed,
-length-prefixed keys are this project's.
+The chain of digests follows vLLM's automatic prefix caching; the typed, length-prefixed keys are this project's.
 """
 
 import hashlib
@@ -28,10 +29,10 @@ from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, 
 from kvblocks.errors import InvalidArgumentError
 
 HashFunction = Callable[[bytes], bytes]
-"""Maps a preimage to a digest. Must be pure and always return the same number of bytes, at least one."""
+"""Maps a preimage to a digest. It must be pure and always return the same number of bytes, at least one."""
 
 PositionKey = tuple[int, int, str | bytes]
-"""(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
+"""(start, end, key): tokens start to end - 1 depend on `key`, such as the hash of the image that they stand for."""
 
 PositionKeys = Iterable[PositionKey]
 """Several position keys, in any order."""
@@ -45,7 +46,7 @@ def sha256_digest(preimage: bytes) -> bytes:
 
 
 def check_digest(digest: Any, num_bytes: int | None) -> bytes:
-    """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
+    """Return `digest` if it has `num_bytes` bytes (None: any number but 0), else raise InvalidArgumentError."""
     if type(digest) is not bytes or not digest:
         raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {shown(digest)}")
     if num_bytes is not None and len(digest) != num_bytes:
@@ -54,7 +55,7 @@ def check_digest(digest: Any, num_bytes: int | None) -> bytes:
 
 
 def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> bytes:
-    """Return the preimage that a block's digest is the hash of.
+    """Return the preimage of a block, which its digest is the hash of.
 
     parent_digest: the parent block's digest, b"" for a first block. extra_keys: the block's encoded extra keys, b"" for
     none. tokens: the block's token ids, packed as little-endian u32.
@@ -63,7 +64,7 @@ def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> byt
 
 
 class Names:
-    """How prefixes are named to the outside. This class: by hashing preimages in format 1.
+    """How prefixes are named to the outside. This class hashes preimages in format 1.
 
     num_digest_bytes: length of a name. are_unique: whether two prefixes never have the same name, unless the hash
     function is broken. Other rooms derive other schemes from this class (`kvblocks.wire.names`).
@@ -85,9 +86,9 @@ class Names:
     ) -> bytearray:
         """Return the digests of `blocks`, one after the other in one buffer. Changes nothing. O(blocks).
 
-        tokens: a sequence's, packed, `block_bytes` bytes for each block. blocks: which of its blocks. parent_digest: of
-        the block before them, b"" for none. extra_keys: encoded, by block. first_keys: the keys of the prefix's first
-        block, which may come long before `blocks`.
+        tokens: a sequence's packed tokens, `block_bytes` bytes for each block. blocks: indices of the blocks to name.
+        parent_digest: the digest of the block before them, b"" for none. extra_keys: encoded, by block. first_keys: the
+        keys of the prefix's first block, which may come long before `blocks`.
         """
         keys, size, packed = extra_keys or {}, block_bytes, bytearray()
         previous = parent_digest
@@ -101,7 +102,7 @@ class Names:
 def encode_extra_keys(
     salt: str | None, lora: str | None, position_keys: Iterable[PositionKey], block_size: int
 ) -> dict[int, bytes]:
-    """Return the encoded extra keys of every block that has some, by the block's position in the sequence.
+    """Return the encoded extra keys of every block that has some, by the block's index in the sequence.
 
     Salt and LoRA name go to block 0 alone, since every later block is chained to it. A position key goes to each block
     that its span touches. The order of `position_keys` makes no difference. O(spans x blocks that each touches).
@@ -131,7 +132,7 @@ def _entry(kind: int, span: bytes, payload: bytes) -> bytes:
 
 
 class SequenceKeys:
-    """The salt, the adapter and the extra keys of a sequence that has any of them; see `Sequence`. Never changed."""
+    """The salt, the adapter and the extra keys of a sequence that has any of these; see `Sequence`. Never changed."""
 
     __slots__ = ("_encoded", "extra_keys", "lora", "salt")
 
@@ -152,7 +153,7 @@ class SequenceKeys:
 def check_keys(
     salt: Text | None, lora: Text | None, extra_keys: Iterable[PositionKey], num_tokens: int
 ) -> SequenceKeys | None:
-    """Return the keys of a sequence of `num_tokens` tokens, None if there are none. Raises InvalidArgumentError."""
+    """Return the keys of a sequence of `num_tokens` tokens; None if it has none. Raises InvalidArgumentError."""
     name, adapter = check_name("salt", salt), check_name("lora", lora)
     keys = _check_position_keys(extra_keys, num_tokens)
     return SequenceKeys(name, adapter, keys) if name is not None or adapter is not None or keys else None

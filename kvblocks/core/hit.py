@@ -1,6 +1,6 @@
 """What a lookup found: `get_computed_blocks` returns a hit, and `allocate_slots` takes it.
 
-`check_hit` says whether a hit is still valid.
+`check_hit` checks that a hit is still valid.
 """
 
 from abc import abstractmethod
@@ -15,7 +15,7 @@ from kvblocks.errors import SequenceStateError, StaleHitError
 
 
 class HitSource:
-    """Where hits are found. index: holds the cached prefixes."""
+    """Where hits are found. index: the prefix index that holds the cached prefixes."""
 
     __slots__ = ("index",)
 
@@ -24,18 +24,20 @@ class HitSource:
 
     @abstractmethod
     def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
-        """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody."""
+        """Return who will compute the most blocks after `sequence`'s cached prefix, and how many; None if nobody."""
 
 
 class CacheHit:
-    """The longest cached prefix of a sequence, as of one moment.
+    """The longest cached prefix of a sequence, as of the time of the lookup.
 
-    blocks: the full blocks that hold the prefix, in order. num_tokens: tokens that need no computing: all in `blocks`,
-    but one less for a full hit, since the logits of its last token are still needed. num_readonly_tokens: positions
-    below it lie in `blocks` and must not be written. That includes the last token of a full hit, which is recomputed.
+    - blocks: the full blocks that hold the prefix, in order.
+    - num_tokens: tokens that need no computing. These are all tokens in `blocks`, or one less for a full hit, since the
+      logits of its last token are still needed.
+    - num_readonly_tokens: tokens before this position lie in `blocks` and must not be written. This includes the last
+      token of a full hit, which is recomputed.
 
-    Made by `get_computed_blocks`. A hit owns nothing: any later allocation may evict its blocks. `allocate_slots`
-    checks the hit before it uses it.
+    Made by `get_computed_blocks`. A hit owns nothing, so any later allocation may evict its blocks. `allocate_slots`
+    checks that it is still valid before using it.
     """
 
     __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "sequence", "source", "version")
@@ -62,12 +64,12 @@ class CacheHit:
 
     @property
     def num_matched_tokens(self) -> int:
-        """Tokens that the primary group has cached; more than num_readonly_tokens where another group has fewer."""
+        """Tokens that the primary group has cached: more than num_readonly_tokens if another group has fewer."""
         return self.num_readonly_tokens
 
     @property
     def is_full_hit(self) -> bool:
-        """Whether all known tokens are cached, so that only the last one is computed, for its logits. O(1)."""
+        """Whether all known tokens are cached, so that only the last one must be computed, for its logits. O(1)."""
         return self.num_tokens < self.num_readonly_tokens
 
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
@@ -76,11 +78,14 @@ class CacheHit:
         return [*self.blocks]
 
     def cut(self, max_tokens: SupportsIndex) -> "CacheHit":
-        """Return a hit of the same lookup with at most `max_tokens` tokens in its blocks, perhaps this one.
+        """Return a hit of the same lookup with at most `max_tokens` tokens in its blocks; this hit itself if it is
+        short enough.
 
-        Changes nothing. `allocate_slots` notices blocks that were evicted since the lookup. With several groups the
-        result may have fewer tokens: a window may lack the blocks that a hit with this end needs, and what was evicted
-        since the lookup is left out. Raises InvalidArgumentError. O(blocks).
+        With several groups the result may have fewer tokens, because a window may lack the blocks that a hit with this
+        end needs. Blocks that were evicted since the lookup are then left out. With one group, `allocate_slots` notices
+        them.
+
+        Changes nothing. Raises InvalidArgumentError. O(blocks).
         """
         number = check_count("max_tokens", max_tokens, 0)
         return self if number >= self.num_readonly_tokens else self._cut_to(number // self.index.block_size)
@@ -93,22 +98,23 @@ class CacheHit:
         return hit
 
     def has_lost_attached(self) -> bool:
-        """Whether a side group's block of this hit is no longer cached where it was found."""
+        """Whether a side group's block of this hit is no longer cached where the lookup found it."""
         return False
 
     @property
     def pending_tokens(self) -> int:
-        """How many tokens behind the cached prefix `pending_sequence` is about to compute; 0 when there is none.
+        """How many tokens after the cached prefix `pending_sequence` is about to compute; 0 if there is no such
+        sequence.
 
-        Looks at the tokens and the cache as they are now; both may have grown since the lookup. A scheduler may wait
-        for these tokens rather than compute them twice. O(sequences with unfinished prefill), and a lookup if there are
-        any.
+        This looks at the tokens and the cache as they are now; both may have grown since the lookup. A scheduler may
+        wait for these tokens instead of computing them twice. O(sequences with unfinished prefill), plus a lookup if
+        there are any.
         """
         return (self.source.find_pending(self.sequence) or (None, 0))[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
-        """The allocated sequence that will compute `pending_tokens`, None when there is none. As `pending_tokens`."""
+        """The allocated sequence that will compute `pending_tokens`; None if there is none. Costs the same."""
         return (self.source.find_pending(self.sequence) or (None, 0))[0]
 
     def __repr__(self) -> str:
@@ -116,7 +122,7 @@ class CacheHit:
 
 
 def check_start(sequence: object, hit: object) -> None:
-    """Raise InvalidArgumentError unless these are a sequence, and a hit or None."""
+    """Raise InvalidArgumentError unless `sequence` is a sequence and `hit` is a hit or None."""
     as_sequence("allocate_slots", sequence)
     given: Any = hit
     if given is not None and not is_a(given, CacheHit):
@@ -124,15 +130,16 @@ def check_start(sequence: object, hit: object) -> None:
 
 
 def ends_in_block(hit: CacheHit | None) -> bool:
-    """Whether a hit has blocks and isn't a full hit. Then a sequence may start with no token behind it. O(1)."""
+    """Whether a hit has blocks and isn't a full hit. A sequence may then start without a token after it. O(1)."""
     return hit is not None and 0 < hit.num_readonly_tokens == hit.num_tokens
 
 
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
     """Return the number of tokens of `hit`.
 
-    Raises SequenceStateError if it is another sequence's or manager's, StaleHitError if it is outdated. O(1) if nothing
-    was evicted since the lookup and the sequence never lost tokens; else one more lookup.
+    Raises SequenceStateError if the hit is for another sequence or another manager, and StaleHitError if it is
+    outdated. O(1) if nothing was evicted since the lookup and the sequence never lost tokens; otherwise one more
+    lookup.
     """
     if hit.sequence is not sequence:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")

@@ -10,7 +10,7 @@ until another room sets it:
 - `SlotAllocator.soft_holds`: owners of blocks other than sequences, which may give blocks up for sequences (pins).
 
 Two more base classes are in the modules that use them: `Account` in `block`, and `SideTables` in `sequence`. All are
-native classes and not Protocols, so that in the compiled build calling their methods is as cheap as any other call.
+native classes rather than Protocols, so that in the compiled build their methods cost no more than any other call.
 """
 
 from abc import abstractmethod
@@ -31,9 +31,9 @@ RemovalCause = Literal["evicted", "aborted", "reset", "dropped"]
 class Watcher:
     """Told what happens to blocks and cached prefixes. This base class does nothing, in O(1).
 
-    No method may change what it is told of. needs_digests: whether it needs the digests of removed prefixes, which are
-    then computed as blocks are cached. needs_takers: whether `note_taking` must be
-    called for each sequence by itself.
+    No method may change what it is told about. needs_digests: whether it needs the digests of removed prefixes, which
+    are then computed as blocks are cached. needs_takers: whether `note_taking` must be called for each sequence
+    separately.
     """
 
     needs_digests: bool = False
@@ -49,29 +49,30 @@ class Watcher:
         """Each of these blocks got one more owner."""
 
     def note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None = None) -> None:
-        """Each of these blocks lost an owner, in this order. Renewed blocks are among them, for their duplicates.
+        """Each of these blocks lost an owner, in this order. Blocks that were renewed for their duplicates are among
+        them.
 
-        giver: the sequence that ended or went back, and so gave them back; None: something else.
+        giver: the sequence that released them because it ended or went back; None: something else did.
         """
 
     def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
-        """Each of these cached blocks left a window, lost an owner, and goes before other cached blocks."""
+        """Each of these cached blocks left a window and lost an owner; it is reused before other cached blocks."""
         self.note_released(blocks)
 
     def note_renewed(self, blocks: Items[KVCacheBlock]) -> None:
-        """These free blocks are queued anew, in place of duplicates that were released. `note_released` follows."""
+        """These free blocks are queued again, in place of duplicates that were released. `note_released` follows."""
 
     def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
         """The prefixes with these digests stopped being cached."""
 
     def note_clearing(self, runs: Iterable[Run]) -> None:
-        """The cache is about to be reset. `runs` are all runs in it."""
+        """The cache is about to be reset. `runs` are all its runs."""
 
 
 class Digests:
     """The digests of blocks that are about to be cached. packed: one after the other.
 
-    sequence_id: of the sequence whose blocks they are, for events; None: of no sequence.
+    sequence_id: of the sequence whose blocks they are, for events; None if there is no sequence.
     """
 
     __slots__ = ("packed", "sequence_id")
@@ -89,7 +90,7 @@ class EventLog:
 
     @abstractmethod
     def of_tier(self, medium: str) -> "EventLog | None":
-        """Return the log of a tier; None if the tier's changes aren't recorded."""
+        """Return the log of a tier; None if that tier's changes aren't recorded."""
 
     @abstractmethod
     def append(self, record: CacheEvent) -> None:
@@ -97,7 +98,7 @@ class EventLog:
 
     @abstractmethod
     def note_stored(self, run: Run, base: int, sequence_id: Hashable = None) -> None:
-        """`run` has grown from `base` blocks to what it has now. sequence_id: as in `Digests`."""
+        """`run` has grown from `base` blocks to its present length. sequence_id: as in `Digests`."""
 
     @abstractmethod
     def note_removed(self, names: Items[bytes]) -> None:
@@ -113,45 +114,45 @@ class Accounts(Watcher):
 
     @abstractmethod
     def account_of(self, extra_keys: bytes | None) -> Account | None:
-        """Return who is charged for prefixes whose first block has these encoded keys, None if nobody is."""
+        """Return who is charged for prefixes whose first block has these encoded keys; None if nobody is."""
 
 
 class Chooser(Watcher):
-    """Which blocks are taken first. It isn't told what happens unless it is also a watcher of the index."""
+    """Decides which blocks are taken first. To be told what happens, it must also be a watcher of the index."""
 
     @property
     @abstractmethod
     def is_choosing(self) -> bool:
-        """Whether it chooses the next block to be taken. If not, the first of the queue is taken. O(1)."""
+        """Whether it chooses the next block to be taken. If not, the first block of the queue is taken. O(1)."""
 
     @abstractmethod
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
-        """Take the blocks to be reused next off the queue, which isn't empty: at least one, at most `max_blocks`.
+        """Take at least one and at most `max_blocks` blocks off the queue, which isn't empty: those to be reused next.
 
         Blocks that hold nothing must go before any other. The pool then calls `note_taken` and evicts what they hold.
         """
 
     def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
-        """These blocks are detached: they stopped being cached though nobody took them."""
+        """These blocks were detached: they stopped being cached although nobody took them."""
 
     def note_starting(self, sequence: Sequence) -> None:
         """This sequence of a session starts, and is about to touch and take blocks."""
 
 
 class SoftHolds:
-    """Owners of cached prefixes other than sequences, which may give blocks up for sequences."""
+    """Owners of cached prefixes, other than sequences, that may give blocks up for sequences."""
 
     @abstractmethod
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
-        """Return why `num_blocks` can't be had once `touched` are owned. None if they can, perhaps after `give_up`."""
+        """Return why `num_blocks` can't be had once `touched` are owned; None if they can, perhaps after `give_up`."""
 
     @abstractmethod
     def give_up(self, num_blocks: int) -> None:
-        """Free so many blocks. `find_refusal` must have returned None."""
+        """Free this many blocks. `find_refusal` must have returned None."""
 
     @abstractmethod
     def extend(self, sequence: Sequence) -> None:
-        """Own the blocks that holds lack and this sequence has. The sequence is about to release blocks."""
+        """Become an owner of those blocks of this sequence that holds lack. The sequence is about to release blocks."""
 
     @abstractmethod
     def drop_uncached(self) -> None:
@@ -159,7 +160,7 @@ class SoftHolds:
 
     @abstractmethod
     def tables(self) -> list[list[KVCacheBlock]]:
-        """Return the owned blocks, each as often as it is owned."""
+        """Return the owned blocks, each as many times as it is owned."""
 
     @abstractmethod
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Sequences with tokens that are about to be computed, and that a lookup doesn't find yet.
 
-A lookup finds a block as soon as it is full, unless it is delayed. It doesn't find tokens that a chunked prefill will
-compute in a later step, nor blocks that are cached late. So this module compares prompts directly. A scheduler can then
-let a sequence wait for tokens that another one will compute anyway.
+A lookup finds a block as soon as it is full, unless it is delayed. It finds neither tokens that a chunked prefill will
+compute in a later step, nor blocks that are cached late. This module therefore compares prompts directly, so that a
+scheduler can let a sequence wait for tokens that another one will compute anyway.
 """
 
 from kvblocks.core.caching import find_blocks
@@ -16,7 +16,7 @@ from kvblocks.core.tokens import num_equal
 class InFlight(HitSource):
     """The allocated sequences that have tokens without slots, or delayed tokens, oldest first.
 
-    index: where the tokens will be cached. sequences: a dict used as an ordered set. change: of their manager.
+    index: where the tokens will be cached. sequences: a dict used as an ordered set. change: the manager's.
     """
 
     __slots__ = ("_change", "sequences")
@@ -27,19 +27,19 @@ class InFlight(HitSource):
         self.sequences: dict[Sequence, None] = {}
 
     def note(self, sequence: Sequence) -> None:
-        """Add a sequence that got slots if it has tokens in flight, else remove it. O(1)."""
+        """Add a sequence that got slots if it has tokens in flight; otherwise remove it. O(1)."""
         if sequence.num_written_tokens < sequence.num_tokens:
             self.sequences[sequence] = None
         elif self.sequences:
             self.sequences.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence that gives its blocks back. O(1)."""
+        """Remove a sequence that releases its blocks. O(1)."""
         if self.sequences:
             self.sequences.pop(sequence, None)
 
     def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
-        """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody will.
+        """Return who will compute the most blocks after `sequence`'s cached prefix, and how many; None if nobody will.
 
         Sequences from before a reset of the cache don't count, nor do those that lost KV. Changes nothing. Raises
         CorruptStateError. One lookup, O(sequences in flight), and O(tokens) for each sequence that shares the next
@@ -58,7 +58,7 @@ class InFlight(HitSource):
         return best
 
     def _num_common_blocks(self, one: Sequence, other: Sequence, num_least: int) -> int:
-        """Return how many first blocks two sequences have in common; 0 unless it is more than `num_least`."""
+        """Return how many leading blocks two sequences have in common; 0 unless that is more than `num_least`."""
         size = self.index.block_size
         num_blocks = min(one.num_tokens, other.num_tokens) // size
         keys, other_keys = one.encoded_keys(size) or {}, other.encoded_keys(size) or {}

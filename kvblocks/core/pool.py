@@ -1,8 +1,8 @@
 """The pool: all blocks, who owns them, and what happens to their contents when they are reused.
 
-The pool puts the free queue and the prefix index together. The queue knows whether a block is free or owned, and the
-index whether it is cached or not; all four combinations exist. A later request can hit a free cached block, until the
-block is taken for something else and so stops being cached. The roles are those of vLLM v1's BlockPool.
+The pool combines the free queue and the prefix index. The queue knows whether a block is free or owned, and the index
+whether it is cached or not; all four combinations exist. A free cached block can be hit by a later request until it is
+taken for something else, which stops it being cached. The roles are those of vLLM v1's BlockPool.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,11 @@ _BLOCK_ID = attrgetter("block_id")
 class BlockPool:
     """`num_blocks` blocks with ids from `first_block_id` on.
 
-    At first they are handed out in order of their ids; later blocks that hold nothing come first, then the least
+    At first they are handed out in the order of their ids; later, blocks that hold nothing come first, then the least
     recently used ones. index: where their contents may be cached. blocks: all blocks, by id. end_block_id: the last
     block's id + 1. queue: the free blocks, in the order of their reuse. detached: blocks that stopped being cached
-    while they were owned, and are still owned; rarely any. chooser: which blocks are taken first; None: the first of
-    the queue. Raises InvalidArgumentError. O(num_blocks).
+    while they were owned, and are still owned; there are rarely any. chooser: decides which blocks are taken first;
+    None: the first of the queue. Raises InvalidArgumentError. O(num_blocks).
 
     This part of the manager is public for those who build a manager of their own; its other calls check no types.
     """
@@ -53,7 +53,7 @@ class BlockPool:
         return self.index.num_cached_blocks
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
+        """Return the ids of the free blocks, in the order in which they will be taken. O(free blocks)."""
         return [block.block_id for block in self.queue]
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -108,21 +108,20 @@ class BlockPool:
             watcher.note_touched(blocks)
 
     def uncache(self, blocks: Iterable[KVCacheBlock], cause: RemovalCause = "dropped") -> None:
-        """Stop caching `blocks` and everything below them; the free ones are reused next. O(blocks + those below)."""
+        """Stop caching `blocks` and what is chained to them; free ones are reused next. O(blocks + those chained)."""
         for block in blocks:
             self.index.forget(block, cause)
         self.requeue_detached()
 
     def release_table(self, blocks: Items[KVCacheBlock], num_cached: int = 0, giver: Sequence | None = None) -> None:
-        """Remove an owner from each block of a table or a part of it. Those without another owner become free.
+        """Remove an owner from each block of a table, or of a part of it. Those without another owner become free.
 
-        Of these, cached blocks are reused last, a prefix's end before its beginning, and blocks that hold nothing are
-        reused next: see `FreeBlockQueue.release_table`. num_cached: how many first blocks their owner has cached, with
-        no reset since. giver: as in `Watcher.note_released`. Raises BlockStateError, changing nothing, when a block has
-        no owner. O(blocks).
+        Of these, cached blocks are reused last, with a prefix's end before its beginning, and blocks that hold nothing
+        are reused next: see `FreeBlockQueue.release_table`. A duplicate without another owner is detached. The block
+        that hits get then stands in for it: if that block is free, it is reused where the duplicate would have been.
 
-        A duplicate without another owner is detached. The block that hits get stands in for it, and is reused where the
-        duplicate would have been, if it is free.
+        num_cached: how many blocks at the beginning their owner has cached, with no reset since. giver: as in
+        `Watcher.note_released`. Raises BlockStateError, changing nothing, when a block has no owner. O(blocks).
         """
         if num_cached == len(blocks) and not self.detached:
             self.queue.release(blocks[::-1])
@@ -135,15 +134,15 @@ class BlockPool:
             self._note_released(blocks[::-1], giver)
 
     def requeue_detached(self) -> None:
-        """Move the free ones of the blocks that were detached to the front of the queue. O(blocks detached).
+        """Move the free ones among the detached blocks to the front of the queue. O(blocks detached).
 
-        An abort detaches the blocks that weren't written, and those below them.
+        An abort detaches the blocks that weren't written and those chained to them.
         """
         if self.index.detached:
             self.queue.move_to_front(self.pop_detached())
 
     def pop_detached(self) -> list[KVCacheBlock]:
-        """Take note of the blocks that were detached. Returns the free ones, by id, which the caller moves or takes.
+        """Register the blocks that the index detached, and return the free ones by id, for the caller to move or take.
 
         O(blocks detached).
         """
@@ -191,10 +190,10 @@ class BlockPool:
 
 
 def drop_duplicates(index: PrefixIndex, queue: FreeBlockQueue, table: Items[KVCacheBlock]) -> list[KVCacheBlock]:
-    """Detach the duplicates of a table, or a part of it, that was just released and that nobody else owns.
+    """Detach the duplicates in a table, or in a part of it, that was just released, unless somebody else owns them.
 
-    Where the block that hits get is free, it is renewed: it takes the duplicate's place in the queue. Returns the table
-    with renewed blocks behind their duplicates. The caller requeues what was detached. O(blocks).
+    Where the block that hits get is free, it is renewed: it takes the duplicate's place in the queue. Returns the
+    table, with each renewed block after its duplicate. The caller requeues what was detached. O(blocks).
     """
     released, renewed = list[KVCacheBlock](), list[KVCacheBlock]()
     for block in table:

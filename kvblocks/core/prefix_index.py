@@ -2,21 +2,21 @@
 
 A prefix is a chain of preimages: each block's tokens and extra keys under its parent. Blocks that were cached one after
 the other form one `Run`. Only a run's first block has an entry in the map, keyed by its whole preimage. The other
-blocks are found through the run, by comparing tokens. So a lookup costs one dict lookup and one memcmp per run, caching
-and evicting cost no dict operation per block, and no comparison ever trusts a hash.
+blocks are found through the run, by comparing tokens. A lookup thus costs one dict lookup and one memcmp per run,
+caching and evicting cost no dict operation per block, and no comparison ever trusts a hash.
 
 Why a hit is never wrong. A node (run, position) means one prefix for as long as anything refers to it. A run that lost
 blocks at its end is closed, so no position ever gets a second meaning. A key refers to its parent's `Run` object, so
 that object isn't reused for another prefix. Therefore equal tokens and extra keys under the same node are the same
 prefix, by induction from the root. A dict hashes its keys, but then compares them with ==: tokens and keys by their
-bytes, a run by its identity. So no hash decides. `cache_full_blocks` checks that blocks are cached only below a node
-that is cached itself.
+bytes, a run by its identity. Hence no hash decides. `cache_full_blocks` makes sure that blocks are cached only below a
+node that is cached itself.
 
 A block stops being cached because it is about to be reused (`evict`), because its KV was never written or on request
-(`forget`), or with all others (`clear`). A prefix that stops being cached takes everything chained to it along.
+(`forget`), or together with all others (`clear`). When a prefix stops being cached, so does everything chained to it.
 
-Invariants: `blocks` of a run are its positions 0..n-1 with no gap; the `blocks` or the `duplicates` of a block's `run`
-hold the block at its `index`; every run of the current epoch that has blocks is in the map under its key.
+Invariants: `blocks` of a run are its positions 0 to n - 1 with no gap; the `blocks` or the `duplicates` of a block's
+`run` hold the block at its `index`; every run of the current epoch that has blocks is in the map under its key.
 
 The map keyed by preimages, the runs and the closing rule are this project's; reusing blocks by hash chain is vLLM's.
 """
@@ -33,16 +33,16 @@ ExtraKeys = dict[int, bytes] | None
 MapKey = RunKey | bytes
 """A run's key in the map: its `RunKey`, or only the tokens if it has no parent and no extra keys.
 
-Most lookups begin at the root without extra keys, and looking up bytes takes two thirds of the time.
+Most lookups begin at the root without extra keys, and a lookup of bytes takes only two thirds of the time.
 """
 
 
 MANY_DUPLICATES = 16
-"""More duplicates are kept in an OrderedDict. Finding a dict's first key takes time for each key deleted before it."""
+"""Above this number, duplicates are in an OrderedDict: a dict's first key takes longer to find after deletions."""
 
 
 def map_key(key: RunKey) -> MapKey:
-    """Return the key in the map for a run with this `RunKey`. O(1)."""
+    """Return the key under which the map has a run with this `RunKey`. O(1)."""
     parent, _, tokens, extra_keys = key
     return tokens if parent is None and extra_keys is None else key
 
@@ -51,11 +51,12 @@ class PrefixIndex:
     """Finds, adds and removes cached prefixes of blocks of `block_size` tokens.
 
     version: increases whenever a block that a match may name stops being cached; while it stays the same, every earlier
-    match is valid. num_cached_blocks: blocks that hold a cached prefix, duplicates included. num_duplicates: those of
-    them that hits don't get. detached: blocks that stopped being cached though nobody took them and nothing was reset;
-    the pool requeues them. events: where changes are recorded; None: nowhere. needs_digests: whether events or a
-    watcher need digests, which are then computed as blocks are cached. watchers: who is told what happens, in order.
-    needs_takers: whether one needs to know for which sequence blocks are taken. accounts: who is charged; None: nobody.
+    match is valid. num_cached_blocks: blocks that hold a cached prefix, including duplicates. num_duplicates: the
+    duplicates among them, which hits don't get. detached: blocks that stopped being cached although nobody took them
+    and nothing was reset; the pool requeues them. events: where changes are recorded; None: nowhere. needs_digests:
+    whether events or a watcher need digests, which are then computed as blocks are cached. watchers: who is told what
+    happens, in order. needs_takers: whether a watcher must know for which sequence blocks are taken. accounts: who is
+    charged; None: nobody.
     """
 
     def __init__(self, block_size: int, names: Names) -> None:
@@ -74,7 +75,7 @@ class PrefixIndex:
         self.accounts: Accounts | None = None
 
     def record(self, events: EventLog, names: Names) -> None:
-        """Record in `events` what is cached and removed from now on, by these names. Nothing may be cached yet."""
+        """Record in `events`, by these names, what is cached and removed from now on. Nothing may be cached yet."""
         self.events, self.needs_digests = events, True
         self.epoch = Epoch(names, self._block_bytes)
 
@@ -85,7 +86,7 @@ class PrefixIndex:
         self.watchers = (*self.watchers, watcher)
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Remove a watcher, if it is one."""
+        """Remove a watcher. Does nothing if it isn't one."""
         self.watchers = tuple([other for other in self.watchers if other is not watcher])
 
     def runs(self) -> list[Run]:
@@ -93,14 +94,14 @@ class PrefixIndex:
         return list(self._runs.values())
 
     def count_by_run(self) -> list[tuple[Run, int]]:
-        """Return the runs, parents before children, with how many blocks are cached in each. O(runs)."""
+        """Return the runs, parents before children, each with its number of cached blocks. O(runs)."""
         return [(run, run.num_cached_blocks()) for run in self._runs.values()]
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
-        """Return the blocks of the longest cached prefix, at most `max_blocks`.
+        """Return the blocks of the longest cached prefix, at most `max_blocks`. Changes nothing.
 
-        tokens: u32, not cast to bytes. extra_keys: encoded, by block. Changes nothing. O(runs + tokens); the tokens
-        cost one memcmp and one slice of blocks per run.
+        tokens: u32, not cast to bytes. extra_keys: encoded, by block. O(runs + tokens), where the tokens cost one
+        memcmp and one slice of blocks per run.
         """
         size = self.block_size
         head = tokens[:size].tobytes()
@@ -133,7 +134,7 @@ class PrefixIndex:
         return blocks
 
     def digests(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, end: int) -> bytearray:
-        """Return the digests of a sequence's blocks first to end - 1 below the cached `node`.
+        """Return the digests of a sequence's blocks first to end - 1, which come after the cached `node`.
 
         Called before `cache` when digests are needed, so that a hash function that raises does so before any change.
         Changes nothing, except that runs above keep the digests that this computes.
@@ -148,9 +149,10 @@ class PrefixIndex:
     def cache_one(
         self, run: Run, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int] | memoryview[int]"
     ) -> bool:
-        """Cache one block without extra keys behind `parent`, if `parent` is the last block of an open `run`.
+        """Cache one block without extra keys after `parent`, if `parent` is the last block of an open `run`.
 
-        tokens: the block's. Returns whether it did. The fast path for a decoded token; only while no digest is needed.
+        tokens: those of the block. Returns whether it was cached. This is the fast path for a decoded token, and only
+        works while no digest is needed.
         """
         blocks = run.blocks
         if run.is_closed or run.epoch is not self.epoch or blocks[-1] is not parent:
@@ -176,7 +178,7 @@ class PrefixIndex:
         """Cache `blocks`, a sequence's blocks from index `first` on, below the cached `node`.
 
         Blocks whose prefix is cached already become duplicates. The rest extend the node's run or form a new run.
-        digests: of the blocks, if `needs_digests`. O(blocks).
+        digests: those of the blocks, if `needs_digests`. O(blocks).
         """
         num_done = 0
         target, position = node
@@ -204,10 +206,10 @@ class PrefixIndex:
                 self.events.note_stored(target, base, digests.sequence_id)
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
-        """Stop caching those of `blocks` that are cached, in order; they are about to be reused.
+        """Stop caching those of `blocks` that are cached, in order, because they are about to be reused.
 
-        A prefix stays cached while a duplicate holds it; otherwise everything chained to it stops being cached, too.
-        Returns how many blocks stopped being cached. O(blocks), plus what was chained.
+        A prefix stays cached while a duplicate holds it; otherwise everything chained to it stops being cached too.
+        Returns how many blocks stopped being cached. O(blocks + what was chained).
         """
         num_cached_before = self.num_cached_blocks
         removed: list[bytes] = []
@@ -236,10 +238,10 @@ class PrefixIndex:
         return 1
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
-        """Stop caching `block`. A duplicate takes its place if there is one, and the prefix stays cached.
+        """Stop caching `block`. If there is a duplicate, it takes the block's place, and the prefix stays cached.
 
-        If there is none, everything chained to the prefix stops being cached, too. Does nothing to a block that isn't
-        cached. O(what was chained).
+        Otherwise everything chained to the prefix stops being cached too. Does nothing to a block that isn't cached.
+        O(what was chained).
         """
         if block.run is not None:
             removed: list[bytes] = []
@@ -251,9 +253,9 @@ class PrefixIndex:
                 self._note_removal(removed, cause)
 
     def drop_duplicate(self, block: KVCacheBlock) -> KVCacheBlock | None:
-        """Stop caching `block`, and detach it, if it is a duplicate. Returns the block that hits get instead, or None.
+        """If `block` is a duplicate, detach it and return the block that hits get instead; otherwise return None.
 
-        Its prefix stays cached, and no earlier match names the block, so all of them stay valid. O(1).
+        The prefix stays cached. No earlier match names a duplicate, so all earlier matches stay valid. O(1).
         """
         run = block.run
         if run is None or not run.duplicates or not run.epoch.is_current:
@@ -267,7 +269,7 @@ class PrefixIndex:
     def clear(self) -> None:
         """Stop caching everything. No earlier node is cached any more.
 
-        O(1), except for giving memory back and for what a watcher does: a removal history takes O(cached blocks).
+        O(1), except for freeing memory and for what a watcher does: a removal history takes O(cached blocks).
         """
         for watcher in self.watchers:
             watcher.note_clearing(self._runs.values())
@@ -349,7 +351,7 @@ class PrefixIndex:
         return num_cached
 
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
-        """Evict blocks[i] and those behind it that go backwards through the same run. Returns how many blocks."""
+        """Evict blocks[i] and those after it that go backwards through the same run. Returns how many blocks."""
         block, end = blocks[i], blocks[i].index + 1
         count = 0
         if run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block:
@@ -399,7 +401,7 @@ class PrefixIndex:
         self._count(run, -1)
 
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
-        """Stop caching `run` from `position` on, and before that everything chained to it. Returns the run's blocks."""
+        """Stop caching `run` from `position` on, after everything chained to it. Returns the run's blocks."""
         if not run.children and not self.needs_digests:
             return self._cut_end(run, position)
         chain = [(run, position)]

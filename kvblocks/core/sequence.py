@@ -1,10 +1,12 @@
 """A sequence of tokens and the blocks that hold its keys and values.
 
-A sequence keeps several counts, since in engines they differ: the tokens that are known (`num_tokens`), the tokens
-whose KV is computed, or will be by the step that they were allocated for (`num_computed_tokens`), and the tokens whose
-KV counts as written, so that their blocks may be cached (`num_written_tokens`). The blocks may have room for more
-tokens than are known. The caller makes a sequence and adds tokens to it; only the manager writes what concerns blocks.
-A sequence keeps its tokens when it is freed, so it can be allocated again.
+A sequence keeps several counts, since they differ in engines: the tokens that are known (`num_tokens`), the tokens
+whose KV is computed or will be by the step they were allocated for (`num_computed_tokens`), and the tokens whose KV
+counts as written, so that their blocks may be cached (`num_written_tokens`). The blocks may have room for more tokens
+than are known.
+
+The caller makes a sequence and adds tokens to it; only the manager writes the attributes about blocks. A sequence keeps
+its tokens when it is freed, so it can be allocated again.
 """
 
 from abc import abstractmethod
@@ -24,9 +26,9 @@ _NO_KEYS: tuple[PositionKey, ...] = ()
 class SideTables:
     """The block tables of a sequence's side groups.
 
-    num_groups: number of groups, the primary one included. has_primary: whether a primary group has the table
-    `Sequence.blocks`. new_blocks: by group, the new blocks of the last call that made room. state_slot: where the
-    sequence's recurrent state is; None: it has none.
+    num_groups: number of groups, including the primary one. has_primary: whether a primary group has the table
+    `Sequence.blocks`. new_blocks: by group, the new blocks of the last call that made room. state_slot: the slot that
+    holds the sequence's recurrent state; None: it has none.
     """
 
     num_groups: int
@@ -38,12 +40,12 @@ class SideTables:
     def block_ids(self, group: int) -> list[int] | None:
         """Return the block ids of a group's table, as the list itself; None for the primary group. O(1).
 
-        Empty for a group without a table; the same holds for `blocks`.
+        A group without a table gives an empty list, here and in `blocks`.
         """
 
     @abstractmethod
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
-        """Return the blocks of a group's table, None for dead entries; None for the primary group. O(blocks)."""
+        """Return the blocks of a group's table, None for dead entries; or None for the primary group. O(blocks)."""
 
     @abstractmethod
     def first_live_block(self, group: int) -> int:
@@ -51,9 +53,9 @@ class SideTables:
 
     @abstractmethod
     def check_back(self, position: int, sequence: "Sequence", call: str) -> None:
-        """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups).
+        """Raise SequenceStateError if a query at `position` would see blocks that have left a window.
 
-        sequence: whose tables these are.
+        sequence: the sequence whose tables these are. Changes nothing. O(groups).
         """
 
     @abstractmethod
@@ -64,25 +66,36 @@ class SideTables:
 class Sequence:
     """One request: its tokens, what else its KV depends on, and its block table.
 
-    sequence_id: the caller's name for it; any type that is hashable and equal to itself (NaN isn't). Two sequences that
-    hold blocks at the same time need different ids. prompt_token_ids: at least one token, each 0 to 2**32 - 1, as a
-    list or other iterable of ints, or as a buffer (see `tokens.pack_tokens`). A buffer is used without a copy and must
-    not change while the sequence is in use. salt: sequences with different salts never share a block; None counts as a
-    salt of its own. lora: the adapter's name; the same holds for it. extra_keys: (start, end, key) for spans of tokens
-    whose KV depends on more than their ids, such as the placeholders of an image and its hash; key is a str or bytes.
-    session: the conversation of this request, hashable; None: of no conversation. It doesn't change what is shared;
-    eviction policies may use it to predict what will be hit again (see `manager.sessions`).
+    Arguments:
+
+    - sequence_id: the caller's name for it, of any type that is hashable and equal to itself (NaN isn't). Two sequences
+      that hold blocks at the same time need different ids.
+    - prompt_token_ids: at least one token, each 0 to 2**32 - 1, as a list or other iterable of ints, or as a buffer
+      (see `tokens.pack_tokens`). A buffer is used without a copy and must not change while the sequence is in use.
+    - salt: sequences with different salts never share a block; None counts as a salt of its own.
+    - lora: the name of the LoRA adapter; None: no adapter. Sequences that differ in it never share a block either.
+    - extra_keys: (start, end, key) for each span of tokens whose KV depends on more than their ids, such as an image's
+      placeholders and its hash. key is a str or bytes.
+    - session: the conversation that this request belongs to, hashable; None: no conversation. It doesn't change what is
+      shared. Eviction policies may use it to predict what will be hit again (see `manager.sessions`).
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
 
-    num_prompt_tokens: number of prompt tokens. blocks: the blocks of the block table, in order. num_computed_tokens:
-    tokens whose KV is computed, or will be by the step that they were last allocated for. delayed_from: position of the
-    first token that isn't cached before `cache_blocks` says that it is written; None: no token is delayed. lost_from:
-    position of the first token whose KV was never written or is bad; None: none is lost. What is computed behind it is
-    lost, too. num_readonly_tokens: positions below it lie in full blocks that were hit or shared by a fork; their KV is
-    there and must not be written. It is a multiple of the block size. num_given_tokens: tokens of a hit or a fork,
-    which others were to write; not rounded down to blocks. state_marks: where `manager.states.mark` was called. The
-    other attributes are for the manager.
+    Attributes that callers may read:
+
+    - num_prompt_tokens: number of prompt tokens.
+    - blocks: the blocks of the block table, in order.
+    - num_computed_tokens: tokens whose KV is computed, or will be by the step they were last allocated for.
+    - num_readonly_tokens: tokens before this position lie in full blocks that were hit, or are shared by a fork. Their
+      KV is there and must not be written. A multiple of the block size.
+    - num_given_tokens: tokens of a hit or a fork, which others were to write; not rounded down to blocks.
+    - delayed_from: position of the first token that isn't cached until `cache_blocks` reports it as written; None: no
+      token is delayed.
+    - lost_from: position of the first token whose KV was never written or is bad; everything computed after it is lost
+      too. None: no token is lost.
+    - state_marks: where `manager.states.mark` was called.
+
+    The other attributes are for the manager.
     """
 
     __slots__ = (
@@ -156,16 +169,17 @@ class Sequence:
 
     @property
     def num_written_tokens(self) -> int:
-        """How many first tokens count as written, whether or not their blocks are cached. O(1).
+        """How many tokens, from the first one on, count as written, whether or not their blocks are cached. O(1).
 
-        All with slots, or those before the first one that is delayed or lost. Only such tokens are ever cached.
+        These are all tokens with slots, or those before the first one that is delayed or lost. Only such tokens are
+        ever cached.
         """
         num_written = self.num_computed_tokens if self.delayed_from is None else self.delayed_from
         return num_written if self.lost_from is None else min(num_written, self.lost_from)
 
     @property
     def salt(self) -> str | None:
-        """The salt that it was given. O(1)."""
+        """The salt that the sequence was made with. O(1)."""
         return None if self.keys is None else self.keys.salt
 
     @property
@@ -175,17 +189,18 @@ class Sequence:
 
     @property
     def extra_keys(self) -> tuple[PositionKey, ...]:
-        """The keys of its spans of tokens, as they were given. O(1)."""
+        """The keys of its spans of tokens, as they were passed in. O(1)."""
         return () if self.keys is None else self.keys.extra_keys
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table: ids of the blocks that hold the sequence, first to last.
+        """The block table: the ids of the blocks that hold the sequence, first to last.
 
-        While the sequence is allocated, the table only grows, with two exceptions: `truncate` and `rewind` shorten it,
-        and after a fork or a truncation another block may replace the last, unfilled one. The list is the sequence's
-        own; don't change it. With several groups it is the primary group's table, or group 0's if there is no primary
-        group; see `group_block_ids`. O(blocks added since the last use).
+        While the sequence is allocated, the table only grows, with two exceptions. `truncate` and `rewind` shorten it,
+        and after a fork or a truncation another block may replace the last, partly filled one.
+
+        This is the sequence's own list; don't change it. With several groups it is the primary group's table, or group
+        0's if there is no primary group; see `group_block_ids`. O(blocks added since the last use).
         """
         block_ids = self._block_ids
         if block_ids is None:
@@ -199,25 +214,25 @@ class Sequence:
     def group_block_ids(self, group: SupportsIndex = 0) -> list[int]:
         """Return the block table of a KV-cache group: token i is in the block at index i // the group's block size.
 
-        Entries before `first_live_block` are dead: their blocks have left the window. A dead entry is 0, a valid id
-        whose block must not be read. Otherwise as `block_ids`: the list is the sequence's own, and it grows at its end.
-        Raises InvalidArgumentError. O(groups), and O(blocks added) for the primary group.
+        Entries before `first_live_block` are dead, because their blocks have left the window. A dead entry is 0, a
+        valid id whose block must not be read. As with `block_ids`, the list is the sequence's own, and it grows at its
+        end. Raises InvalidArgumentError. O(groups), plus O(blocks added) for the primary group.
         """
         number = self._check_group(group)
         ids = None if self.side_tables is None else self.side_tables.block_ids(number)
         return self.block_ids if ids is None else ids
 
     def group_blocks(self, group: SupportsIndex = 0) -> list[KVCacheBlock | None]:
-        """Return the blocks of a KV-cache group's table, None for dead entries. As `group_block_ids`. O(blocks).
+        """Return the blocks of a KV-cache group's table, None for dead entries. Raises InvalidArgumentError. O(blocks).
 
-        For a group that keeps a state: the blocks of checkpoints that copies of a step in flight read or write.
+        For a group that keeps a state, these are checkpoints' blocks that copies or loads in progress read or write.
         """
         number = self._check_group(group)
         blocks = None if self.side_tables is None else self.side_tables.blocks(number)
         return [*self.blocks] if blocks is None else blocks
 
     def first_live_block(self, group: SupportsIndex = 0) -> int:
-        """Return the first index of a KV-cache group's table that isn't dead. As `group_block_ids`. O(groups)."""
+        """Return the first index of a group's table that isn't dead. Raises InvalidArgumentError. O(groups)."""
         number = self._check_group(group)
         return 0 if self.side_tables is None else self.side_tables.first_live_block(number)
 
@@ -228,7 +243,7 @@ class Sequence:
 
     @property
     def state_slot(self) -> int | None:
-        """The slot with its recurrent state while it is allocated; None where no layers keep a state. O(1)."""
+        """The slot with its recurrent state while it is allocated; None if no layers keep a state. O(1)."""
         return None if self.side_tables is None else self.side_tables.state_slot
 
     def _check_group(self, group: SupportsIndex) -> int:
@@ -236,13 +251,14 @@ class Sequence:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether a manager holds blocks for it. O(1)."""
+        """Whether it is allocated in a manager. O(1)."""
         return self.owner is not None
 
     def token_ids(self, start: SupportsIndex = 0, end: SupportsIndex | None = None) -> list[int]:
-        """Return the known tokens from position `start` up to `end` (None: all), generated ones included. O(tokens).
+        """Return the known tokens from position `start` up to `end` (None: to the last), including generated ones.
+        O(tokens).
 
-        As a slice: a negative position counts from the end. Raises InvalidArgumentError.
+        Negative positions count from the end, as in a slice. Raises InvalidArgumentError.
         """
         first, last = check_integer("start", start), None if end is None else check_integer("end", end)
         tokens: Any = self.tokens
@@ -250,10 +266,11 @@ class Sequence:
         return part
 
     def append_tokens(self, token_ids: TokenIds, *, extra_keys: Iterable[PositionKey] = _NO_KEYS) -> None:
-        """Add tokens without slots; `allocate_slots` makes room for them later. O(new tokens).
+        """Add tokens without slots; `allocate_slots` makes room for them later.
 
-        extra_keys: for spans of the new tokens; positions count from the sequence's first token. For tokens that need
-        slots at once, use the manager's `append_slots`. Raises InvalidTokensError and InvalidArgumentError.
+        extra_keys: for spans of the new tokens, with positions counted from the sequence's first token. For tokens that
+        need slots at once, use the manager's `append_slots`. Raises InvalidTokensError and InvalidArgumentError. O(new
+        tokens).
         """
         packed = pack_tokens(token_ids)
         if extra_keys is not _NO_KEYS:
@@ -292,18 +309,18 @@ class Sequence:
             self.tokens = own + more
 
     def lose(self, num_tokens: int, block_size: int) -> None:
-        """Take note that the KV behind the first `num_tokens` tokens is lost. Only for the manager. O(1).
+        """Record that the KV after the first `num_tokens` tokens is lost. Only for the manager. O(1).
 
-        block_size: of the primary group.
+        block_size: that of the primary group.
         """
         if num_tokens < self.num_written_tokens:
             self.lost_from = num_tokens
             self.num_cached_blocks = min(self.num_cached_blocks, num_tokens // block_size)
 
     def settle(self, num_written_tokens: int = 0) -> None:
-        """Take note that so many first tokens are written, and that the others behind those with slots are gone.
+        """Record that the first `num_written_tokens` tokens are written, and drop marks that lie after the last slot.
 
-        Only for the manager. O(1).
+        The marks are `delayed_from` and `lost_from`. Only for the manager. O(1).
         """
         if self.delayed_from is not None:
             start = max(self.delayed_from, num_written_tokens)
@@ -315,9 +332,9 @@ class Sequence:
     def unwritten(
         self, blocks: list[KVCacheBlock], num_dead: int, block_size: int, num_tokens: int
     ) -> list[KVCacheBlock]:
-        """Return the blocks of one of its tables that are lost if it wrote only its first `num_tokens` tokens.
+        """Return the blocks of one of its tables that are lost if only its first `num_tokens` tokens were written.
 
-        blocks: the table, without its first `num_dead` entries. As `SlotAllocator.unwritten_blocks`. Only for the
+        blocks: the table, without its first `num_dead` entries. See `SlotAllocator.unwritten_blocks`. Only for the
         manager.
         """
         start = max(self.num_given_tokens, num_tokens)
@@ -326,7 +343,7 @@ class Sequence:
         return blocks[first : max(-(-end // block_size) - num_dead, 0)] if start < end else []
 
     def truncate_tokens(self, num_tokens: int) -> None:
-        """Drop the tokens that were appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
+        """Drop the tokens that were appended after the first `num_tokens`. Only for the manager. O(tokens dropped)."""
         if num_tokens < self.num_tokens:
             self.was_truncated = True
             try:
@@ -335,7 +352,7 @@ class Sequence:
                 self.tokens = self.tokens[:num_tokens]
 
     def truncate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Cut the block table to its first `num_blocks` and return the rest. Only for the manager. O(rest)."""
+        """Cut the block table to its first `num_blocks` blocks and return the rest. Only for the manager. O(rest)."""
         dropped = self.blocks[num_blocks:]
         del self.blocks[num_blocks:]
         if self._block_ids is not None:
@@ -367,7 +384,7 @@ class Sequence:
         return memoryview(self.tokens).cast("B")
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
-        """Return the encoded extra keys by block, None without any. Only for the manager.
+        """Return the encoded extra keys by block, None if there are none. Only for the manager.
 
         O(blocks that spans touch) once, then O(1).
         """

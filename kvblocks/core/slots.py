@@ -1,14 +1,13 @@
-"""Slots: how a sequence gets blocks for more of its tokens, and how blocks that get full become cached.
+"""Slots: how a sequence gets blocks for more of its tokens, and how blocks that fill up become cached.
 
-This is one module, so that all calls follow the order that keeps a failing call harmless. First see whether the pool
+This is one module, so that all calls follow the order that keeps a failing call harmless. First, check whether the pool
 can serve the call. Then compute digests, since the caller's hash function may raise. Only then touch, take, copy and
-cache blocks. From there on a change is under way. The manager ends it, since it has more to change.
+cache blocks. From there on a change is under way, which the manager ends, since it has more to change.
 
 Copy on write: a token must not be written to a block that somebody else may read. This concerns only the last, partly
-filled block of a sequence that was forked or truncated. It gets a block of its own, and `copies` says what to copy.
-
-Behind a sequence's `delayed_from` and `lost_from` nothing is cached, whatever call comes; `commit` says how much is
-written. docs/design/core/when-cached.md has the rules.
+filled block of a sequence that was forked or truncated. The sequence gets a block of its own, and `copies` says what to
+copy. After a sequence's `delayed_from` or `lost_from` no call caches anything; `commit` reports how much is written.
+docs/design/core/when-cached.md has the rules.
 
 `fits_below` and `tail_owner` of sequences are written here, in `groups`, and by the sequence itself.
 """
@@ -40,13 +39,13 @@ class SlotAllocator:
 
     `groups.slots` overrides what differs with several groups.
 
-    soft_holds: owners that may give blocks up for sequences; None: there are none. num_taken_blocks: how many blocks it
-    gave. copies: (group, source, destination) of blocks to copy, in order, since last taken. smallest_block_size: the
+    soft_holds: owners that may give blocks up for sequences; None: there are none. num_taken_blocks: blocks taken so
+    far. copies: (group, source, destination) of blocks to copy, in order, since last taken. smallest_block_size: the
     smallest block size of a group. groups: the groups that the engine described, in its order; None: it described none.
-    num_groups: how many groups there are. has_side_groups: whether there are groups other than a primary one.
-    alignment: the largest block size of a group; every hit is a multiple of it. primary_group: the number of the group
-    whose table is `Sequence.blocks`; None: there is none. last_refusal: why the last call that returned None did so.
-    num_limited_tokens: tokens that the primary group had cached for starting sequences, and another group had not.
+    num_groups: how many groups there are. has_side_groups: whether there are groups besides a primary one. alignment:
+    the largest block size of a group; every hit is a multiple of it. primary_group: the number of the group whose table
+    is `Sequence.blocks`; None: there is none. last_refusal: why the last call that returned None did so.
+    num_limited_tokens: tokens that the primary group had cached for starting sequences, but another group had not.
     num_started: how many calls have begun a sequence. num_queries and so on: as in `CacheStats`; the manager counts.
     """
 
@@ -82,7 +81,7 @@ class SlotAllocator:
         """Give a sequence without blocks the blocks of `hit`, and new blocks for the rest of `num_slots` slots.
 
         epoch: the sequence's epoch from now on; None: cache nothing of it. end: how many tokens will be computed; slots
-        from `end` on may be for tokens that aren't known. delayed: whether these tokens are delayed.
+        from `end` on may be for tokens that aren't known. delayed: whether the tokens are delayed.
 
         Returns the new blocks; None, with nothing changed, when the pool can't serve the call. O(blocks).
         """
@@ -123,9 +122,9 @@ class SlotAllocator:
         *,
         delayed: bool,
     ) -> list[KVCacheBlock] | None:
-        """Give a sequence that has blocks new ones for `num_slots` slots. As `start`. O(new blocks).
+        """Give a sequence that has blocks new ones for `num_slots` slots. See `start`. O(new blocks).
 
-        num_in_flight: how many of its last tokens with slots belong to steps that still run.
+        num_in_flight: how many of its last tokens with slots belong to steps that are still running.
         """
         shared = self._shared_index(sequence, sequence.num_computed_tokens)
         num_missing = self._num_missing_blocks(sequence, num_slots)
@@ -141,7 +140,7 @@ class SlotAllocator:
     def append(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
     ) -> list[KVCacheBlock] | None:
-        """Add packed tokens, and slots for them, to a sequence that has slots for all its tokens. As `start`."""
+        """Add packed tokens, with slots for them, to a sequence that has slots for all its tokens. See `start`."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
         shared = self._shared_index(sequence, num_before)
@@ -191,9 +190,9 @@ class SlotAllocator:
         *,
         delayed: bool,
     ) -> list[TableChange] | None:
-        """Add one token to each sequence, as `append`. Returns the changes of block tables.
+        """Add one token to each sequence, as `append` does. Returns the changes of block tables.
 
-        at_boundary: the sequences at a boundary. indices: of all sequences, in `sequences`.
+        at_boundary: the sequences at a boundary. indices: each sequence's index in `sequences`.
         """
         block_size = self._block_size
         growing: list[Sequence] = []
@@ -269,7 +268,7 @@ class SlotAllocator:
         self.pool.release_table(dropped, 0, sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Give all blocks of a sequence back. O(blocks)."""
+        """Release all blocks of a sequence. O(blocks)."""
         if self.soft_holds is not None:
             self.soft_holds.extend(sequence)
         self._release_tables(sequence)
@@ -278,15 +277,15 @@ class SlotAllocator:
     def unwritten_blocks(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock]:
         """Return the blocks that are lost if a sequence wrote only its first `num_tokens` tokens. O(their number).
 
-        These are its own blocks, whoever cached them. Not those of which it only has tokens that came with a hit or a
-        fork, and not those that are awaited: of these only `cache_blocks` says that they are written.
+        These are its own blocks, whoever cached them. Blocks that came with a hit or a fork aren't among them, nor are
+        blocks with delayed tokens, which only `cache_blocks` reports as written.
         """
         return sequence.unwritten(sequence.blocks, 0, self._block_size, num_tokens)
 
     def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
-        """Have the sequences that own any of these lost blocks lose what is from the first of them on.
+        """For sequences that own any of these lost blocks, mark everything from the first of them on as lost.
 
-        num_written: how many first tokens are written nevertheless. O(blocks of the sequences).
+        num_written: how many tokens, from the first on, are written nevertheless. O(blocks of the sequences).
         """
         size = self._block_size
         for sequence in sequences:
@@ -306,7 +305,7 @@ class SlotAllocator:
     def prepare_commit(self, sequence: Sequence, num_tokens: int) -> Commit:
         """Return what `commit` has to do for a sequence whose first `num_tokens` tokens are written. Changes nothing.
 
-        A sequence from before a reset caches nothing. A hash function that raises does so here. O(blocks to cache).
+        A sequence from before a reset caches nothing. If the hash function raises, it raises here. O(blocks to cache).
         """
         num_written = max(num_tokens, sequence.num_written_tokens)
         if sequence.epoch is not self._index.epoch:
@@ -327,7 +326,7 @@ class SlotAllocator:
         return [sequence.blocks]
 
     def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
-        """Return how many free blocks `num_slots` slots take, free blocks of `hit` included. Changes nothing."""
+        """Return how many free blocks `num_slots` slots need, counting the hit's free blocks. Changes nothing."""
         if sequence.owner is not None:
             shared = self._shared_index(sequence, sequence.num_computed_tokens)
             grows = num_slots > sequence.num_computed_tokens and shared is not None
@@ -402,7 +401,7 @@ class SlotAllocator:
             sequence.fits_below = num_computed_tokens - offset + size - 1
 
     def _delay(self, sequence: Sequence, num_tokens: int) -> None:
-        """Delay the tokens behind the first `num_tokens`, if no earlier one is delayed."""
+        """Delay the tokens after the first `num_tokens`, if no earlier one is delayed."""
         if sequence.delayed_from is None:
             sequence.delayed_from = num_tokens
 
@@ -445,7 +444,7 @@ class SlotAllocator:
         self.copies.append((0, source.block_id, block.block_id))
 
     def _take(self, num_blocks: int, sequence: Sequence) -> list[KVCacheBlock]:
-        """Take new blocks from the pool. There must be so many, free or given up by soft holds. O(num_blocks)."""
+        """Take new blocks from the pool. This many must be free, or given up by soft holds. O(num_blocks)."""
         if not num_blocks:
             return []
         pool = self.pool

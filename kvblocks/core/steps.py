@@ -1,8 +1,8 @@
-"""A decode step: how tokens are added to its sequences, and who leaves a shared block.
+"""A decode step: how tokens are added to its sequences, and which sequences leave a shared block.
 
 A step adds one token to each of many sequences. With blocks of 16, 14 of 16 tokens fit the last block of their sequence
-without filling it; `fits_below` tells. These tokens cost two passes: one finds the other sequences, which are at a
-boundary, and one adds the tokens. Blocks are taken and cached only at boundaries.
+without filling it; `fits_below` tells. These tokens cost two passes: one to find the other sequences, which are at a
+boundary, and one to add the tokens. Blocks are taken and cached only at boundaries.
 """
 
 from array import array
@@ -20,8 +20,8 @@ from kvblocks.errors import InvalidTokensError
 def append_each(change: Change, sequences: list[Sequence], tokens: list[Any]) -> None:
     """Begin a change by adding a token to each sequence, counted as computed.
 
-    Raises InvalidTokensError, or what a token's own code raises. Then all tokens are removed again and no change is
-    under way.
+    Raises InvalidTokensError, or whatever a token's own code raises. In that case all tokens are removed again and no
+    change is under way.
     """
     change.state = CHANGING
     for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
@@ -52,9 +52,10 @@ def remove_last(change: Change, sequences: list[Sequence]) -> None:
 
 
 def shared_indices(unsure: list[Sequence], shared_index: Callable[[Sequence, int], int | None]) -> dict[Sequence, int]:
-    """Return at which table index sequences of a step leave a shared block. The last owner of an uncached one keeps it.
+    """Return, for sequences of a step that leave a shared block, the block's index in their tables.
 
-    shared_index: says where a sequence's next token would go to a shared block.
+    The last owner of an uncached block keeps it. shared_index: returns the table index of the shared block that a
+    sequence's next token would go to; None: the block isn't shared.
     """
     indices: dict[Sequence, int] = {}
     num_leaving: dict[KVCacheBlock, int] = {}
@@ -66,9 +67,10 @@ def shared_indices(unsure: list[Sequence], shared_index: Callable[[Sequence, int
 
 
 def leaves(block: KVCacheBlock, num_leaving: dict[KVCacheBlock, int]) -> bool:
-    """Whether one more sequence of a step must leave this shared block for a new one. The last owner keeps it.
+    """Whether one more sequence of a step must leave this shared block for a new one.
 
-    num_leaving: how many have left each block so far; this call updates it. A cached block is always left. O(1).
+    A cached block is always left; an uncached one is kept by its last owner. num_leaving: how many sequences have left
+    each block so far; this call updates it. O(1).
     """
     number = num_leaving.get(block, 0)
     if not block.is_cached and number >= block.ref_cnt - 1:

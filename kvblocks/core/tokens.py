@@ -1,7 +1,7 @@
 """Token ids packed as 32-bit unsigned integers: the only form in which the core stores and compares them.
 
-Packing a list costs 10 to 30 ns per token, more than all the rest of a hit. So a sequence packs its tokens once, and
-uses buffers without a copy. Packed tokens are little-endian, in memory and in the digest format.
+Packing a list costs 10 to 30 ns per token, more than all the rest of a hit. A sequence therefore packs its tokens once,
+and uses buffers without a copy. Packed tokens are little-endian, in memory and in the digest format.
 """
 
 import sys
@@ -40,13 +40,17 @@ MAX_TOKEN_ID = 2**32 - 1
 def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     """Return `token_ids` as 4-byte unsigned integers: a new array, or a view of the caller's buffer.
 
-    token_ids: an iterable of ints; or a one-dimensional buffer of 2-, 4- or 8-byte integers, such as array("I"), a
-    NumPy array, or an object with a `numpy()` method (a torch CPU tensor); or bytes, as packed little-endian u32.
+    token_ids may be:
 
-    4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers.
-    O(tokens) for everything else, the cheapest first: int32 (a check of the signs), int64, lists. Raises
-    InvalidTokensError unless there are ids and all are from 0 to 2**32 - 1; NoTokensError if there are none. An int is
-    any object with `__index__`. In a list, a bool counts as 0 or 1, since checking each item would double the cost.
+    - an iterable of ints, where an int is any object with `__index__`. A bool counts as 0 or 1, since checking each
+      item would double the cost.
+    - a one-dimensional buffer of 2-, 4- or 8-byte integers, such as array("I"), a NumPy array, or an object with a
+      `numpy()` method (a torch CPU tensor).
+    - bytes or a bytearray, as packed little-endian u32.
+
+    Bytes and 4-byte buffers are not copied; the caller must not change them. Raises InvalidTokensError unless all ids
+    are from 0 to 2**32 - 1, and NoTokensError if there are none. O(1) for bytes and unsigned 4-byte integers; O(tokens)
+    for everything else, cheapest first: int32 (a check of the signs), int64, lists.
     """
     given: Any = token_ids
     if type(given) is array and given.typecode == "I" and given:
@@ -66,7 +70,7 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
 
 
 def num_equal(one: Any, other: Any) -> int:
-    """Return how many first items two buffers of bytes, or two lists of blocks, have in common.
+    """Return how many leading items two buffers of bytes, or two lists of blocks, have in common.
 
     Compares slices, each twice as long as the one before, until they differ; then bisects. O(items in common).
     """
@@ -117,7 +121,7 @@ def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
 
 
 def describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
-    """Return the message about ids of which at least one is invalid."""
+    """Return the error message for ids of which at least one is invalid."""
     for position, token_id in enumerate(token_ids):
         try:
             number = index(token_id)

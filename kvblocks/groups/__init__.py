@@ -3,7 +3,7 @@
 `kinds` describes the groups of a model, `plan` computes them for a model, and `layout` derives what the manager needs.
 The other modules extend the core: `index` keeps the attached blocks, `anchors` stand in for a missing primary group,
 `loading` is for sequences that load from tiers, and `pool`, `tables`, `need`, `slots`, `caching`, `hit` and `pins` do
-for several groups what the core does for one. `states` has layers that keep one state a sequence.
+for several groups what the core does for one. `states` is for layers that keep one state per sequence.
 """
 
 from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow, kind_of_layers

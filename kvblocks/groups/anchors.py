@@ -1,11 +1,11 @@
 """Anchors: they stand in for the primary group's blocks where no group has full attention.
 
 An anchor is a block without memory. Sequences hold anchors in their primary tables, and the prefix index keeps them in
-its runs, like blocks. So attached blocks are found as exactly as with a primary group, whatever the hash. Anchors are
-made as sequences need them. Free cached anchors stay for later hits. Once `max_free` anchors are free, the least
-recently used one is reused instead of making another one.
+its runs, like blocks. Attached blocks are therefore found as exactly as with a primary group, whatever the hash.
+Anchors are made as sequences need them. Free cached anchors stay for later hits. Once `max_free` anchors are free, the
+least recently used one is reused instead of making another one.
 
-Invariants: ids begin where the pool's end.
+Invariant: the ids of anchors begin where those of the pool end.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ KEPT_PER_BLOCK = 16
 class AnchorBlocks:
     """The anchors of a pool of `num_blocks` blocks, with ids from `first_id` on.
 
-    max_free: so many free anchors are kept before one that is cached is reused.
+    max_free: how many free anchors are kept before a cached one is reused.
     """
 
     def __init__(self, first_id: int, num_blocks: int, index: GroupIndex) -> None:
@@ -57,7 +57,7 @@ class AnchorBlocks:
         self._queue.touch(anchors)
 
     def release(self, anchors: Sequence[KVCacheBlock]) -> None:
-        """Remove an owner from each of `anchors`, last one first. Uncached ones are reused next. O(anchors).
+        """Remove an owner from each of `anchors`, the last one first. Uncached ones are reused next. O(anchors).
 
         Duplicates are detached, as in `BlockPool.release_table`.
         """

@@ -2,11 +2,11 @@
 
 A group with full attention needs all blocks of the prefix. A windowed group needs the blocks that the next token's
 query sees: those of the last window - 1 tokens of the hit. A full hit needs one token more, since its last token is
-computed again. The core finds the primary group's cached prefix. From its end the search goes back: a missing block of
+computed again. The core finds the primary group's cached prefix. The search goes back from its end: a missing block of
 a side group rules out every hit that needs it, so the next candidate ends where that block begins.
 
-Layers that keep a state need a checkpoint where the hit ends. Such a hit ends before the sequence's last token: the
-state after that token gives no logits, and it can't be undone so that the token could be computed again.
+Layers that keep a state need a checkpoint where the hit ends. Such a hit ends before the sequence's last token, because
+the state after that token gives no logits, and can't be undone so that the token could be computed again.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,9 @@ Tables = list[tuple[int, list[KVCacheBlock]]]
 class HitLimit:
     """Why a hit is shorter than the primary group's cached prefix: `group` lacks tokens first_token to end_token - 1.
 
-    kind: how the group's layers attend, for people. is_state: whether what lacks is a checkpoint behind any of these
-    tokens. removal_keys: the keys of what is missing in the removal history, the most useful first. Read-only.
+    kind: how the group's layers attend, for people. is_state: whether the group lacks a checkpoint after any of these
+    tokens, rather than blocks. removal_keys: the keys of what is missing in the removal history, the most useful first.
+    Read-only.
     """
 
     __slots__ = ("end_token", "first_token", "group", "is_state", "kind", "removal_keys")
@@ -48,9 +49,10 @@ class HitLimit:
 class GroupHit(CacheHit):
     """A `CacheHit` of several groups.
 
-    tables: its blocks of the side groups. checkpoint: at its end, None if it needs none. A sequence that starts with a
-    checkpoint owns its blocks until the engine has taken the copy to the sequence's slot. num_tier_tokens: tokens that
-    the primary group has in a tier, from the sequence's first on, as far as tiers were looked up for this hit.
+    tables: its blocks of the side groups. checkpoint: the one at its end; None if it needs none. A sequence that starts
+    with a checkpoint owns the checkpoint's blocks until the engine has taken the copy to the sequence's slot.
+    num_tier_tokens: tokens that the primary group has in a tier, counted from the sequence's first one, as far as tiers
+    were looked up for this hit.
     """
 
     __slots__ = ("checkpoint", "group_index", "num_matched", "num_tier_tokens", "tables")
@@ -81,7 +83,7 @@ class GroupHit(CacheHit):
 
     @property
     def checkpoint_block_ids(self) -> tuple[int, ...]:
-        """The ids of the blocks of its checkpoint, where layers keep a state. O(their number)."""
+        """The ids of its checkpoint's blocks, where layers keep a state; otherwise empty. O(their number)."""
         return () if self.checkpoint is None else tuple([block.block_id for block in self.checkpoint.blocks])
 
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
@@ -124,7 +126,7 @@ class _Limit:
 
 @dataclass(frozen=True, slots=True)
 class _NoState:
-    """What limits a hit: there is no checkpoint behind the first `first` tokens, up to the first `end`."""
+    """What limits a hit: no checkpoint after more than `first` and at most `end` tokens."""
 
     first: int
     end: int
@@ -144,9 +146,9 @@ def longest_hit(
 
 
 def find_limit(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
-    """Return how many tokens of `matched` can be hit, and why no more can.
+    """Return how many tokens of `matched` can be hit, and why no more can. Changes nothing.
 
-    num_tokens: of the sequence. The reason is None if only the alignment limits the hit. Changes nothing.
+    num_tokens: how many tokens the sequence has. The reason is None if only the alignment limits the hit.
     """
     end, _, limit = _longest_end(index, matched, num_tokens)
     if limit is None:

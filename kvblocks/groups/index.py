@@ -2,13 +2,14 @@
 
 An attached block is attached to the node (run, position) of the primary block that contains its last token, so it needs
 no key of its own. Its prefix is part of the node's, and a node never comes to mean a second prefix, whatever the hash.
-So an attached block is found exactly as long as its whole prefix is. When the node's prefix stops being cached, its
-attached blocks can never be hit again. They stop being cached and are put into `detached`, and the pool has them reused
-first.
+An attached block can therefore be found exactly as long as its whole prefix can. When the node's prefix stops being
+cached, its attached blocks can never be hit again. They stop being cached and are put into `detached`, and the pool has
+them reused first.
 
 A node has a row with a column for each attached block that ends in it. A column holds one block. If a second sequence
-brings another one, and nobody owns the older one, the newer block takes its place and the older one is detached.
-Otherwise the newer block isn't cached. An attached block has the `run` and `index` of its node, so it counts as cached.
+brings another block for it, the newer one takes the place of the older one, which is detached, unless the older one has
+an owner. In that case the newer block isn't cached. An attached block has the `run` and `index` of its node, so it
+counts as cached.
 
 Checkpoints of recurrent states (`states.checkpoint`) are attached to nodes in the same way, each as one object.
 
@@ -33,7 +34,7 @@ Row = list[KVCacheBlock | None]
 class GroupIndex(PrefixIndex):
     """The prefix index of the primary group, with the attached blocks.
 
-    checkpoints: None where no group keeps a state. num_attached_blocks: those of checkpoints included.
+    checkpoints: None where no group keeps a state. num_attached_blocks: how many are attached, including checkpoints'.
     """
 
     def __init__(self, layout: GroupLayout, names: Names) -> None:
@@ -60,7 +61,7 @@ class GroupIndex(PrefixIndex):
         return None if row is None else row[column]
 
     def rows(self, primaries: list[KVCacheBlock], first: int, end: int) -> list[Row]:
-        """Return the rows of cached primary blocks first to end - 1, empty ones where nothing is attached. O(rows)."""
+        """Return the rows of cached primary blocks first to end - 1. A row is empty if nothing is attached. O(rows)."""
         found: list[Row] = []
         run: Run | None = None
         rows: dict[int, Row] = {}
@@ -112,7 +113,7 @@ class GroupIndex(PrefixIndex):
     ) -> None:
         """Record that a group's block `number` became cached. chain: the sequence's primary blocks, all cached.
 
-        sequence_id: of the sequence; None: of no sequence.
+        sequence_id: that of the sequence; None if there is no sequence.
         """
         log = self.events
         if log is None:
@@ -145,7 +146,7 @@ class GroupIndex(PrefixIndex):
     ) -> None:
         """Record that a checkpoint became cached, as one block of `alignment` tokens that has several ids.
 
-        chain: the sequence's primary blocks. num_blocks: how many of them are before the checkpoint. tokens: the last
+        chain: the sequence's primary blocks. num_blocks: how many of them come before the checkpoint. tokens: the last
         `alignment` tokens of these.
         """
         log, group, size = self.events, self.layout.state, self.layout.alignment
@@ -188,7 +189,7 @@ class GroupIndex(PrefixIndex):
         return num_cached_before - self.num_cached_blocks
 
     def evict_one(self, block: KVCacheBlock) -> int:
-        """`evict` of one block, which is cached, and of what that detaches."""
+        """`evict` of one cached block, and of the blocks which that detaches."""
         num_cached_before = self.num_cached_blocks
         if self._drops(block):
             self._note_drop("evicted")
@@ -199,8 +200,8 @@ class GroupIndex(PrefixIndex):
     def num_bare(self, first: KVCacheBlock | None, most: int) -> int:
         """Return how many queued blocks, from `first` on, are the last ones of a run, the last one first.
 
-        At most `most`, and only those to which nothing is attached or chained, so that evicting them takes no other
-        block along. O(blocks + checkpoints of the run).
+        At most `most`. Only blocks count to which nothing is attached or chained, so that evicting them evicts nothing
+        else. O(blocks + checkpoints of the run).
         """
         run = None if first is None else first.run
         if run is None or run.epoch is not self.epoch or run.children or run.duplicates or self.needs_digests:
@@ -215,7 +216,7 @@ class GroupIndex(PrefixIndex):
         return number
 
     def evict_bare(self, blocks: list[KVCacheBlock]) -> int:
-        """`evict` of blocks that `num_bare` counted, all at once. O(blocks)."""
+        """`evict` all at once the blocks that `num_bare` counted. O(blocks)."""
         run = blocks[0].run
         assert run is not None, f"{blocks[0]}: isn't cached"
         self.version += 1
@@ -223,7 +224,7 @@ class GroupIndex(PrefixIndex):
         return len(blocks)
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
-        """Stop caching `block`. Attached blocks stop, too, since perhaps they weren't written either."""
+        """Stop caching `block` and the blocks attached to it, since these may not have been written either."""
         if block.run is not None and block.run.epoch.is_current:
             if self._drops(block):
                 self.detached.append(block)
@@ -233,7 +234,7 @@ class GroupIndex(PrefixIndex):
         super().forget(block, cause)
 
     def clear(self) -> None:
-        """Stop caching everything, attached blocks too."""
+        """Stop caching everything, including attached blocks."""
         super().clear()
         self._rows = {}
         if self.checkpoints is not None:
@@ -241,7 +242,7 @@ class GroupIndex(PrefixIndex):
         self.num_attached_blocks = 0
 
     def count_by_run(self) -> list[tuple[Run, int]]:
-        """Return the runs, parents before children, with how many blocks are cached in each, attached ones included."""
+        """Return the runs, parents before children, each with its number of cached blocks, attached ones included."""
         counts = [
             (run, number + sum([sum([block is not None for block in row]) for row in self._rows.get(run, {}).values()]))
             for run, number in super().count_by_run()

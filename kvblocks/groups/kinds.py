@@ -5,8 +5,8 @@ window of them, or to those of the same chunk. They have the same number of toke
 groups, so a block has the same number of bytes in each. `plan` puts a model's layers into such groups, and `layout`
 derives what the manager needs.
 
-A kind of layers is a class here, and everything that the manager has to know of a kind is a method of `Group`. So a
-new kind is one class: nothing else asks which kind a group is.
+Each kind of layers is a class here, and everything that the manager has to know about a kind is a method of `Group`.
+Adding a kind therefore means adding one class: nothing else asks which kind a group is.
 
 Groups of layers over one pool, each with a block table, come from vLLM's hybrid KV-cache manager.
 """
@@ -20,15 +20,15 @@ from kvblocks.arguments import check_count, check_flag, shown
 from kvblocks.errors import InvalidArgumentError
 
 MOST_TOKENS = 1 << 62
-"""More tokens than a sequence can have."""
+"""More tokens than any sequence can have."""
 
 
 @dataclass(frozen=True)
 class Group(ABC):
     """A group of layers that attend alike: the base class of all kinds. block_size: tokens in a block.
 
-    A kind says in `first_seen` which tokens its layers see. What a hit needs, and what no later query sees, follow from
-    that.
+    A kind says in `first_seen` which tokens its layers see. From that follows what a hit needs, and what no later query
+    sees.
     """
 
     block_size: int
@@ -44,16 +44,16 @@ class Group(ABC):
     @property
     @abstractmethod
     def event_kind(self) -> str:
-        """What events call the kind, in vLLM's words."""
+        """The name of the kind in events, as vLLM has it."""
 
     @property
     def window_tokens(self) -> int | None:
-        """Tokens of its window, as events and kernels take it; None for kinds without one."""
+        """The number of tokens in its window, as events and kernels take it; None for kinds without a window."""
         return None
 
     @property
     def chunk_tokens(self) -> int | None:
-        """Tokens of its chunks, as kernels take it; None for kinds without chunks."""
+        """The number of tokens in its chunks, as kernels take it; None for kinds without chunks."""
         return None
 
     @property
@@ -63,7 +63,7 @@ class Group(ABC):
 
     @property
     def has_table(self) -> bool:
-        """Whether a sequence has a block table for it; without one it needs no block for its tokens."""
+        """Whether a sequence has a block table for it. Without one, its tokens need no blocks."""
         return True
 
     @property
@@ -73,7 +73,7 @@ class Group(ABC):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a call gives a sequence only the block of its last token, and none before it."""
+        """Whether a call gives a sequence only the block of its last token, and no block before that one."""
         return False
 
     @property
@@ -88,34 +88,33 @@ class Group(ABC):
 
     @abstractmethod
     def first_seen(self, position: int) -> int:
-        """Return the first token that a query at `position` sees. Only for the manager. O(1).
+        """Return the position of the first token that a query at `position` sees. Only for the manager. O(1).
 
-        The result must never decrease with the position: lookups skip the blocks before a missing one (`hit`), and
+        The result must never decrease as the position grows: lookups skip the blocks before a missing one (`hit`), and
         tables release blocks that no later query sees (`tables`).
         """
 
     @abstractmethod
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
-        """Return how many blocks a sequence of `num_tokens` holds at most. Raises InvalidArgumentError.
+        """Return the most blocks that a sequence of `num_tokens` tokens holds at a time. Raises InvalidArgumentError.
 
-        num_step_tokens: the most tokens that a step computes of it, such as a chunk of a prompt. In a step the sequence
-        holds the blocks that all these tokens see.
+        num_step_tokens: the most tokens of it that one step computes, such as a chunk of a prompt. During a step the
+        sequence holds the blocks that all these tokens see.
         """
 
     def first_needed(self, position: int) -> int:
-        """Return its first block with a token that a query at `position` sees. Only for the manager. O(1).
+        """Return the index of its first block with a token that a query at `position` sees. Only for the manager. O(1).
 
-        A step asks this most. A kind may answer in one call what this works out in two.
+        Steps ask for this more than for anything else. A kind may override it to do in one call what takes two here.
         """
         return self.first_seen(position) // self.block_size
 
     def needed_blocks(self, end: int, num_tokens: int) -> tuple[int, int]:
         """Return the range of blocks that a hit of `end` tokens needs: the first one, and the last one + 1.
 
-        Only for the manager. O(1).
-
-        num_tokens: the sequence's tokens. If the hit has all of them, its last token is computed again. The range is
-        empty for a group that isn't cached. It then begins where the sequence's own blocks begin.
+        num_tokens: how many tokens the sequence has. If the hit has all of them, its last token is computed again. For
+        a group that isn't cached the range is empty, and begins where the sequence's own blocks begin. Only for the
+        manager. O(1).
         """
         if not end:
             return 0, 0
@@ -123,13 +122,16 @@ class Group(ABC):
         return first, end // self.block_size if self.is_cached else first
 
     def layer_bytes(self, bytes_per_token: int) -> int:
-        """Return the bytes of a block that a layer takes which keeps so many for each token. Only for `plan`. O(1)."""
+        """Return how many bytes of a block a layer with this many bytes per token takes. Only for `plan`. O(1)."""
         return bytes_per_token * self.block_size
 
 
 @dataclass(frozen=True)
 class FullAttention(Group):
-    """Layers that attend to everything before a token. block_size: tokens in a block. Raises InvalidArgumentError."""
+    """Layers in which a token attends to itself and all earlier tokens. block_size: tokens in a block.
+
+    Raises InvalidArgumentError.
+    """
 
     @property
     def label(self) -> str:
@@ -151,20 +153,23 @@ class FullAttention(Group):
         return 0
 
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
-        """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` makes no difference."""
+        """Return how many blocks a sequence of `num_tokens` tokens holds; `num_step_tokens` makes no difference."""
         check_count("num_step_tokens", num_step_tokens, 1)
         return -(-check_count("num_tokens", num_tokens, 0) // self.block_size)
 
 
 @dataclass(frozen=True)
 class SlidingWindow(Group):
-    """Layers in which a token at position p attends to p - window + 1 to p.
+    """Layers in which a token at position p attends to positions p - window + 1 to p.
 
-    block_size: tokens in a block. window: at least 1; Hugging Face's configs call it sliding_window. is_cached: whether
-    its blocks are cached. If not, hits don't need them: the sequence gets new blocks for what the first token behind
-    the hit sees, and the engine computes that part of the hit again for these layers. keeps_passed: whether blocks that
-    left the window are reused in order of last use, like other cached blocks; if not, they are reused before those.
-    True is better if prompts part from earlier ones anywhere, False if they mostly part where an earlier one ended.
+    - block_size: tokens in a block.
+    - window: at least 1. Hugging Face's configs call it sliding_window.
+    - is_cached: whether its blocks are cached. If not, hits don't need them: the sequence gets new blocks for what the
+      first token after the hit sees, and the engine computes that part of the hit again for these layers.
+    - keeps_passed: whether blocks that left the window are reused in order of last use, like other cached blocks. If
+      not, they are reused before those. True is better if prompts may diverge from earlier ones at any point, False if
+      they mostly diverge where an earlier prompt ended.
+
     Raises InvalidArgumentError.
     """
 
@@ -190,7 +195,7 @@ class SlidingWindow(Group):
 
     @property
     def window_tokens(self) -> int | None:
-        """The window."""
+        """The size of the window."""
         return self.window
 
     def first_seen(self, position: int) -> int:
@@ -211,11 +216,14 @@ class SlidingWindow(Group):
 
 @dataclass(frozen=True)
 class ChunkedLocal(Group):
-    """Layers in which a token attends to the tokens before it that are in the same chunk.
+    """Layers in which a token attends to itself and to earlier tokens in the same chunk.
 
-    block_size: tokens in a block. chunk_size: at least 1; chunks begin at its multiples. Hugging Face's configs call it
-    attention_chunk_size. A hit that ends between two chunks needs no block of such a group. is_cached, keeps_passed: as
-    in `SlidingWindow`, with a chunk in the window's place. Raises InvalidArgumentError.
+    - block_size: tokens in a block.
+    - chunk_size: at least 1; chunks begin at its multiples. Hugging Face's configs call it attention_chunk_size. A hit
+      that ends between two chunks needs no block of such a group.
+    - is_cached, keeps_passed: as in `SlidingWindow`, with a chunk instead of the window.
+
+    Raises InvalidArgumentError.
     """
 
     chunk_size: int
@@ -262,10 +270,10 @@ class ChunkedLocal(Group):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Scratch(Group):
-    """Layers that need one block of the pool for a sequence, however many tokens it has, such as ring buffers.
+    """Layers, such as ring buffers, that need one block of the pool per sequence, however many tokens the sequence has.
 
-    The sequence has that block from its first slot to its end. It is never cached, and hits don't need it: a sequence
-    that starts with a hit gets a block in which nothing is written, and can't go back before the hit's end.
+    The sequence has that block from its first slot to its end. The block is never cached, and hits don't need it. A
+    sequence that starts with a hit gets a block in which nothing is written, and can't go back before the hit's end.
     """
 
     def __init__(self) -> None:
@@ -278,21 +286,21 @@ class Scratch(Group):
 
     @property
     def event_kind(self) -> str:
-        """As in `Group`. No event tells of it, since nothing is cached."""
+        """As in `Group`. Nothing of this kind is cached, so no event has it."""
         return "scratch"
 
     @property
     def has_tokens(self) -> bool:
-        """False."""
+        """False: what its block holds is not per token."""
         return False
 
     @property
     def is_cached(self) -> bool:
-        """False."""
+        """False: nothing of it is cached."""
         return False
 
     def first_seen(self, position: int) -> int:
-        """Return `position`: what came before is in the block, and not by token. Only for the manager."""
+        """Return `position`: the block holds no earlier token as such. Only for the manager."""
         return position
 
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
@@ -301,7 +309,7 @@ class Scratch(Group):
         return min(1, check_count("num_tokens", num_tokens, 0))
 
     def layer_bytes(self, bytes_per_token: int) -> int:
-        """As in `Group`. Only for `plan`, which refuses them: such layers keep nothing for each token."""
+        """Raise InvalidArgumentError, since such layers keep nothing for each token. Only for `plan`."""
         raise InvalidArgumentError(
             f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
         )
@@ -315,8 +323,8 @@ def kind_of_layers(
 ) -> Group:
     """Return the kind of layers that a model's config describes by the tokens that they see.
 
-    window: as in `SlidingWindow`. chunk_size: as in `ChunkedLocal`. None: they have none; without either they see all.
-    Raises InvalidArgumentError, also if both are given. O(1).
+    window: as in `SlidingWindow`; None: they have no window. chunk_size: as in `ChunkedLocal`; None: they have no
+    chunks. With neither, the layers have full attention. Raises InvalidArgumentError, also if both are given. O(1).
     """
     size = check_count("block_size", block_size, 1)
     if window is not None and chunk_size is not None:

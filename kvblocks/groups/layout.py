@@ -1,10 +1,11 @@
 """What follows from an engine's groups: which is the primary group, and what the side groups' blocks are attached to.
 
-The *primary* group is the first with full attention. The prefix index knows its cached prefixes; the blocks of the side
-groups are attached to these. Where no group has full attention, anchors stand in for the primary group (`anchors`).
+The *primary* group is the first one with full attention. The prefix index knows its cached prefixes, and the blocks of
+the side groups are attached to these. Where no group has full attention, anchors stand in for the primary group
+(`anchors`).
 
-Invariants: of two block sizes the smaller one divides the larger one. So hits, which every group must be able to serve,
-are multiples of the largest block size. Groups whose blocks hold no tokens have no part in this.
+Invariant: of any two block sizes the smaller one divides the larger one. So hits, which every group must be able to
+serve, are multiples of the largest block size. Groups whose blocks hold no tokens have no part in this.
 """
 
 from collections.abc import Iterable
@@ -17,12 +18,12 @@ from kvblocks.groups.states.kind import RecurrentState
 
 
 class SideGroup:
-    """A side group, and what its blocks are attached to.
+    """A side group, and what its blocks are attached to. Read-only.
 
-    group: its number. kind: the group as the engine described it. A block of it is attached to the primary block that
-    contains its last token, in one of the columns first_column to first_column + num_columns - 1 of that block's row.
-    It has several columns if its blocks are smaller, and none if the kind isn't cached. has_gaps: as the kind says.
-    Read-only.
+    group: its number. kind: the group as the engine described it. has_gaps: as in the kind. A block of the group is
+    attached to the primary block that contains its last token, in one of the columns first_column to first_column +
+    num_columns - 1 of that block's row. There are several columns if the group's blocks are smaller than the primary
+    ones, and none if the kind isn't cached.
     """
 
     __slots__ = ("block_size", "first_column", "group", "has_gaps", "kind", "num_columns", "primary_size")
@@ -45,7 +46,7 @@ class SideGroup:
         return position, self.first_column + (end - position * self.primary_size) // self.block_size - 1
 
     def number_at(self, position: int, column: int) -> int:
-        """Return the number of its block whose `home` is (position, column). O(1)."""
+        """Return the number of the block whose `home` is (position, column). O(1)."""
         if self.num_columns == 1:
             return (position + 1) * self.primary_size // self.block_size - 1
         return position * self.primary_size // self.block_size + column - self.first_column
@@ -54,13 +55,16 @@ class SideGroup:
 class GroupLayout:
     """What follows from the groups. Read-only.
 
-    primary: the number of the primary group, None where no group has full attention. block_size: tokens in a primary
-    block. alignment: the largest block size of a group that holds tokens; every hit is a multiple of it.
-    smallest_block_size: the smallest block size of a group that has a table. has_gaps: whether a group's tables have
-    gaps. has_scratch: whether a group's blocks hold no tokens. state: the number of the group whose layers keep a state
-    outside of its table, None where there is none. side_groups: the groups that have a table, but for the primary one.
-    row_size: columns of a row. table_numbers: by group that has a table, in order, the number of its table: its index
-    in side_groups, or len(side_groups) for the primary group. table_groups: by table, its group.
+    - primary: the number of the primary group; None where no group has full attention.
+    - block_size: tokens in a primary block.
+    - alignment: the largest block size of a group that holds tokens. Every hit is a multiple of it.
+    - smallest_block_size: the smallest block size of a group that has a table.
+    - has_gaps: whether a group's tables have gaps. has_scratch: whether a group's blocks hold no tokens.
+    - state: the number of the group whose layers keep a state outside of its table; None where there is none.
+    - side_groups: the groups that have a table, other than the primary one.
+    - row_size: columns of a row.
+    - table_numbers: for each group that has a table, the number of that table: its index in side_groups, or
+      len(side_groups) for the primary group. table_groups: for each table, its group.
     """
 
     __slots__ = (
@@ -135,7 +139,7 @@ def check_groups(groups: Iterable[Group]) -> GroupLayout:
 
 
 def _check_state(layout: GroupLayout) -> None:
-    """Raise InvalidArgumentError unless there is at most one group with a state, beside one of full attention."""
+    """Raise InvalidArgumentError unless at most one group has a state, and then one has full attention."""
     kind = layout.state_kind
     if kind is None:
         return
@@ -153,7 +157,7 @@ def _check_state(layout: GroupLayout) -> None:
 def make_layout(size: int | None, groups: Iterable[Group]) -> GroupLayout:
     """Return the layout of a manager's `groups`. size: the manager's `block_size` argument.
 
-    Raises InvalidArgumentError, also when `size` isn't None and differs from the primary group's block size.
+    Raises InvalidArgumentError, also when `size` is given and differs from the primary group's block size.
     """
     layout = check_groups(groups)
     if size is not None and size != layout.block_size:

@@ -1,7 +1,7 @@
-"""Starting a sequence that loads blocks behind its hit.
+"""Starting a sequence that loads blocks after its hit.
 
-The sequence's side tables begin with the blocks that a query behind the loads sees. The sequence also holds the blocks
-that a query at the hit's end sees, until the loads have arrived. If the loads fail, it goes back to the hit's end.
+The sequence's side tables begin with the blocks that a query after the loads sees. Until the loads have arrived, the
+sequence also holds the blocks that a query at the hit's end sees. If the loads fail, it goes back to the hit's end.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -11,23 +11,23 @@ from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.states.checkpoint import Checkpoint
 
 Mixed = list[tuple[int, list[KVCacheBlock | None]]]
-"""By `layout.side_groups`: the first table index that a start needs, and the blocks from there; None: to be loaded."""
+"""By `layout.side_groups`: the first table index that a start needs, and the blocks from there (None: to be loaded)."""
 
 
 class LoadingHit(GroupHit):
-    """A `GroupHit` and the loads behind it.
+    """A `GroupHit` and the loads after it.
 
     end: the number of tokens up to the end of the loads, a multiple of the alignment. more: the primary group's cached
     blocks from the hit's end up to there. mixed: the side groups' blocks that a start at `end` needs. arriving: where
     layers keep a state, the device's checkpoint at `end`; None: the load brings one. num_state_blocks: how many blocks
-    that takes; 0 if none is brought.
+    the checkpoint takes; 0 if the load brings none.
     """
 
     __slots__ = ("arriving", "end", "mixed", "more", "num_state_blocks")
 
     def __init__(self, found: CacheHit, hit: GroupHit | None, index: GroupIndex, held: list[KVCacheBlock]) -> None:
-        """found: the hit behind which loads were looked up. hit: the hit of the same length that the sequence starts
-        with; None: no hit. held: the primary group's cached blocks up to the end of the loads.
+        """found: the hit for which loads were looked up. hit: the hit of the same length that the sequence starts with;
+        None: no hit. held: the primary group's cached blocks up to the end of the loads.
         """
         if hit is None:
             tables: Tables = [(0, []) for _ in index.layout.side_groups]

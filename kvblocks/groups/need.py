@@ -1,6 +1,6 @@
-"""Which blocks a call that makes room needs, in all groups. It is computed before anything is changed.
+"""Which blocks a call that makes room needs, in all groups, computed before anything is changed.
 
-Tables are numbered as in `GroupTables.tables`; the sequence's primary table, which may have anchors, comes last.
+Tables are numbered as in `GroupTables.tables`. The sequence's primary table, which may have anchors, comes last.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -12,10 +12,11 @@ from kvblocks.groups.tables import GroupTables
 class Need:
     """What slots for a sequence's first `num_slots` tokens need. Tokens from `start` on are to be written.
 
-    tables: the sequence's. passed: by side table, how many of its first live blocks have left the window: no query at
-    `start` or later sees them, and no query of a token that isn't written yet. shared: by table, the index of the
-    shared block that must not be written to, None if there is none. missing: by table, how many new blocks it needs at
-    its end; a table with gaps needs one for its last entry. block_size: of the primary group. O(groups).
+    tables: the sequence's. passed: by side table, how many of its first live blocks have left the window, because
+    neither queries at `start` or later nor queries of tokens that aren't written yet see them. shared: by table, the
+    index of the shared block that must not be written to; None if there is none. missing: by table, how many new blocks
+    it needs at its end; a table with gaps needs one for its last entry. block_size: that of the primary group.
+    O(groups).
     """
 
     __slots__ = ("missing", "num_slots", "passed", "sequence", "shared", "tables")
@@ -37,7 +38,7 @@ class Need:
             self._find_shared(start, block_size)
 
     def keep_for(self, position: int) -> None:
-        """Keep the blocks that a query at `position` sees, since a step in flight computes it. O(groups)."""
+        """Keep the blocks that a query at `position` sees, because a step in flight computes it. O(groups)."""
         for number, table in enumerate(self.tables.tables):
             self.passed[number] = min(self.passed[number], table.num_passed(position))
 
@@ -64,7 +65,7 @@ class Need:
         return sum(self.missing[:num_tables]) + num_tables - self.shared[:num_tables].count(None)
 
     def leaving(self) -> list[KVCacheBlock]:
-        """Return the blocks that the sequence releases, since they left a window, `EMPTY` for each gap. O(blocks)."""
+        """Return the blocks that the sequence releases because they left a window; `EMPTY` for each gap. O(blocks)."""
         leaving: list[KVCacheBlock] = []
         for table, num_passed in zip(self.tables.tables, self.passed, strict=False):
             leaving += table.blocks[:num_passed]
@@ -72,7 +73,10 @@ class Need:
 
 
 def keep_for_last(needs: list[Need]) -> None:
-    """For each shared block, let the last sequence of a step that would leave it keep it. O(sequences x groups)."""
+    """If all owners of an uncached shared block would leave it in this step, let the last one keep it.
+
+    O(sequences x groups).
+    """
     num_leaving: dict[KVCacheBlock, int] = {}
     for need in needs:
         for number, shared in enumerate(need.shared):

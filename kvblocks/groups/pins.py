@@ -1,7 +1,7 @@
 """Pins with several groups: they keep the blocks of every group that a hit of the whole pinned prefix needs.
 
 A pin holds the primary group's blocks of the prefix. Once it holds all of them, it also holds the attached blocks that
-a hit of the whole prefix needs. With windows, no shorter hit can use these. So the attached blocks are held all
+a hit of the whole prefix needs. With windows, no shorter hit can use these, so the attached blocks are held all
 together or not at all, and the pin gives them up before its primary blocks. Where layers keep a state, a checkpoint at
 the prefix's end is among them; sequences that pass there save one as long as the pin lacks it.
 
@@ -42,7 +42,7 @@ class GroupPins(Pins):
         super().drop_uncached()
 
     def ends_in(self, sequence: Sequence) -> list[int]:
-        """Return where pins end, in tokens, that lack blocks and that `sequence` begins with. O(their tokens)."""
+        """Return the ends, in tokens, of pins that lack blocks and that `sequence` begins with. O(their tokens)."""
         ends: list[int] = []
         size = self._group_index.block_size
         tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(size) or {}

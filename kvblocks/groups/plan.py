@@ -1,14 +1,13 @@
 """How a model's layers share one pool of KV-cache memory, as numbers that a person can check. `plan` computes them.
 
-One pool serves all groups, so a block has the same number of bytes in each. Layers of one kind attend in the same way.
-They are distributed over as many groups as needed. A group has at most as many layers as fit a block; the room for a
-layer is called a *slot*. If a group has fewer layers than slots, or smaller layers, the rest of its blocks is padding.
+One pool serves all groups, so a block has the same number of bytes in each. The layers of a group attend in the same
+way; a kind's layers are spread over as many groups as needed. A group has at most as many layers as fit a block; the
+room for one layer is called a *slot*. If a group has fewer layers than slots, or smaller layers, the rest of its blocks
+is padding. Layers that keep a state (`StateLayer`) are a group of their own without block tables: the slots of their
+live states are taken from the budget first, and a checkpoint of all of them takes as many blocks as its bytes need.
 
-Layers that keep a state (`StateLayer`) are a group of their own without block tables: the slots of their live states
-are taken from the budget first, and a checkpoint of all of them takes as many blocks as its bytes need.
-
-With more layers in a block there are fewer groups, so less work for the manager and fewer tables, but perhaps more
-padding. So `plan` takes the largest blocks with no more than a given share of padding.
+With more layers in a block there are fewer groups, hence less work for the manager and fewer tables, but perhaps more
+padding. `plan` takes the largest blocks with no more than a given share of padding.
 
 Groups of equal size over one pool, with padding, come from vLLM's hybrid KV-cache manager.
 """
@@ -36,7 +35,7 @@ DTYPE_BYTES = {
 
 
 class KVLayer(NamedTuple):
-    """What a layer keeps for a token: K and V of num_kv_heads x head_dim elements each. kind: an index in `kinds`."""
+    """A layer that keeps K and V of num_kv_heads x head_dim elements each for a token. kind: an index in `kinds`."""
 
     kind: int
     num_kv_heads: int
@@ -44,7 +43,7 @@ class KVLayer(NamedTuple):
 
 
 class LatentLayer(NamedTuple):
-    """A layer that says how many bytes it keeps for a token, whatever the dtype. kind: an index in `kinds`.
+    """A layer that keeps a given number of bytes for each token, whatever the dtype. kind: an index in `kinds`.
 
     Multi-head latent attention keeps a latent of, say, 576 elements: 1,152 bytes in bfloat16. Add what lies beside it
     in the same block, such as 132 bytes of a sparse indexer, or make that a layer of its own.
@@ -55,20 +54,23 @@ class LatentLayer(NamedTuple):
 
 
 class StateLayer(NamedTuple):
-    """A layer that keeps one state a sequence. num_bytes: of a state, everything that the layer needs to go on."""
+    """A layer that keeps one state per sequence. num_bytes: of one state, with all that the layer needs to go on."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a budget of KV-cache memory is used.
+    """How a budget of KV-cache memory is used. All sizes are in bytes.
 
-    groups: for `KVCacheManager(num_blocks, groups=...)`. group_layers: by group, the numbers of its layers, in the
-    order of their slots. layer_bytes: by group, bytes of a block that each of these layers takes. block_bytes: bytes of
-    a block. num_blocks: blocks in the pool. num_bytes: the budget. padding: share of the blocks' bytes that no layer
-    uses, as a mean over the groups, 0.0 to 1.0. state_bytes: of the states of all layers that keep one; 0: there are
-    none. slot_bytes: of the slots for live states, which are outside the pool and part of the budget.
+    - groups: for `KVCacheManager(num_blocks, groups=...)`.
+    - group_layers: for each group, the numbers of its layers, in the order of their slots.
+    - layer_bytes: for each group, how much of a block each of these layers takes.
+    - block_bytes: the size of a block. num_blocks: how many blocks the pool has.
+    - num_bytes: the budget.
+    - padding: the share of the blocks' bytes that no layer uses, as a mean over the groups, 0.0 to 1.0.
+    - state_bytes: the states of all layers that keep one, together; 0 if there are none.
+    - slot_bytes: the slots for live states, which are outside the pool but part of the budget.
     """
 
     groups: tuple[Group, ...]
@@ -88,7 +90,7 @@ class Plan:
 
     @property
     def layer_groups(self) -> tuple[tuple[int, int], ...]:
-        """For each layer of the model, its group and its slot there. O(layers)."""
+        """For each layer of the model, the number of its group and its slot there. O(layers)."""
         slots = {layer: (group, slot) for group, row in enumerate(self.group_layers) for slot, layer in enumerate(row)}
         return tuple([slots[layer] for layer in sorted(slots)])
 
@@ -98,14 +100,18 @@ class Plan:
         return max([len(layers) for layers in self.group_layers])
 
     def blocks_of_sequence(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> tuple[int, ...]:
-        """Return how many blocks of each group a sequence of `num_tokens` holds at most.
+        """Return the most blocks of each group that a sequence of `num_tokens` tokens holds at a time.
 
-        num_step_tokens: the most tokens that a step computes of it. Raises InvalidArgumentError. O(groups).
+        num_step_tokens: the most tokens of it that one step computes. Raises InvalidArgumentError. O(groups).
         """
         return tuple([group.num_blocks(num_tokens, num_step_tokens) for group in self.groups])
 
     def num_sequences(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> float:
-        """Return how many sequences of `num_tokens` fit at once if they share nothing. As `blocks_of_sequence`."""
+        """Return how many sequences of `num_tokens` tokens fit at once if they share nothing. Raises
+        InvalidArgumentError.
+
+        num_step_tokens: as in `blocks_of_sequence`. O(groups).
+        """
         check_count("num_tokens", num_tokens, 1)
         return self.num_blocks / sum(self.blocks_of_sequence(num_tokens, num_step_tokens))
 
@@ -114,7 +120,7 @@ class Plan:
         contexts: Iterable[SupportsIndex] = (1024, 8192, 32_768, 131_072),
         num_step_tokens: SupportsIndex = 1,
     ) -> str:
-        """Return the plan as text, with how many sequences of some lengths fit. Raises InvalidArgumentError."""
+        """Return the plan as text, with how many sequences of several lengths fit. Raises InvalidArgumentError."""
         lengths = [
             check_count("contexts", context, 1) for context in listed("contexts", "an iterable of ints", contexts)
         ]
@@ -156,15 +162,16 @@ def plan(
 ) -> Plan:
     """Return how to divide `num_bytes` of memory for the KV cache of a model.
 
-    kinds: how layers attend, with their block sizes. Layers that keep more bytes for a token may have smaller blocks.
-    layers: the model's, in order; layers of a kind may differ in their bytes and share groups. dtype: a name in
-    DTYPE_BYTES, or bytes of an element. max_padding: the largest share of padding to accept for fewer groups, 0.0 to
-    1.0. If every way has more padding, the one with the least is taken. states: the layers that keep a state; `kinds`
-    then has a `RecurrentState` whose num_slots is the number of sequences that run at once. The plan's groups have it
-    with the number of blocks that a checkpoint takes.
+    - kinds: how layers attend, with their block sizes. Layers that keep more bytes per token may have smaller blocks.
+    - layers: the model's layers, in order. Layers of one kind may differ in their bytes and still share groups.
+    - dtype: a name in DTYPE_BYTES, or the bytes of an element.
+    - max_padding: the largest share of padding to accept for fewer groups, 0.0 to 1.0. If every way has more padding,
+      the one with the least is taken.
+    - states: the layers that keep a state. `kinds` must then include a `RecurrentState` whose num_slots is the number
+      of sequences that run at once. The plan's groups have it with the number of blocks that a checkpoint takes.
 
-    Raises InvalidArgumentError, also when not even one block of each group fits, or no checkpoint beside them.
-    O(layers squared).
+    Raises InvalidArgumentError, also when not even one block of each group fits, or no checkpoint beside them. O(layers
+    squared).
     """
     layout = check_groups(kinds)
     element_bytes = _element_bytes(dtype)

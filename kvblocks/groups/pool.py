@@ -1,7 +1,7 @@
 """The pool of a manager of several groups: which block is reused next, and the anchors.
 
-A block has no group of its own. It serves the group in whose table it is held or to which it is attached; once free, it
-may serve any group.
+A block has no group of its own. It serves the group in whose table it is or to which it is attached; once free, it may
+serve any group.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from kvblocks.groups.queue import GroupQueue
 
 
 class GroupPool(BlockPool):
-    """`BlockPool` for a `GroupIndex`. anchors: None where there is a primary group."""
+    """`BlockPool` for a `GroupIndex`. anchors: None if there is a primary group."""
 
     def __init__(self, num_blocks: SupportsIndex, index: GroupIndex, first_block_id: SupportsIndex = 0) -> None:
         super().__init__(num_blocks, index, first_block_id)
@@ -54,9 +54,10 @@ class GroupPool(BlockPool):
         return taken
 
     def _take_cached(self, most: int) -> list[KVCacheBlock]:
-        """Take the first block, and those that evicting it detaches; or the first ones, if that comes to the same.
+        """Take the first block, and those that evicting it detaches; or several first blocks, if that comes to the
+        same.
 
-        At most `most`. Nobody watches.
+        Takes at most `most` blocks, and only while nobody watches.
         """
         number = self.group_index.num_bare(self.queue.first, most)
         if number:
@@ -98,7 +99,7 @@ class GroupPool(BlockPool):
     def release_passed(self, passed: list[KVCacheBlock], empty: list[KVCacheBlock]) -> None:
         """Remove an owner from blocks that left a window: `passed` are cached, `empty` hold nothing. O(blocks).
 
-        Those without another owner become free. The cached ones are reused before blocks that were freed at a
+        Those without another owner become free. The cached ones are then reused before blocks that were freed at a
         sequence's end, in the order given.
         """
         if empty:
@@ -111,14 +112,14 @@ class GroupPool(BlockPool):
             watcher.note_passed(passed)
 
     def pop_detached(self) -> list[KVCacheBlock]:
-        """`BlockPool.pop_detached`; moves anchors to the front of their own queue. O(blocks detached)."""
+        """`BlockPool.pop_detached`, which also moves anchors to the front of their own queue. O(blocks detached)."""
         if self.anchors is not None:
             self.anchors.requeue([block for block in self.index.detached if self.is_anchor(block)])
             self.index.detached = [block for block in self.index.detached if not self.is_anchor(block)]
         return super().pop_detached()
 
     def check(self, tables: Iterable[Items[KVCacheBlock]]) -> None:
-        """`BlockPool.check`, for anchors, too. O(pool + anchors)."""
+        """`BlockPool.check`, which here also checks anchors. O(pool + anchors)."""
         real: list[Items[KVCacheBlock]] = []
         anchored: list[Items[KVCacheBlock]] = []
         for table in tables:

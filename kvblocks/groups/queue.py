@@ -1,4 +1,4 @@
-"""The free queue of a pool of several groups, where hundreds of blocks are moved at once: a checkpoint's."""
+"""The free queue of a pool of several groups, where hundreds of blocks (those of a checkpoint) move at once."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ class GroupQueue(FreeBlockQueue):
         super().__init__(blocks, has_windows=True)
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """`FreeBlockQueue.move_to_front`, in less time: nobody owns the blocks in between."""
+        """`FreeBlockQueue.move_to_front` in less time, since nobody owns the blocks in between."""
         for block in blocks:
             previous, following = block.prev_free_block, block.next_free_block
             previous.next_free_block = following

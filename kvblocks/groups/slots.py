@@ -1,14 +1,14 @@
 """How a sequence of several groups gets blocks, and what happens to blocks that leave a window.
 
-A call that makes room for the tokens from `start` on checks first whether the pool can serve it. Then it releases the
+A call that makes room for the tokens from `start` on first checks whether the pool can serve it. Then it releases the
 blocks that no query at `start` or later sees, so that the step may reuse them. Then it takes the blocks that all groups
 need.
 
 A block that left a window is worth less than one that was freed at a sequence's end, since only a hit that ends just
-behind it needs it. So it is reused before other cached blocks. The exceptions are blocks that a hit will probably need,
-at the sequence's landmarks: where its own hit ended, where its prefix differs from what was cached, and where its
-prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the
-states at the points where sequences begin to differ.
+after it needs it. It is therefore reused before other cached blocks. The exceptions are blocks that a hit will probably
+need, at the sequence's landmarks: where its own hit ended, where its prefix differs from what was cached, and where its
+prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the states at the
+points where sequences begin to differ.
 """
 
 from array import array
@@ -211,7 +211,7 @@ class GroupSlots(SlotAllocator):
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Release the blocks that the first `num_tokens` tokens don't need. All tokens stay. O(blocks released).
 
-        If `num_tokens` is inside the tokens that the sequence loads, it goes back to where these begin.
+        If `num_tokens` lies inside the tokens that the sequence loads, the sequence goes back to where these begin.
         """
         tables = tables_of(sequence)
         fallback = tables.fallback
@@ -238,7 +238,7 @@ class GroupSlots(SlotAllocator):
             self.pool.release_table(blocks)
 
     def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
-        """Return how many free blocks `num_slots` slots take, minus those that leave windows before."""
+        """Return how many free blocks `num_slots` slots take, minus those that leave windows first."""
         if sequence.owner is not None:
             if num_slots <= sequence.num_computed_tokens:
                 return 0
@@ -255,7 +255,7 @@ class GroupSlots(SlotAllocator):
         return num_missing + super().count_missing(sequence, num_slots, hit)
 
     def unwritten_blocks(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock]:
-        """Return the blocks of all groups that are lost if only so many tokens were written. O(their number)."""
+        """Return the blocks of all groups that are lost if only this many tokens were written. O(their number)."""
         lost = super().unwritten_blocks(sequence, num_tokens)
         for table in tables_of(sequence).tables:
             unwritten = sequence.unwritten(table.blocks, table.num_dead, table.side_group.block_size, num_tokens)
@@ -309,7 +309,7 @@ class GroupSlots(SlotAllocator):
         return need
 
     def _num_taken_for(self, needs: list[Need]) -> int:
-        """Return how many free blocks these needs take, minus those that their sequences release before."""
+        """Return how many free blocks these needs take, minus those that their sequences release first."""
         num_taken = 0
         leaving: dict[KVCacheBlock, int] = {}
         for need in needs:
@@ -351,7 +351,7 @@ class GroupSlots(SlotAllocator):
         return blocks
 
     def _fill(self, need: Need, blocks: list[KVCacheBlock], step_index: int, changes: list[TableChange]) -> None:
-        """Give a sequence the blocks that it needs, group after group: those that were taken, and anchors. O(blocks).
+        """Give a sequence the blocks that it needs, group after group: taken blocks, and anchors. O(blocks).
 
         step_index: the sequence's index in a step. Appends the table entries that change to `changes`.
         """
@@ -372,7 +372,7 @@ class GroupSlots(SlotAllocator):
         sequence.tail_owner = sequence.owner
 
     def _fill_gaps(self, sequence: Sequence, tables: GroupTables) -> list[KVCacheBlock]:
-        """Replace the placeholders in a sequence's side tables by new blocks, for loads. Returns them by group."""
+        """Replace the placeholders in a sequence's side tables with new blocks, for loads. Returns them by group."""
         filled: list[KVCacheBlock] = []
         for table in tables.tables:
             gaps = [index for index, block in enumerate(table.blocks, table.num_dead) if block is GAP]
@@ -441,7 +441,7 @@ def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBl
     """Begin the side tables of a sequence that loads, with placeholders for loaded blocks, and set its fallback.
 
     Returns the blocks of its primary table; the cached blocks of side groups and checkpoints, each as often as the
-    sequence is to own it; and how many blocks the loads bring beside those of the primary group. O(blocks).
+    sequence is to own it; and how many blocks the loads bring in addition to those of the primary group. O(blocks).
     """
     touched: list[KVCacheBlock] = []
     num_gaps = 0

@@ -1,8 +1,8 @@
 """A sequence's side tables: one block table for each side group.
 
 In a windowed group's table, an entry becomes *dead* when its block leaves the window, and stays dead. An entry's index
-never changes, so token i is always in the block at index i // block_size. A table with gaps has entries without a block
-among the others, too.
+never changes, so token i is always in the block at index i // block_size. In a table with gaps, other entries may have
+no block either.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,17 +16,17 @@ from kvblocks.groups.loading import Fallback
 from kvblocks.groups.states.live import LiveState
 
 DEAD_BLOCK_ID = 0
-"""The id of a dead entry: a valid id, so that nothing breaks, whose block must not be read."""
+"""The id of a dead entry. It is a valid id, so that nothing breaks, but its block must not be read."""
 
 EMPTY = KVCacheBlock(DEAD_BLOCK_ID)
-"""What stands for a block in an entry that has none, in a table with gaps."""
+"""A placeholder for the block of an entry that has none, in a table with gaps."""
 
 
 class GroupTable:
     """The block table of one group. Its first num_dead entries are dead; blocks: those of the other entries.
 
     first_token: tokens before it were never computed in this group, though their block may be live. It is above 0 if
-    the sequence started with a hit, and the group isn't cached.
+    the sequence started with a hit and the group isn't cached.
     """
 
     __slots__ = ("block_ids", "blocks", "first_token", "num_dead", "side_group")
@@ -48,7 +48,7 @@ class GroupTable:
         self.block_ids[index] = block.block_id
 
     def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
-        """Replace the whole table by `num_dead` dead entries and a hit's blocks. O(entries)."""
+        """Replace the whole table with `num_dead` dead entries and a hit's blocks. O(entries)."""
         self.num_dead = num_dead
         self.first_token = 0
         self.blocks = list(blocks)
@@ -76,7 +76,7 @@ class GroupTable:
         return dropped
 
     def live_block(self, index: int) -> KVCacheBlock | None:
-        """Return the block at an index, None if the entry is dead or doesn't exist. O(1)."""
+        """Return the block at an index; None if the entry is dead or doesn't exist. O(1)."""
         index -= self.num_dead
         return self.blocks[index] if 0 <= index < len(self.blocks) else None
 
@@ -87,10 +87,10 @@ class GroupTable:
 
 
 class GapTable(GroupTable):
-    """The table of a group whose layers keep a state in place: its blocks are where calls ended.
+    """The table of a group whose layers keep a state in place: it has blocks only where calls ended.
 
-    ends: the indices of blocks that hold the state behind their last token, since a call ended there; of the full ones,
-    only these may be cached. end: behind how many tokens the state of the last call is.
+    ends: the indices of blocks that hold the state after their last token, because a call ended there. Of the full
+    blocks, only these may be cached. end: how many tokens the state of the last call is after.
     """
 
     __slots__ = ("end", "ends")
@@ -121,7 +121,7 @@ class GapTable(GroupTable):
         return [block for block in self.blocks if block is not EMPTY]
 
     def note_end(self, num_slots: int) -> None:
-        """Take note that a call made room for so many tokens. The state is behind them, or in a later block. O(1)."""
+        """Record that a call made room for this many tokens. The state is after them, or in a later block. O(1)."""
         index, rest = divmod(num_slots, self.side_group.block_size)
         self.end = max(self.end, num_slots)
         if not rest and num_slots == self.end:
@@ -133,13 +133,13 @@ class GroupTables(SideTables):
 
     tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit will probably end.
     Blocks that such a hit needs are kept longer than other blocks that leave a window. fallback: where the sequence
-    goes back to if its loads fail; None: it loads nothing. live_state: None where no group keeps a state.
+    goes back to if its loads fail; None: it loads nothing. live_state: None if no group keeps a state.
     """
 
     __slots__ = ("fallback", "landmarks", "layout", "live_state", "tables")
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
-        """ends: numbers of tokens where hits may end; rounded down to the alignment, they are the landmarks."""
+        """ends: numbers of tokens at which hits may end. Rounded down to the alignment, they are the landmarks."""
         self.layout = layout
         self.num_groups = len(layout.groups)
         self.has_primary = layout.primary is not None
@@ -151,7 +151,7 @@ class GroupTables(SideTables):
         self.state_slot = None
 
     def note_start(self, position: int) -> None:
-        """Take note that the sequence starts behind a hit, with a query at `position`. O(groups).
+        """Record that the sequence starts after a hit, with a query at `position`. O(groups).
 
         In groups that aren't cached, the engine computes again what this query sees, and nothing before that.
         """
@@ -160,7 +160,7 @@ class GroupTables(SideTables):
                 table.first_token = table.side_group.kind.first_seen(position)
 
     def note_end(self, num_slots: int) -> None:
-        """Take note that a call made room for so many tokens in all, where a table has gaps. O(groups)."""
+        """Record that a call made room for this many tokens in all. Matters where a table has gaps. O(groups)."""
         for table in self.tables:
             if isinstance(table, GapTable):
                 table.note_end(num_slots)
@@ -189,9 +189,9 @@ class GroupTables(SideTables):
         return self.tables[number].block_ids if number < len(self.tables) else None
 
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
-        """Return the blocks of a group's table, None for dead entries; None for the primary group. O(blocks).
+        """Return the blocks of a group's table, None for dead entries; or None for the primary group. O(blocks).
 
-        For a group that keeps a state: the blocks of checkpoints that copies of a step in flight read or write.
+        For a group that keeps a state, these are checkpoints' blocks that copies or loads in progress read or write.
         """
         number = self.layout.table_numbers.get(group)
         if number is None:
@@ -210,7 +210,7 @@ class GroupTables(SideTables):
         return 0 if number is None or number == len(self.tables) else self.tables[number].num_dead
 
     def check_back(self, position: int, sequence: Sequence, call: str) -> None:
-        """As `SideTables.check_back`. A state in place can't go back either, but to the beginning."""
+        """As `SideTables.check_back`. A state in place can only go back to the beginning."""
         fallback = self.fallback
         for number, table in enumerate(self.tables):
             side_group = table.side_group

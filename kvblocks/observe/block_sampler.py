@@ -1,9 +1,9 @@
 """How long blocks live, lie idle and wait to be used again, measured on a sample of the pool's blocks.
 
 The sample is chosen once, by block ids, without randomness. A call that concerns no sampled block costs one set
-operation. Time comes from a function of the caller's, in its unit.
+operation. Time comes from a function of the caller's, in that function's unit.
 
-Invariants: `_released_at` contains exactly the free sampled blocks whose release was seen, oldest first.
+Invariant: `_released_at` contains exactly the free sampled blocks whose release was seen, oldest first.
 
 The measures are vLLM's sampled block metrics. The choice by multiples of the golden ratio is Knuth's (TAOCP 6.4).
 """
@@ -24,7 +24,7 @@ _SPREAD, _RANGE = 2_654_435_769, 2**32  # the first is the second over the golde
 
 
 def choose_sample(blocks: Iterable[KVCacheBlock], every: int) -> list[KVCacheBlock]:
-    """Return about one of `every` blocks, evenly spread, block 0 included. The choice depends only on ids. O(blocks).
+    """Return about one of `every` blocks, evenly spread, including block 0. The choice depends only on ids. O(blocks).
 
     It doesn't take each `every`-th id: with prompts of equal lengths, these would be the same part of each prompt.
     """
@@ -33,7 +33,10 @@ def choose_sample(blocks: Iterable[KVCacheBlock], every: int) -> list[KVCacheBlo
 
 
 def check_bounds(bounds: Iterable[SupportsFloat]) -> tuple[float, ...]:
-    """Return the bounds of a histogram as floats: one or more, ascending and finite; else InvalidArgumentError."""
+    """Return the bounds of a histogram as floats. Raises InvalidArgumentError unless they are ascending and finite.
+
+    There must be at least one.
+    """
     expected = "at least one number, ascending and finite"
     numbers = [check_number("bounds", item, expected) for item in listed("bounds", expected, bounds)]
     try:
@@ -48,7 +51,7 @@ def check_bounds(bounds: Iterable[SupportsFloat]) -> tuple[float, ...]:
 class Histogram:
     """Counts of values by upper bounds, as Prometheus needs them, and the sum of the values.
 
-    bounds: ascending; a value counts for the first bound that is equal or larger. counts: one for each bound, and a
+    bounds: ascending; a value counts for the smallest bound that isn't less than it. counts: one for each bound, and a
     last one for larger values. O(log bounds) for each value.
     """
 
@@ -70,12 +73,17 @@ class Histogram:
 
 
 class BlockSampler(Watcher):
-    """Records the lives of `blocks` from now on. now: returns the time, never less than before. bounds: of histograms.
+    """Records the lives of `blocks` from now on.
 
-    lifetimes: from when a block is taken until it is taken again, if it is cached then. idle_times: from its last
-    release until it is taken again, if it is cached then; this is how long the queue keeps unused blocks. reuse_gaps:
-    from a release until a hit or a pin owns the block again. last_idle_time: the latest of the idle times, which is the
-    age that blocks now reach in the queue. A time that began before the sampler was made isn't recorded.
+    now: returns the time, never less than before. bounds: those of the histograms.
+
+    - lifetimes: from when a block is taken until it is taken again, if it is cached then.
+    - idle_times: from a block's last release until it is taken again, if it is cached then. This is how long the queue
+      keeps unused blocks.
+    - reuse_gaps: from a release until a hit or a pin owns the block again.
+    - last_idle_time: the latest idle time, which is the age that blocks now reach in the queue.
+
+    A time that began before the sampler was made isn't recorded.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock], now: Callable[[], float], bounds: tuple[float, ...]) -> None:
@@ -95,7 +103,7 @@ class BlockSampler(Watcher):
 
     @property
     def oldest_release(self) -> float | None:
-        """When the sampled block that has been free longest was released, None if none is free. O(sample)."""
+        """When the sampled block that has been free longest was released; None if none is free. O(sample)."""
         released = list(self._released_at.values())  # a copy, so that another thread may ask
         return released[0] if released else None
 

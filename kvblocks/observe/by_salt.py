@@ -11,7 +11,7 @@ from kvblocks.wire.extra_keys import decode_names
 
 
 def count_by_salt(index: PrefixIndex) -> dict[str | None, int]:
-    """Return how many blocks are cached of each salt; None: of none. Changes nothing. O(runs)."""
+    """Return how many blocks are cached for each salt; None stands for no salt. Changes nothing. O(runs)."""
     found: Counter[str | None] = Counter()
     salts: dict[Run, str | None] = {}
     for run, num_blocks in index.count_by_run():  # parents come before children
@@ -24,8 +24,8 @@ def count_by_salt(index: PrefixIndex) -> dict[str | None, int]:
 class SaltEvictions(Watcher):
     """Counts the evicted blocks of each group of salts, while it watches an index.
 
-    group_of: the name of a salt's group. It must have few values, since all are kept. num_evicted: by group. A block
-    costs O(runs above it).
+    group_of: returns the name of a salt's group. It must have few values, since all are kept. num_evicted: the counts
+    by group. Each evicted block costs O(runs above it).
     """
 
     def __init__(self, group_of: Callable[[str | None], str]) -> None:
@@ -33,7 +33,7 @@ class SaltEvictions(Watcher):
         self.num_evicted: Counter[str] = Counter()
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Count those that are still cached, and so are evicted now."""
+        """Count those blocks that are still cached, and so are evicted now."""
         for block in blocks:
             run = block.run
             if run is None:

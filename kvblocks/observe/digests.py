@@ -1,4 +1,4 @@
-"""Digests, which name blocks to the outside: those of a prompt's blocks, and the search for a digest's block."""
+"""Digests, which name blocks to the outside: those of a prompt's blocks, and the search for the block with a digest."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def block_digests(index: PrefixIndex, sequence: Sequence) -> list[bytes]:
 def find_by_digest(index: PrefixIndex, digest: object) -> KVCacheBlock | None:
     """Return the cached block with this digest, the one that hits get; None if there is none.
 
-    Digests decide no hit, so there is no map of them. So this costs O(cached blocks), and O(their tokens) for digests
+    Digests decide no hit, so there is no map of them, and this costs O(cached blocks), plus O(their tokens) for digests
     that aren't computed yet. Raises InvalidArgumentError for what isn't bytes. Changes nothing, except that runs keep
     computed digests.
     """

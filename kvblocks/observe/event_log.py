@@ -9,15 +9,15 @@ from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStor
 from kvblocks.wire.extra_keys import decode_names
 
 DEVICE = "GPU"
-"""vLLM's name for the device in its events, whatever kind of device it is."""
+"""The device in events, as vLLM calls it, whatever kind of device it is."""
 
 
 class Records(EventLog):
     """The log of one medium: the device's or a tier's.
 
     records: since last taken; all logs of a manager share this list. options: what is recorded. group: the primary
-    group, whose blocks are in runs; None where there is only one group. is_anchored: whether anchors stand in for its
-    blocks; they make no records.
+    group, whose blocks are in runs; None where there is only one group. is_anchored: whether anchors, which make no
+    records, stand in for its blocks.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Records(EventLog):
         self.is_anchored = is_anchored
 
     def of_tier(self, medium: str) -> EventLog | None:
-        """Return the log of a tier, which shares `records`; None if the tier's changes aren't recorded."""
+        """Return the log of a tier, which shares `records`; None if that tier's changes aren't recorded."""
         if not self.options.tiers:
             return None
         log = Records(self.options, self.group, is_anchored=self.is_anchored, medium=medium)
@@ -42,7 +42,7 @@ class Records(EventLog):
         self.records.append(record)
 
     def note_stored(self, run: Run, base: int, sequence_id: Hashable = None) -> None:
-        """Record that `run` has grown from `base` blocks to what it has now. O(blocks added)."""
+        """Record that `run` has grown from `base` blocks to its present length. O(blocks added)."""
         if self.is_anchored:
             return
         parent, position, _, _ = run.key

@@ -1,6 +1,6 @@
-"""Why a prefix missed: `KVCacheManager.explain`, for people who wonder about their hit rate.
+"""Why a prefix missed: `manager.inspect.explain`, for people who wonder about their hit rate.
 
-Explains the first block that isn't found. It looks for the block in the removal history first. If the block isn't
+This explains the first block that isn't found. It looks for the block in the removal history first. If the block isn't
 there, it searches the cache for similar blocks: the same tokens under other keys, or the same first tokens.
 """
 
@@ -29,7 +29,7 @@ MissCause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class LostBlock:
-    """The first block of a prompt that neither the device nor a tier has, though tiers have some before it.
+    """The first block of a prompt that neither the device nor a tier has, although tiers have some blocks before it.
 
     block: its index. removal: its last one. num_blocks_since: how many blocks were taken from the pool since then.
     """
@@ -46,7 +46,8 @@ class LostBlock:
 class Explanation:
     """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
 
-    cause: why the next block isn't found.
+    cause says why the next block isn't found:
+
     - "no miss": there is no next block; all full blocks are cached.
     - "evicted", "aborted", "reset", "dropped": it was cached, and removed. `removal` is the last removal, which may be
       one from a tier. Since then `num_blocks_since` blocks were taken from the pool.
@@ -58,11 +59,11 @@ class Explanation:
       end) that a longer hit needs. `kind` says how its layers attend, as `Group.label`. `removal` says why; None if
       that isn't known.
     - "state": the primary group has `num_matched_blocks` blocks, but `group`, whose layers keep a state, has no
-      checkpoint behind the tokens `missing_tokens`. `removal` is of the last checkpoint there that is remembered.
+      checkpoint after the tokens `missing_tokens`. `removal` is that of the last checkpoint there that is remembered.
 
-    Blocks are the primary group's. group: the group that limits the hit; None where there is only one. tiers: which
-    tokens behind the hit are in tiers, in order. behind_tiers: the block behind these, if it is known to have been
-    removed. has_state: whether a group keeps a state.
+    All block numbers are those of the primary group. group: the group that limits the hit; None if there is only one.
+    tiers: which tokens after the hit are in tiers, in order. behind_tiers: the block after these, if it is known to
+    have been removed. has_state: whether a group keeps a state.
     """
 
     cause: MissCause
@@ -118,7 +119,7 @@ class Explanation:
         return f"{lacks} tokens {first} to {end - 1}; {how}"
 
     def _state_miss(self, first: int, end: int) -> str:
-        lacks = f"{end} tokens of KV are cached, but group {self.group} ({self.kind}) has no checkpoint behind"
+        lacks = f"{end} tokens of KV are cached, but group {self.group} ({self.kind}) has no checkpoint after"
         lacks += f" token {first}, where the hit ends" if first else " any of them"
         if self.removal is None:
             return f"{lacks}; as far as is remembered none was saved there"
@@ -152,9 +153,9 @@ def explain(
     sequence: Sequence,
     tiers: tuple[TierPart, ...] = (),
 ) -> Explanation:
-    """Return why the hit of a sequence ends where it does, and with several groups which one limits it.
+    """Return why the hit of a sequence ends where it does and, with several groups, which of them limits it.
 
-    history: None: nothing is remembered. tiers: what they have behind the hit. Changes nothing, except that runs keep
+    history: None: nothing is remembered. tiers: what tiers have after the hit. Changes nothing, except that runs keep
     computed digests. O(runs + tokens + blocks cached for these tokens under any keys).
     """
     explanation = _explain_hit(index, slots, history, sequence)
@@ -165,9 +166,9 @@ def explain(
 
 
 def _behind(index: PrefixIndex, history: RemovalHistory, sequence: Sequence, block: int) -> LostBlock | None:
-    """Return what is known of the first block that neither device nor tiers have. O(tokens that tiers have).
+    """Return what is known about the first block that neither device nor tiers have. O(tokens that tiers have).
 
-    None if tiers have all: they aren't asked for the block of the last token, which is computed again.
+    None if tiers have all. They aren't asked for the block of the last token, which is computed again.
     """
     if block >= (sequence.num_tokens - 1) // index.block_size:
         return None
@@ -179,7 +180,7 @@ def _behind(index: PrefixIndex, history: RemovalHistory, sequence: Sequence, blo
 
 
 def explain_miss(index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence) -> Explanation:
-    """Return the same for a `PrefixCache`, which has no groups and no tiers."""
+    """Return an explanation for a `PrefixCache`, which has no groups and no tiers."""
     now = 0 if history is None else history.num_taken_blocks
     return _explain_miss(index, history, sequence, find_blocks(index, sequence), now)
 
@@ -227,7 +228,7 @@ def _group_limit(limit: "HitLimit", num_hit: int, num_full: int, removal: Remova
 def _explain_miss(
     index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence, blocks: list[KVCacheBlock], now: int
 ) -> Explanation:
-    """Return why the first block behind `blocks`, the sequence's cached ones, isn't cached. now: in blocks taken."""
+    """Return why the first block after `blocks`, the sequence's cached ones, isn't cached. now: in blocks taken."""
     size = index.block_size
     num_cached, num_full = len(blocks), sequence.num_tokens // size
     if num_cached == num_full:
@@ -259,7 +260,7 @@ def _explain_miss(
 
 
 def _longest_by_tokens(roots: list[Run], tokens: memoryview) -> list[bytes | None]:
-    """Return the keys, by block, of the cached prefix with most blocks in common with `tokens`, under any keys."""
+    """Return the keys, by block, of the cached prefix with the most blocks in common with `tokens`, under any keys."""
     longest, end_of_longest = 0, ROOT
     pending: list[tuple[Run, int]] = [(root, 0) for root in roots]  # runs, and how many blocks are above them
     while pending:
@@ -286,7 +287,7 @@ def _keys_above(node: Node) -> list[bytes | None]:
 
 
 def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes | None) -> int:
-    """Return how many first tokens `tokens` and the most similar block below `node` with this key have in common."""
+    """Return how many leading tokens `tokens` and the most similar block below `node` with this key have in common."""
     run, position = node
     children = roots if run is None else list((run.children or {}).get(position, {}))
     below = [bytes(child.tokens[: len(tokens)]) for child in children if child.key[3] == key]

@@ -9,7 +9,7 @@ from kvblocks.observe.event_log import Records
 
 
 class GroupRecords(Records):
-    """`Records` that record a hit's blocks of each group, and the state that it goes on from."""
+    """`Records` that record the blocks of a hit for each group, and the state that it goes on from."""
 
     def note_hit(self, hit: CacheHit) -> None:
         """Record that a sequence was allocated with a hit, by group. O(its blocks)."""

@@ -1,4 +1,4 @@
-"""`Inspector`: `manager.inspect`, what people, routers and tests look at. No step of an engine needs it."""
+"""`Inspector`, which is `manager.inspect`: for people, routers and tests. No step of an engine needs it."""
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
@@ -21,8 +21,8 @@ from kvblocks.stats import GroupUsage, TierPart
 class HeldBlocks(NamedTuple):
     """A sequence that holds blocks: one item of `Inspector.leaks`.
 
-    num_blocks: how many blocks it holds in all groups, shared ones included. age: how many sequences have begun since
-    it did, by `allocate_slots` or `fork`.
+    num_blocks: how many blocks it holds in all groups, including shared ones. age: how many sequences have begun, by
+    `allocate_slots` or `fork`, since this one did.
     """
 
     sequence: Sequence
@@ -55,12 +55,12 @@ class Inspector:
         self._find_below = find_below
 
     def explain(self, sequence: Given[Sequence]) -> Explanation:
-        """Say why the longest cached prefix of a sequence ends where it does.
+        """Explain why the longest cached prefix of a sequence ends where it does.
 
-        Knows of evictions, aborts and resets only with num_history_blocks. With several groups it names the one that
-        ended the hit. With tiers it says what they have behind the hit. Raises InvalidArgumentError. For people, since
-        it costs O(runs in the cache + tokens + blocks cached for them under any keys), and O(slots) for tiers that have
-        some of the tokens.
+        Evictions, aborts and resets are known only with num_history_blocks. With several groups the result names the
+        one that ended the hit, and with tiers it says what they have after the hit. Raises InvalidArgumentError. For
+        people, since it costs O(runs in the cache + tokens + blocks cached for them under any keys), and O(slots) for
+        tiers that have some of the tokens.
         """
         self._change.check_whole()
         own = as_sequence("inspect.explain", sequence)
@@ -76,7 +76,7 @@ class Inspector:
         """Return which of `sequences`, a batch, share blocks, for cascade attention; parents before children.
 
         See `find_shared_prefixes`. With several groups of layers it looks at the primary group's blocks. Raises
-        SequenceStateError (not this manager's) and InvalidArgumentError. Near-linear in the batch's blocks.
+        SequenceStateError (not this manager's sequence) and InvalidArgumentError. Near-linear in the batch's blocks.
         """
         self._change.check_whole()
         batch = listed("sequences", "an iterable of sequences", sequences)
@@ -94,14 +94,18 @@ class Inspector:
         return prefix_rows(self._index, self._slots.pool.queue, pinned)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
+        """Return the cached prefixes as a Graphviz document with a node for each row of `prefix_rows`. For people.
+
+        max_nodes: draw at most this many rows, at least 1; None: draw all. There is also a node for the whole cache,
+        and one that says what was left out. Raises InvalidArgumentError. O(cached blocks).
+        """
         return to_dot(self.prefix_rows(), max_nodes)
 
     def block_hashes(self, sequence: Given[Sequence]) -> list[bytes]:
         """Return the digests of a sequence's full blocks of known tokens, allocated or not, cached or not.
 
         They are the names that `block.block_hash` and events use, for a router or a store. Raises InvalidArgumentError,
-        and what the hash function raises. O(tokens).
+        and whatever the hash function raises. O(tokens).
         """
         self._change.check_whole()
         return block_digests(self._index, as_sequence("inspect.block_hashes", sequence))
@@ -109,17 +113,19 @@ class Inspector:
     def find_block(self, digest: Given[bytes]) -> KVCacheBlock | None:
         """Return the cached block with this digest, as `block_hashes` and events give it; None if there is none.
 
-        With duplicates it is the one that hits get. Raises InvalidArgumentError. For people and tools: digests decide
-        no hit, so there is no map of them. So this costs O(cached blocks), and the first time O(cached tokens).
+        Among duplicates it is the one that hits get. Raises InvalidArgumentError. For people and tools: digests decide
+        no hit, so there is no map of them, and the call costs O(cached blocks), the first time O(cached tokens).
         """
         self._change.check_whole()
         return find_by_digest(self._index, digest)
 
     def leaks(self, min_age: SupportsIndex = 0) -> list[HeldBlocks]:
-        """Return the sequences that hold blocks and have at least `min_age`, oldest first: those that were never freed.
+        """Return the sequences that hold blocks and are at least `min_age` old, oldest first, to find those never
+        freed.
 
-        In an engine that does nothing each of them is a leak. In a busy one a leak is older than the longest request
-        can be. `pins` and `holds` of the manager own blocks, too. Raises InvalidArgumentError. O(blocks of sequences).
+        In an idle engine each of them is a leak. In a busy one, a sequence that is older than the longest request can
+        be is a leak. `pins` and `holds` of the manager own blocks too. Raises InvalidArgumentError. O(blocks of
+        sequences).
         """
         self._change.check_whole()
         least = check_count("min_age", min_age, 0)
@@ -131,7 +137,7 @@ class Inspector:
         ]
 
     def group_usage(self) -> list[GroupUsage]:
-        """Return how much of the pool each group uses, by group. For people and metrics: O(pool)."""
+        """Return how much of the pool each group uses, in the order of the groups. For people and metrics. O(pool)."""
         self._change.check_whole()
         num_cached = self._slots.num_cached_by_group()
         held: list[set[int]] = [set() for _ in num_cached]
@@ -144,14 +150,15 @@ class Inspector:
         ]
 
     def count_by_salt(self) -> dict[str | None, int]:
-        """Return how many blocks are cached of each salt; None: of prompts without one. For people: O(runs)."""
+        """Return how many blocks are cached for each salt; None stands for prompts without one. For people. O(runs)."""
         self._change.check_whole()
         return count_by_salt(self._index)
 
     def watch_evictions(self, group_of: Callable[[str | None], str]) -> SaltEvictions:
-        """Count evicted blocks by groups of salts from now on. An evicted block then costs O(runs above it).
+        """Count evicted blocks by groups of salts from now on. Each evicted block then costs O(runs above it).
 
-        group_of: the name of a salt's group. All names are kept, so let there be few. It must not raise.
+        group_of: returns the name of a salt's group, and must not raise. All names are kept, so there should be few.
+        Raises InvalidArgumentError.
         """
         self._change.check_whole()
         if not callable(group_of):
@@ -174,9 +181,10 @@ class Inspector:
         return number
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, next to be taken first. For tests and tools. O(free blocks).
+        """Return the ids of the free blocks, in the order in which they will be taken. For tests and tools. O(free
+        blocks).
 
-        With an eviction policy only the blocks that hold nothing are sure to be taken in this order. The others are in
+        With an eviction policy, only the blocks that hold nothing are sure to be taken in this order. The others are in
         the order in which they became free.
         """
         self._change.check_whole()

@@ -4,9 +4,9 @@
 any case. Only with a sampler does the manager check, for each block that it takes, shares or gets back, whether the
 block is in the sample.
 
-The core has no clock. Time is counted in blocks taken from the pool. This is deterministic, and it is the natural age
-in an LRU queue: a block is evicted once all blocks before it have been taken. With a clock of the caller's, time is in
-seconds.
+The core has no clock, so time is counted in blocks taken from the pool. This is deterministic, and it is the natural
+age in an LRU queue: a block is evicted once all blocks before it have been taken. With a clock of the caller's, time is
+in seconds.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from kvblocks.observe.block_sampler import BlockSampler, check_bounds
 from kvblocks.stats import HitCounts, MetricsSnapshot, PinUsage
 
 BLOCK_BOUNDS: tuple[float, ...] = tuple([float(4**power) for power in range(2, 13)])
-"""Bounds of histograms in blocks taken: 16 to 16.8 million, by fours."""
+"""Bounds of histograms in blocks taken: 16 to 16.8 million, each four times the one before."""
 
 SECOND_BOUNDS: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)
 """Bounds of histograms in seconds."""
@@ -28,10 +28,12 @@ SECOND_BOUNDS: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0,
 class CacheMetrics:
     """Watches a manager from now on. Only one object at a time can sample a manager's blocks.
 
-    sample_every: about one block in so many is sampled; None: no block is, the histograms stay empty, and watching
-    costs nothing. clock: returns seconds, such as `time.monotonic`, never less than before, and never raises; None:
-    time is counted in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of
-    the histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
+    - sample_every: about one block in this many is sampled. None: no block is sampled, the histograms stay empty, and
+      watching costs nothing.
+    - clock: returns seconds, such as `time.monotonic`. It must never go back, and never raise. None: time is counted in
+      blocks taken.
+    - window: how many of the last requests `MetricsSnapshot.window` is about.
+    - bounds: those of the histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
 
     Raises InvalidArgumentError. O(num_blocks).
     """
@@ -66,9 +68,9 @@ class CacheMetrics:
             self._sampler = watched._start_sampling(every, self._now, limits)  # noqa: SLF001  # a hook for this class
 
     def observe(self) -> None:
-        """Note the requests since the last call. Call it once a step. O(1) on average.
+        """Count the requests since the last call. Call it once per step. O(1) on average.
 
-        The window is a whole number of calls, so it may contain a few more requests than `window`.
+        The window consists of whole calls, so it may contain a few more requests than `window`.
         """
         counts = _hit_counts(self._manager)
         noted, window = self._noted

@@ -26,13 +26,16 @@ _MAX_PAYLOAD = 24  # characters or bytes of a key in a description
 class PrefixRow(NamedTuple):
     """Consecutive cached blocks up to a point where cached prefixes branch or end.
 
-    parent: index of the row before it in its prefixes; None: it begins a prefix. depth: how many rows come before it in
-    its prefixes. start_token: position of its first token in the prefix. num_tokens: tokens in its blocks. num_blocks:
-    blocks that hits get. num_duplicates: further blocks that hold the same prefixes. num_owned: how many of all these
-    blocks have an owner; the others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: the keys of
-    its blocks, each once, with spans as (first position in the prefix, length). num_pinned: how many of all its blocks
-    a pin holds. num_ahead: how many free blocks are reused before the first of its blocks is, by the free queue alone;
-    None: that block has an owner. The smaller it is, the longer ago the row was last used.
+    - parent: index of the row before it in its prefixes; None: it begins a prefix.
+    - depth: how many rows come before it in its prefixes.
+    - start_token: position of its first token in the prefix. num_tokens: tokens in its blocks.
+    - num_blocks: blocks that hits get. num_duplicates: further blocks that hold the same prefixes.
+    - num_owned: how many of all these blocks have an owner; the others are free.
+    - first_tokens: ids of the first tokens, at most 8.
+    - extra_keys: the keys of its blocks, each once, with spans as (first position in the prefix, length).
+    - num_pinned: how many of all its blocks a pin holds.
+    - num_ahead: how many free blocks are reused before the first of its blocks is, by the free queue alone; None: that
+      block has an owner. The smaller the number, the longer ago the row was last used.
     """
 
     parent: int | None
@@ -58,7 +61,8 @@ def prefix_rows(
 ) -> list[PrefixRow]:
     """Return the cached prefixes of `index` as rows, parents first. Changes nothing.
 
-    free: the free blocks, next to be reused first. pinned: the blocks that pins hold. O(cached and free blocks + keys).
+    free: the free blocks, in the order in which they will be reused. pinned: the blocks that pins hold. O(cached and
+    free blocks + keys).
     """
     rows: list[PrefixRow] = []
     places = {block: number for number, block in enumerate(free)}
@@ -124,8 +128,8 @@ def describe_blocks(rows: Items[PrefixRow]) -> str:
 def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str:
     """Return a Graphviz document of `rows`: a node for each row, below one node for the whole cache.
 
-    max_nodes: draw at most so many rows, those nearest to the beginning of prefixes; one more node then says what was
-    left out. None: draw all. Rows with owned blocks are shaded. Raises InvalidArgumentError. O(rows).
+    max_nodes: draw at most this many rows, those nearest to the beginning of prefixes; one more node then says what was
+    left out. None: draw all. Rows with owned blocks are shaded. Raises InvalidArgumentError. O(rows log rows).
     """
     limit = len(rows) if max_nodes is None else check_count("max_nodes", max_nodes, 1)
     by_depth = sorted([(row.depth, i) for i, row in enumerate(rows)])
@@ -146,7 +150,7 @@ def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str
 
 
 def _ends(run: Run) -> list[int]:
-    """Return where the rows of `run` end, last first: behind blocks that other runs are attached to, and at its end."""
+    """Return where the rows of `run` end, last first: after blocks that other runs are attached to, and at its end."""
     ends = {len(run.blocks)}
     if run.children:
         ends |= {position + 1 for position in run.children}
@@ -154,7 +158,7 @@ def _ends(run: Run) -> list[int]:
 
 
 def _blocks(run: Run, first: int, end: int) -> list[KVCacheBlock]:
-    """Return the blocks of `run`'s positions first to end - 1: those that hits get, and behind them the duplicates."""
+    """Return the blocks of `run`'s positions first to end - 1: those that hits get, followed by the duplicates."""
     blocks = run.blocks[first:end]
     if run.duplicates:
         for position in range(first, end):

@@ -19,14 +19,17 @@ class Recording:
     def take(self) -> list[CacheEvent]:
         """Return the changes since the last call, oldest first, and forget them.
 
-        O(1); O(blocks in the events) if several prefixes may share a name.
+        O(1); or O(blocks in the events) if several prefixes may share a name.
         """
         events = self.log.take()
         return events if self._shared_names is None else self._shared_names.told(events)
 
 
 def start_recording(options: EventOptions, index: PrefixIndex, names: Names, *, has_side_groups: bool) -> Recording:
-    """Record from now on what `index`, which must be empty, caches and removes. has_side_groups: of the manager."""
+    """Record from now on what `index`, which must be empty, caches and removes.
+
+    has_side_groups: whether the manager has groups besides a primary one.
+    """
     if not has_side_groups:
         return Recording(Records(options), index, names)
     from kvblocks.observe.group_log import make_group_log

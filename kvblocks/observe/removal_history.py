@@ -1,7 +1,7 @@
 """A bounded memory of prefixes that stopped being cached, and why. `explain` uses it.
 
-Prefixes are remembered by their digests. These are good enough for an explanation, and no hit depends on them. Time is
-counted in blocks taken from the pool. Where tiers are watched, too, a prefix's last removal counts, wherever it was.
+Prefixes are remembered by their digests, which are good enough for an explanation, since no hit depends on them. Time
+is counted in blocks taken from the pool. Where tiers are watched too, a prefix's last removal counts, wherever it was.
 """
 
 from collections import OrderedDict
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 class Removal(NamedTuple):
     """Why a prefix stopped being cached.
 
-    cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written),
-    "reset" or "dropped" (`evict_blocks`, `forget_salt`).
-    num_taken_blocks: how many blocks had been taken from the pool then. sequence_id: for which sequence the block was
-    evicted from the device; None for other causes and places. tier: where it was removed; None: on the device. salt: of
-    the prefix for which a tier evicted it.
+    cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written), "reset" or
+    "dropped" (`evict_blocks`, `forget_salt`). num_taken_blocks: how many blocks had been taken from the pool by then.
+    sequence_id: the sequence for which the block was evicted from the device; None for other causes and places. tier:
+    where it was removed; None: on the device. salt: that of the prefix for which a tier evicted it.
     """
 
     cause: RemovalCause
@@ -76,14 +75,15 @@ class RemovalHistory(Watcher):
             removals.popitem(last=False)
 
     def find(self, digest: bytes) -> Removal | None:
-        """Return the last removal of the prefix with this digest, None if not remembered. Changes nothing. O(1)."""
+        """Return the last removal of the prefix with this digest; None if not remembered. Changes nothing. O(1)."""
         return self._removals.get(digest)
 
 
 class TierRemovals(Watcher):
-    """Watches a tier for a history: prefixes that it evicts, that are dropped there on request, or by a reset.
+    """Watches a tier for a history: prefixes that it evicts, or that are dropped there on request or by a reset.
 
-    The tier has the device's names. Bytes that turned out to be bad or not written are no news: the device says more.
+    The tier has the device's names. Bytes that turned out to be bad or not written aren't recorded here, because the
+    device's record says more.
     """
 
     needs_digests: bool = True
@@ -94,7 +94,7 @@ class TierRemovals(Watcher):
         self._salt: str | None = None  # of the prefix for which slots were taken last
 
     def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:  # noqa: ARG002  # as `Watcher`
-        """Remember for whose prefix evictions happen from now on. sequence_id: here, the prefix's salt. O(1)."""
+        """Remember for whose prefix evictions happen from now on. sequence_id: here, that prefix's salt. O(1)."""
         assert sequence_id is None or isinstance(sequence_id, str), f"{sequence_id!r}: not a salt"
         self._salt = sequence_id
 
@@ -112,7 +112,7 @@ class TierRemovals(Watcher):
 
 
 def watch_tiers(history: RemovalHistory, pools: "list[TierPool]", names: Names) -> None:
-    """Have a history told of what tiers evict and drop. Of a shared store nobody here knows that.
+    """Have a history told of what tiers evict and drop. What leaves a shared store isn't known here.
 
     names: the device's. The tiers must be empty.
     """

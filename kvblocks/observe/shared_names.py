@@ -1,9 +1,9 @@
 """Events by name, for schemes in which several prefixes may share a name.
 
 A manager records events for each prefix. If two prefixes share a name (`kvblocks.wire.names`) and one is removed, a
-reader who keeps a set of names would lose the name, though the other prefix is still cached. So a manager with such a
-scheme counts, by medium and group, how many prefixes have each name. It gives out `BlockStored` for the first of them,
-and `BlockRemoved` for the last. Our own names are unique, so nothing is counted for them.
+reader who keeps a set of names would lose the name, though the other prefix is still cached. A manager with such a
+scheme therefore counts, by medium and group, how many prefixes have each name. It gives out `BlockStored` for the first
+of them, and `BlockRemoved` for the last. Our own names are unique, so nothing is counted for them.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from dataclasses import replace
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, part_of
 
 Name = tuple[str, int | None, bytes]
-"""A name in one medium, of one group: (medium, group, digest)."""
+"""The name of a prefix on one medium, in one group: (medium, group, digest)."""
 
 
 class SharedNames:

@@ -4,13 +4,13 @@ A cascade kernel reads a stretch of blocks once for all sequences that share it,
 sequence reads alone. `find_shared_prefixes` finds these stretches: the same blocks at the same indices of several block
 tables, from the first block on. Equal tokens in different blocks don't count.
 
-Such a kernel applies no causal mask within a stretch, so every query of every member must see every slot of it. Hence
-the rule: a block counts if it is full and all its tokens are among the first `num_visible_tokens` of each member. So
-reserved blocks, and a partly filled block that a fork shares, never count.
+Such a kernel applies no causal mask within a stretch, so every query of every member must see every slot of it. A block
+therefore counts only if it is full and all its tokens are among the first `num_visible_tokens` of each member. Reserved
+blocks, and a partly filled block that a fork shares, never count.
 
 Invariants: a cohort has two members or more. Its stretch begins where its parent's ends, and goes on for as long as all
-its members share blocks. So the stretches of the cohorts that contain a sequence follow one another from block 0 on,
-outermost first. Behind the last of them the sequence reads alone; with min_blocks 1 it shares no block there.
+its members share blocks. The stretches of the cohorts that contain a sequence thus follow one another from block 0 on,
+outermost first. After the last of them the sequence reads alone; with min_blocks 1 it shares no block there.
 
 Shared prefixes at several levels come from cascade attention in FlashInfer and from Hydragen. The algorithm is this
 project's: members are compared with one leader, by slices, until they differ from it.
@@ -34,8 +34,8 @@ class SharedPrefix(NamedTuple):
 
     parent: index, in the list of cohorts, of the cohort whose stretch comes before this one; always a smaller index;
     None: this stretch begins at block 0. members: indices of its sequences in the batch, ascending; all are members of
-    the parent, too. start_block: index in their block tables where the stretch begins. block_ids: the stretch.
-    num_tokens: tokens in the stretch, all visible to every member.
+    the parent too. start_block: index in their block tables where the stretch begins. block_ids: the blocks of the
+    stretch. num_tokens: tokens in the stretch, all visible to every member.
     """
 
     parent: int | None
@@ -56,7 +56,8 @@ def find_shared_prefixes(
     min_blocks: SupportsIndex = 1,
     num_visible_tokens: Items[SupportsIndex] | None = None,
 ) -> list[SharedPrefix]:
-    """Return the cohorts of `sequences` that share blocks, at all levels of nesting; a cohort before those inside it.
+    """Return the cohorts of `sequences` that share blocks, at all levels of nesting, each cohort before those inside
+    it.
 
     min_blocks: the shortest stretch that makes a cohort. The blocks of shorter stretches go to the cohorts inside,
     whose stretches then begin earlier. num_visible_tokens: for each sequence, how many of its first tokens all of its
@@ -64,7 +65,7 @@ def find_shared_prefixes(
     in which each sequence computes only its last token.
 
     A sequence without blocks is in no cohort. Changes nothing. Raises InvalidArgumentError. O(sequences + shared blocks
-    of each + members of the cohorts, those below `min_blocks` included), with a comparison of pointers for each block.
+    of each + members of the cohorts, including those below `min_blocks`), with a comparison of pointers for each block.
     """
     smallest = check_count("min_blocks", min_blocks, 1)
     limits = _visible_blocks(sequences, block_size, num_visible_tokens)
@@ -93,7 +94,7 @@ def find_shared_prefixes(
 def _visible_blocks(
     sequences: Items[Sequence], block_size: int, num_visible_tokens: Items[SupportsIndex] | None
 ) -> list[int]:
-    """Return how many first blocks of each sequence may count as shared."""
+    """Return how many of each sequence's blocks, from the first, may count as shared."""
     if num_visible_tokens is None:
         return [sequence.num_computed_tokens // block_size for sequence in sequences]
     given = listed("num_visible_tokens", "an iterable of ints", num_visible_tokens)

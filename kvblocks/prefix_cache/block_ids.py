@@ -15,9 +15,10 @@ _EXPECTED = "an iterable of ints, or a buffer of them"
 
 
 def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) -> list[int]:
-    """Return `kv_block_ids` as a list of `num_blocks` or more ints from 0 to 2**63 - 1; else InvalidArgumentError.
+    """Return `kv_block_ids` as a list of `num_blocks` or more ints from 0 to 2**63 - 1; else raise
+    InvalidArgumentError.
 
-    kv_block_ids: an iterable of ints (a bool isn't one); or a one-dimensional buffer of native integers of 2, 4 or 8
+    kv_block_ids: an iterable of ints (a bool isn't one), or a one-dimensional buffer of native integers of 2, 4 or 8
     bytes, such as array("q"), a NumPy array, or an object with a `numpy()` method (a torch CPU tensor). Doesn't check
     that the ids are different. O(ids).
     """
@@ -36,7 +37,7 @@ def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) ->
 
 
 def _from_buffer(given: Any) -> list[int] | None:
-    """Return the items of a buffer of integers; None if `given` is no buffer, but perhaps an iterable."""
+    """Return the items of a buffer of integers; None if `given` is no buffer but may be an iterable."""
     if is_a(given, str) or is_a(given, bytes):
         return None
     source = given

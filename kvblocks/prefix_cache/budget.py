@@ -1,7 +1,8 @@
 """`Budget`: the bytes of a `PrefixCache`, and when each of its blocks was last used.
 
-With `max_bytes`, blocks and payloads are under one bound and in one order of use. The order of the blocks is that of
-their queue. To compare a block with a payload, each use has a number: a use of a path gives it to all of its blocks.
+With `max_bytes`, blocks and payloads share one bound and one order of use. The order of the blocks is that of their
+queue. To make a block comparable with a payload, uses are numbered: a use of a path gives its number to all of the
+path's blocks.
 """
 
 from collections.abc import Sequence as Items
@@ -10,9 +11,9 @@ from kvblocks.core.block import KVCacheBlock
 
 
 class Budget:
-    """At most `max_bytes` bytes. num_bytes: of the blocks. use: the number of the latest use.
+    """At most `max_bytes` bytes. num_bytes: the bytes of all blocks. use: the number of the latest use.
 
-    sizes, uses: of each cached block, its bytes and its latest use.
+    sizes, uses: for each cached block, its bytes and the number of its latest use.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -28,11 +29,11 @@ class Budget:
         self.num_bytes += block_bytes * len(blocks)
 
     def note_used(self, path: Items[KVCacheBlock]) -> None:
-        """Note the latest use for a path's blocks, all of which moved to the queue's end. O(blocks)."""
+        """Record the latest use for a path's blocks, all of which moved to the queue's end. O(blocks)."""
         self.uses.update(dict.fromkeys(path, self.use))
 
     def remove(self, blocks: list[KVCacheBlock]) -> int:
-        """Forget blocks. Returns their bytes. O(blocks)."""
+        """Forget blocks. Returns how many bytes they had. O(blocks)."""
         freed = 0
         for block in blocks:
             freed += self.sizes.pop(block)
@@ -41,7 +42,7 @@ class Budget:
         return freed
 
     def check(self, blocks: list[KVCacheBlock], queued: list[KVCacheBlock], num_payload_bytes: int) -> None:
-        """Raise AssertionError unless the bytes are within the bound, and those of `blocks`. O(blocks)."""
+        """Raise AssertionError unless the bytes are within the bound and are those of `blocks`. O(blocks)."""
         assert set(blocks) == self.sizes.keys() == self.uses.keys(), "budget: other blocks"
         assert self.num_bytes == sum(self.sizes.values()), "budget: bytes"
         total = self.num_bytes + num_payload_bytes

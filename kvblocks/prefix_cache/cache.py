@@ -2,17 +2,17 @@
 
 `KVCacheManager` owns a pool and hands out its blocks. Here the engine owns the memory, and the cache only knows which
 blocks hold which prefix. The engine inserts what it has computed, looks up what it is about to compute, and asks which
-ids it may reuse. The exact map below is the same as the manager's, so a hit is never wrong; no hash decides.
+ids it may reuse. Lookups use the same exact map as the manager, so a hit is never wrong, and no hash decides.
 
-Who owns an id: the engine, until `insert_prefix` takes it; then the cache, until `evict`, `clear` or an insertion
-that evicts returns it. The result of an insertion names the ids that it didn't take.
+An id is the engine's until `insert_prefix` takes it. Then it is the cache's until `evict`, `clear` or an insertion that
+evicts returns it. The result of an insertion names the ids that it didn't take.
 
-Every public call takes one lock and may come from any thread, but not from a finalizer or a signal handler. These may
-run in the middle of another call of the same thread. If that call is making a change, their call raises
-CorruptStateError. Only leaving a match is safe there. It never waits.
+Every public call takes one lock and may come from any thread, but not from a finalizer or a signal handler. Those may
+run in the middle of another call of the same thread, and if that call is making a change, a call from them raises
+CorruptStateError. Only leaving a match is safe there; it never waits.
 
-A call that raises has changed nothing. The exception is a call that is interrupted in the middle of a change, by a
-KeyboardInterrupt for example. After that all calls raise CorruptStateError.
+Calls are atomic: one that raises has changed nothing. The exception is a call that is interrupted in the middle of a
+change, for example by a KeyboardInterrupt. After that all calls raise CorruptStateError.
 """
 
 from array import array
@@ -51,20 +51,20 @@ _MAX_ID = 2**63 - 1
 _SHARE = "a share of the cache from 0.0 to 1.0"
 
 _NO_PAYLOADS: Any = ()
-"""The default for payloads. Compared by identity, which runs no code of the caller's."""
+"""The default for payloads. Compared by identity, so none of the caller's code runs."""
 
 _NONE: Any = 0
-"""The default for numbers of tokens and bytes. Compared by identity, too."""
+"""The default for numbers of tokens and bytes, also compared by identity."""
 
 
 class PrefixCache:
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
-    In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; if they differ,
-    the prefixes differ. Tokens may have any form that `tokens.pack_tokens` takes. For no tokens, nothing is found. Only
-    full blocks are cached. max_blocks: 0 turns the cache off: nothing is found, and no id is taken. Raises
-    InvalidArgumentError. Blocks that were never inserted take no memory. When a match is left, the next call releases
-    its blocks. That costs O(1) for each such match and for each block that nothing else holds.
+    In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; prefixes that
+    differ in them are different prefixes. Tokens may have any form that `tokens.pack_tokens` takes. A lookup of no
+    tokens finds nothing. Only full blocks are cached. max_blocks: 0 turns the cache off, so that nothing is found and
+    no id is taken. Raises InvalidArgumentError. Blocks that were never inserted take no memory. When a match is left,
+    the next call releases its blocks, which costs O(1) for each such match and for each block that nothing else holds.
     """
 
     def __init__(
@@ -79,16 +79,15 @@ class PrefixCache:
         enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
     ) -> None:
-        """max_bytes: the most bytes of all blocks and payloads together, as insertions say them; None: no bound.
+        """max_bytes: the most bytes of all blocks and payloads together, as reported by insertions; None: no bound.
 
-        Then what was used least recently goes first, block or payload, and no eviction policy may be given.
+        With max_bytes, whatever was used least recently is evicted first, block or payload, and `eviction` must be
+        None.
 
-        eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as in `KVCacheManager`.
-
-        eviction: which blocks are evicted first; a policy is called under the cache's lock. pin_budget: share of
-        `max_blocks` that all pins together may hold. hash_algorithm: names blocks for events and for `inspect`; it
-        decides no hit. enable_events: whether `take_events` may be called. num_history_blocks: how many removed
-        prefixes `inspect.explain` remembers.
+        eviction: which blocks are evicted first, as in `KVCacheManager`; a policy is called under the cache's lock.
+        pin_budget: share of `max_blocks` that all pins together may hold. hash_algorithm: as in `KVCacheManager`; it
+        names blocks for events and `inspect`, and decides no hit. enable_events: whether changes are recorded for
+        `take_events`. num_history_blocks: how many removed prefixes `inspect.explain` remembers.
         """
         self._change = Change("cache")
         self.max_blocks = check_count("max_blocks", max_blocks, 0)
@@ -115,12 +114,12 @@ class PrefixCache:
     def match_prefix(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> PrefixMatch:
-        """Return the longest cached prefix, and count it in `stats`. It and its `last_payload` become the latest used.
+        """Return the longest cached prefix, and count the lookup in `stats`. The prefix becomes the most recently used.
 
-        Enter the match (`with`) to keep its blocks; see `PrefixMatch`. If it covers all tokens, and its payload doesn't
-        have the logits, compute the last token again for its logits. Raises InvalidTokensError and
-        InvalidArgumentError. A dict lookup and a memcmp for each run of blocks that were inserted together, and
-        O(blocks found).
+        So does its `last_payload`. Enter the match (`with`) to keep its blocks; see `PrefixMatch`. If it covers all
+        tokens and its payload doesn't have the logits, compute the last token again for its logits. Raises
+        InvalidTokensError and InvalidArgumentError. One dict lookup and one memcmp for each run of blocks that were
+        inserted together, plus O(blocks found).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
@@ -129,7 +128,7 @@ class PrefixCache:
     def query_match_len(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> int:
-        """Return how many tokens `match_prefix` would find. Changes nothing, not even recency and counters."""
+        """Return how many tokens `match_prefix` would find. Changes nothing, neither recency nor counters."""
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self._change.check_whole()
@@ -150,16 +149,17 @@ class PrefixCache:
     ) -> PrefixInsert:
         """Cache these tokens in these blocks, whose KV is computed. The prefix becomes the most recently used.
 
-        kv_block_ids: one for each full block; ints, or a buffer of them (see `block_ids.check_block_ids`). Ids behind
-        these, such as that of a partial block, are ignored: they stay the caller's, as `unused_kv_blocks` says. Where a
-        prefix is cached already, its block stays and the given id is not taken. When the cache is full, blocks that
-        nothing holds are evicted, as by `evict`. If that isn't enough, the longest prefix that fits is cached.
-        num_cached_tokens: the first tokens, whole blocks, whose ids are not given; they must be cached. pin: pin the
-        cached blocks, as `pin_prefix` does; the budget must have room for all full blocks of the tokens.
+        kv_block_ids: one for each full block, as ints or a buffer of them (see `block_ids.check_block_ids`). Further
+        ids, such as that of a partial block, are ignored: they stay the caller's and are returned in
+        `unused_kv_blocks`. Where a prefix is cached already, its block stays and the given id is not taken. When the
+        cache is full, blocks that nothing holds are evicted, as by `evict`. If that isn't enough, the longest prefix
+        that fits is cached. num_cached_tokens: how many of the first tokens, in whole blocks, are cached already, so
+        that their ids are not given. pin: pin the cached blocks, as `pin_prefix` does; the budget must have room for
+        all full blocks of the tokens.
 
-        block_bytes: the bytes of each new block. payloads: (number of tokens, payload, bytes) each, to attach to
-        beginnings of these tokens, as `attach` does. With `max_bytes` older blocks and payloads make room for both, and
-        each payload needs at least a byte; without it, bytes must be 0.
+        block_bytes: the bytes of each new block. payloads: (number of tokens, payload, bytes) for each payload to
+        attach to that many first tokens, as `attach` does. With `max_bytes`, older blocks and payloads make room for
+        both, and each payload needs at least 1 byte. Without it, all bytes must be 0.
 
         The result's `match` is what `match_prefix` of these tokens would find now, without another lookup; `stats`
         doesn't count it. It holds nothing until it is entered. If other threads may evict, insert and enter inside
@@ -201,7 +201,7 @@ class PrefixCache:
         *,
         pins: bool,
     ) -> PrefixInsert:
-        """`insert_prefix`, of what it has checked. num_skipped: blocks whose ids are not given."""
+        """`insert_prefix` with checked arguments. num_skipped: how many blocks' ids are not given."""
         self._catch_up()
         store, match = self._store, PrefixMatch(self, sequence)
         found = store.find(sequence)
@@ -240,11 +240,11 @@ class PrefixCache:
         return number
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return a context manager. Between entering and leaving it, calls from other threads wait, as during a call.
+        """Return a context manager inside which calls from other threads wait, as they do during a call.
 
         For calls that belong together: inside `with cache.exclusive():` no other thread can evict what `insert_prefix`
-        cached before its match is entered. Leaving a match never waits, even then. Don't wait for another thread
-        inside. It may be entered again inside. Changes nothing. O(1).
+        cached before its match is entered. Leaving a match never waits, even then. Inside, don't wait for another
+        thread; entering again is fine. Changes nothing. O(1).
         """
         lock: AbstractContextManager[object] = self._lock
         return lock
@@ -261,16 +261,18 @@ class PrefixCache:
     ) -> bool:
         """Attach `payload` to exactly these tokens, including a partial last block, for later matches. None removes it.
 
-        The payload is kept with the last full block until that is evicted; a block keeps the latest 16. For prompts
-        shorter than a block, the latest `max_blocks` payloads are kept until `clear`. Returns whether it was attached:
-        False when a full block isn't cached, or the cache is off. Changes no recency or counters.
+        An earlier payload of these tokens is replaced. The payload is kept with the last full block until that is
+        evicted; a block keeps the latest 16. For prompts shorter than a block, the latest `max_blocks` payloads are
+        kept until `clear`. Returns False when a full block isn't cached or the cache is off, otherwise True. Changes
+        neither recency nor counters.
 
-        With `max_bytes`, num_bytes is what the payload takes, at least 1. Instead of those numbers, only bytes bound
-        payloads, and the prefix becomes the most recently used. This call evicts nothing: False, too, when there is no
-        room. To make room, give the payload to `insert_prefix`. Without `max_bytes`, num_bytes must be 0.
+        With `max_bytes`, num_bytes is what the payload takes, at least 1. Only bytes then limit how many payloads are
+        kept, and the prefix becomes the most recently used. The call evicts nothing: when there is no room it returns
+        False, and the earlier payload is gone. To make room, give the payload to `insert_prefix`. Without `max_bytes`,
+        num_bytes must be 0.
 
-        The caller must not change a payload while it is attached: a match of any thread may have it. So copy what it
-        refers to when you attach it, and again when you go on from it. Raises InvalidTokensError, InvalidArgumentError.
+        The caller must not change a payload while it is attached, since a match in any thread may have it. So copy the
+        data when you attach it, and again before you modify it. Raises InvalidTokensError, InvalidArgumentError.
         O(tokens).
         """
         number = self._check_bytes("num_bytes", num_bytes, int(payload is not None))
@@ -284,12 +286,12 @@ class PrefixCache:
             return attached
 
     def evict(self, num_blocks: SupportsIndex = 0, *, num_bytes: SupportsIndex = 0) -> EvictedBlocks:
-        """Evict `num_blocks` blocks that nothing holds: those that the eviction policy names.
+        """Evict `num_blocks` blocks that nothing holds, and return their ids; fewer if fewer can be evicted.
 
-        Without a policy, the least recently used ones, ends of prefixes before beginnings. num_bytes: before that,
-        blocks and payloads in the order of use until so many bytes are free again, in a cache with `max_bytes`; these
-        blocks count among `num_blocks`. Returns the blocks' ids, fewer if fewer are evictable; its `payloads` are those
-        that went. Raises InvalidArgumentError. O(num_blocks), and what the policy takes.
+        The eviction policy names them. Without a policy they are the least recently used ones, with the end of a prefix
+        before its beginning. num_bytes: in a cache with `max_bytes`, first evict blocks and payloads in the order of
+        use until this many bytes are freed; blocks evicted for that count towards `num_blocks`. The result's `payloads`
+        are the evicted payloads. Raises InvalidArgumentError. O(num_blocks), plus what the policy takes.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         num_freed = 0 if num_bytes is _NONE else self._check_bytes("num_bytes", num_bytes, 0)
@@ -310,11 +312,11 @@ class PrefixCache:
         lora: Text | None = None,
         extra_keys: PositionKeys = (),
     ) -> int:
-        """Keep the longest cached prefix from being evicted. One `unpin_prefix` of these tokens ends one pin.
+        """Keep the longest cached prefix from being evicted. Each `unpin_prefix` of these tokens ends one pin.
 
-        Returns how many tokens are pinned; 0: nothing was cached, and there is no pin. Blocks that are inserted later
-        aren't part of the pin. description: for `inspect.list_pinned`. Raises InvalidTokensError, InvalidArgumentError
-        and PinBudgetError. O(tokens).
+        Returns how many tokens are pinned; 0: nothing was cached, so there is no pin. Blocks that are inserted later
+        aren't part of the pin. description: shown by `inspect.list_pinned`. Raises InvalidTokensError,
+        InvalidArgumentError and PinBudgetError. O(tokens).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         name = check_name("description", description)
@@ -362,14 +364,16 @@ class PrefixCache:
     def stats(self) -> HitCounts:
         """What lookups found since the cache was made: hits and tokens, and the rates of both. O(1).
 
-        `request_hit_rate` is hits by lookups, `mean_hit_length` matched tokens by hits.
+        `request_hit_rate` is hits per lookup, `mean_hit_length` matched tokens per hit.
         """
         with self._lock:
             self._change.check_whole()
             return HitCounts(self._num_queries, self._num_hits, self._num_queried_tokens, self._num_hit_tokens)
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the changes of the cached set since the last call. As `KVCacheManager.take_events`."""
+        """Return the changes of the cached set since the last call, and forget them. See
+        `KVCacheManager.take_events`.
+        """
         with self._lock:
             if self._recording is None:
                 raise InvalidArgumentError(
@@ -392,9 +396,10 @@ class PrefixCache:
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, for eviction policies, in any unit. Set it now and then. 0 before the first time. O(1).
+        """The caller's clock, which eviction policies read, in any unit; 0 until it is set. O(1).
 
-        The cache reads no clock of its own. Setting it raises InvalidArgumentError unless it is a number.
+        The cache reads no clock of its own, so set this regularly. Raises InvalidArgumentError unless the value is a
+        number.
         """
         return self._now
 
@@ -408,10 +413,11 @@ class PrefixCache:
                 self._eviction.set_time(time)
 
     def clear(self) -> EvictedBlocks:
-        """Unpin and evict everything, for example after a change of weights. Returns the ids, now the caller's again.
+        """Unpin and evict everything, for example after a change of weights. Returns the ids, which are the caller's
+        again.
 
-        The list's `payloads` are all payloads. Raises BlockStateError while a match is held, since its blocks are being
-        read. `stats` isn't reset. O(cached blocks + payloads).
+        The result's `payloads` are all payloads; `stats` isn't reset. Raises BlockStateError while a match is held,
+        since its blocks are being read. O(cached blocks + payloads).
         """
         with self._lock:
             self._catch_up()
@@ -427,7 +433,7 @@ class PrefixCache:
             return evicted
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants hold. Does nothing under python -O. O(cached blocks + holds)."""
+        """Raise AssertionError unless all invariants hold; as `KVCacheManager.check`. O(cached blocks + holds)."""
         with self._lock:
             self._catch_up()
             paths = self._pins.paths()
@@ -435,7 +441,7 @@ class PrefixCache:
             self._store.check([*paths, *[hold.blocks for hold in self._holds]])
 
     def _hold(self, match: PrefixMatch, hold: Hold) -> None:
-        """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`; see there."""
+        """Bring `match` up to date and hold its blocks with `hold`. For `PrefixMatch.__enter__`; see there."""
         with self._lock:
             if self._left or self._change.state:
                 self._catch_up()

@@ -19,7 +19,7 @@ from kvblocks.retention.eviction import Eviction
 class CacheInspector:
     """What a `PrefixCache` holds and why: `cache.inspect`. Made by a cache. Its calls change nothing.
 
-    As the cache's calls, they take its lock, and may come from any thread.
+    Like the cache's calls, they take its lock and may come from any thread.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class CacheInspector:
         history: RemovalHistory | None,
         eviction: Eviction | None,
     ) -> None:
-        """lock: the cache's. catch_up: releases the matches that were left; raises CorruptStateError."""
+        """lock: the cache's. catch_up: releases the matches that were left, and raises CorruptStateError."""
         self._lock = lock
         self._catch_up = catch_up
         self._store = store
@@ -46,7 +46,10 @@ class CacheInspector:
             return self._pins.records()
 
     def contains_block(self, kv_block_id: SupportsIndex) -> bool:
-        """Whether this id holds a cached prefix. For tests of an allocator. Raises InvalidArgumentError. O(1)."""
+        """Whether the block with this id holds a cached prefix. For tests of an allocator.
+
+        Raises InvalidArgumentError. O(1).
+        """
         number = check_count("kv_block_id", kv_block_id, 0)
         with self._lock:
             self._catch_up()
@@ -73,7 +76,7 @@ class CacheInspector:
             return block_digests(self._store.index, sequence)
 
     def find_block(self, digest: Given[bytes]) -> int | None:
-        """Return the id of the cached block with this digest, None if there is none. As `Inspector.find_block`."""
+        """Return the id of the cached block with this digest; None if there is none. See `Inspector.find_block`."""
         with self._lock:
             self._catch_up()
             block = find_by_digest(self._store.index, digest)
@@ -82,7 +85,7 @@ class CacheInspector:
     def explain(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> Explanation:
-        """Say why the longest cached prefix of the tokens ends where it does. As `Inspector.explain`."""
+        """Explain why the longest cached prefix of the tokens ends where it does. See `Inspector.explain`."""
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self._catch_up()
@@ -96,5 +99,5 @@ class CacheInspector:
             return prefix_rows(self._store.index, self._store.free_blocks(), pinned)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
+        """Return the cached prefixes as a Graphviz document with at most `max_nodes` rows. See `Inspector.to_dot`."""
         return to_dot(self.prefix_rows(), max_nodes)

@@ -22,7 +22,7 @@ def ids_of(blocks: list[KVCacheBlock]) -> list[int]:
 
 
 class Hold:
-    """The first blocks of a prefix, which may not be evicted. Compared by identity."""
+    """Keeps the first blocks of a prefix from being evicted. Compared by identity."""
 
     __slots__ = ("blocks",)
 
@@ -34,24 +34,25 @@ class MatchHolder(Protocol):
     """The calls of a cache that a match uses."""
 
     def _hold(self, match: "PrefixMatch", hold: Hold) -> None:
-        """Bring `match` up to date and hold its blocks by `hold`."""
+        """Bring `match` up to date and hold its blocks with `hold`."""
 
     def _let_go(self, hold: Hold) -> None:
         """End `hold`. Does no harm if it is called twice, or if the hold has no blocks."""
 
 
 class PrefixMatch:
-    """The longest cached prefix of some tokens, as of the lookup; and a context manager that holds its blocks.
+    """The longest cached prefix of some tokens, as of the lookup, and a context manager that holds its blocks.
 
-    As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks until
-    its body ends, normally or by an exception. Until then the match stays true. If anything was evicted since the
-    lookup, entering looks the tokens up again. If nothing of the match was read yet, it takes what is cached now. So
-    `with cache.match_prefix(tokens) as match` never fails. If the match was read and is no longer true, entering raises
-    StaleHitError, since the caller may have acted on it. A match may be entered again, even while it is held.
+    As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks until its
+    body ends, normally or by an exception, and the match stays true until then. If anything was evicted since the
+    lookup, entering looks the tokens up again. Then there are two cases. If nothing of the match was read yet, it takes
+    what is cached now, so `with cache.match_prefix(tokens) as match` never fails. If the match was read and is no
+    longer true, entering raises StaleHitError, since the caller may have acted on it. A match may be entered again,
+    even while it is held.
 
-    An insertion's match is the same, as of the insertion. Tokens given to a lookup as a buffer are used without a copy
-    and must not change while the match is in use; an insertion's match has a copy. Only one thread at a time may use a
-    match. Made by a `PrefixCache`; sequence, blocks, version and is_read are for the cache.
+    An insertion's match works in the same way, as of the insertion. Tokens given to a lookup as a buffer are used
+    without a copy and must not change while the match is in use; an insertion's match has a copy. Only one thread at a
+    time may use a match. Made by a `PrefixCache`; sequence, blocks, version and is_read are for the cache.
     """
 
     __slots__ = (
@@ -83,8 +84,8 @@ class PrefixMatch:
     def packed_kv_blocks(self) -> "array[int]":
         """The ids of `matched_kv_blocks` as an array of int64, typecode "q". Don't change the array.
 
-        numpy.frombuffer(…, "int64") and torch.frombuffer(…, dtype=torch.int64) take it without a copy; torch's takes no
-        empty array. O(blocks) once, then O(1).
+        numpy.frombuffer(…, "int64") and torch.frombuffer(…, dtype=torch.int64) take it without a copy, but torch's
+        takes no empty array. O(blocks) once, then O(1).
         """
         self.is_read = True
         packed = self._packed_ids
@@ -100,29 +101,31 @@ class PrefixMatch:
 
     @property
     def remaining_tokens(self) -> list[int]:
-        """The tokens behind the cached ones, whose KV is to be computed; perhaps none. O(their number)."""
+        """The tokens after the cached ones, whose KV must be computed; perhaps none. O(their number)."""
         self.is_read = True
         return self.sequence.token_ids(self._num_tokens)
 
     @property
     def payload(self) -> Any:
-        """What `PrefixCache.attach` attached to exactly these tokens and keys, None if nothing. O(1)."""
+        """What `PrefixCache.attach` attached to exactly these tokens and keys; None if nothing. O(1)."""
         num_tokens, payload = self.last_payload
         return payload if num_tokens == self.sequence.num_tokens else None
 
     @property
     def last_payload(self) -> tuple[int, Any]:
-        """The longest beginning of the tokens that has a payload: its length, at any token, and the payload.
+        """The longest prefix of the tokens that has a payload: its length in tokens, and the payload.
 
-        (0, None) if there is none. All of its full blocks are cached. For models with recurrent layers, which can go on
-        only where a state was kept: the tokens behind this length are of no use to them. O(1).
+        (0, None) if there is none. All of its full blocks are cached, but it may end in the middle of a block. For
+        models with recurrent layers, which can go on only where a state was kept, so that matched tokens after this
+        length are of no use. O(1).
         """
         self.is_read = True
         return self._payloads[-1] if self._payloads else (0, None)
 
     @property
     def payloads(self) -> list[tuple[int, Any]]:
-        """All beginnings of the tokens that have a payload, the shortest first, each with its length and its payload.
+        """All prefixes of the tokens that have a payload, the shortest first: the length in tokens and the payload of
+        each.
 
         Don't change the list. O(1).
         """
@@ -130,7 +133,7 @@ class PrefixMatch:
         return self._payloads
 
     def __enter__(self) -> Self:
-        """Hold the blocks. Raises StaleHitError, holding nothing. O(blocks), and perhaps a lookup."""
+        """Hold the blocks. Raises StaleHitError, in which case nothing is held. O(blocks), and perhaps a lookup."""
         hold = Hold([])
         try:
             self._holder._hold(self, hold)  # noqa: SLF001  # a match is a part of its cache
@@ -143,14 +146,14 @@ class PrefixMatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the blocks; never waits. Raises BlockStateError when they aren't held."""
+        """Release the blocks. Never waits. Raises BlockStateError when they aren't held."""
         if not self._holds:
             raise BlockStateError(f"expected a match that was entered, got {self}")
         self._holder._let_go(self._holds[-1])  # noqa: SLF001  # before `pop`, so that an interrupt can't lose the hold
         self._holds.pop()
 
     def __del__(self) -> None:
-        """Release blocks that are still held, with a ResourceWarning: `__enter__` was called, and not `__exit__`."""
+        """Release blocks that are still held, because `__exit__` was never called, and issue a ResourceWarning."""
         if self._holds:
             for hold in self._holds:
                 self._holder._let_go(hold)  # noqa: SLF001
@@ -171,8 +174,8 @@ class PrefixMatch:
     ) -> Any:
         """Set the matching blocks, with their ids, as of `version`. Only for the cache.
 
-        payloads: as `PrefixStore.payloads` returns them. Returns those that the match had, so that their finalizers,
-        which may do anything, run only after the change.
+        payloads: as `PrefixStore.payloads` returns them. Returns the payloads that the match had, so that their
+        finalizers, which may do anything, run only after the change.
         """
         self.blocks = blocks
         self.version = version
@@ -183,7 +186,7 @@ class PrefixMatch:
         return previous
 
     def renew(self, blocks: list[KVCacheBlock], version: int) -> None:
-        """Set the blocks and their version. Their ids are those that the match has already. Only for the cache."""
+        """Set the blocks and their version; the match has their ids already. Only for the cache."""
         self.blocks = blocks
         self.version = version
 
@@ -197,14 +200,14 @@ class PrefixMatch:
 
 
 class PrefixInsert(NamedTuple):
-    """What an insertion did. Every given id is now in the cache or in `unused_kv_blocks`.
+    """What an insertion did. Every given id is now either in the cache or in `unused_kv_blocks`.
 
     num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: how many of these the call added.
-    unused_kv_blocks: given ids that the cache did not take: another block holds the prefix already, there was no room,
-    or the id is behind those of the full blocks. evicted_kv_blocks: ids that the cache evicted to make room; its
-    `payloads` are the payloads that went. Both are the caller's again. match: what `match_prefix` of the tokens would
-    find now; `stats` doesn't count it. unused_payloads: given payloads that were not attached, for lack of room or of a
-    full block.
+    unused_kv_blocks: given ids that the cache did not take, because another block holds the prefix already, there was
+    no room, or there were more ids than full blocks. evicted_kv_blocks: ids that the cache evicted to make room; its
+    `payloads` are the evicted payloads. Both kinds of ids are the caller's again. match: what `match_prefix` of the
+    tokens would find now; `stats` doesn't count it. unused_payloads: given payloads that were not attached, for lack of
+    room or of a full block.
     """
 
     num_cached_blocks: int

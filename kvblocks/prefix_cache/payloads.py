@@ -1,8 +1,8 @@
-"""Payloads: what the caller attached to prompts of a `PrefixCache`, such as logits, or a recurrent state.
+"""Payloads: what the caller attached to prompts of a `PrefixCache`, such as logits or a recurrent state.
 
-A payload is kept with the last full block of its prompt, until that block is evicted. Several prompts may have the same
+A payload is kept with the last full block of its prompt until that block is evicted. Several prompts may have the same
 last full block, each with a tail of its own. Prompts shorter than a block have no full block; their payloads are kept
-together. Their number is bounded in both cases, or their bytes are: see `Budget`. Where bytes are bounded, a payload
+together. In both cases their number is bounded, or their bytes are: see `Budget`. Where bytes are bounded, a payload
 may be evicted while its block stays.
 """
 
@@ -17,7 +17,7 @@ from kvblocks.core.hashing import encode_extra_keys
 from kvblocks.core.sequence import Sequence
 
 Tail = tuple[bytes, bytes | None]
-"""The part of a prompt behind its last full block: tokens, and their encoded keys."""
+"""The part of a prompt after its last full block: tokens, and their encoded keys."""
 
 MAX_PAYLOADS_A_BLOCK = 16
 
@@ -25,7 +25,7 @@ _WHOLE: Tail = (b"", None)
 
 
 class NewPayload(NamedTuple):
-    """A payload for `insert_prefix`, of the prompt's first `num_tokens` tokens. num_bytes: what it takes."""
+    """A payload for `insert_prefix`, of the prompt's first `num_tokens` tokens. num_bytes: the bytes that it takes."""
 
     num_tokens: int
     payload: Any
@@ -33,7 +33,7 @@ class NewPayload(NamedTuple):
 
 
 class PayloadEntry:
-    """One payload. num_tokens: of its prompt. use: when it was last used, see `Budget`."""
+    """One payload. num_tokens: how many tokens its prompt has. use: the number of its latest use, see `Budget`."""
 
     __slots__ = ("block", "num_bytes", "num_tokens", "payload", "tail", "use")
 
@@ -49,11 +49,13 @@ class PayloadEntry:
 
 
 class Payloads:
-    """Payloads by block and tail; block None: prompts shorter than a block.
+    """Payloads by block and tail. Under block None are those of prompts shorter than a block.
 
     limits: the most payloads of a block, and of all short prompts; beyond that the least recently used one is
     forgotten. None: no limit.
-    num_bytes: of all payloads. Forgotten payloads are kept until `drop`, since a payload's finalizer may do anything.
+
+    num_bytes: what all payloads take. Forgotten payloads are kept until `drop`, since a payload's finalizer may do
+    anything.
     """
 
     def __init__(self, block_size: int, limits: tuple[int, int] | None) -> None:
@@ -97,7 +99,8 @@ class Payloads:
         return None if kept is None else kept.get(self.tail(sequence, num_tokens, len(path)))
 
     def attach(self, sequence: Sequence, path: list[KVCacheBlock], new: NewPayload, use: int) -> bool:
-        """Keep a payload, not None, of the sequence's beginning whose full blocks are `path`. It had none before.
+        """Keep a payload, not None, for the first tokens of a sequence, whose full blocks are `path`. They had none
+        before.
 
         Returns False if there is no room for payloads at all. O(block_size + payloads of a run).
         """
@@ -119,9 +122,9 @@ class Payloads:
         return True
 
     def find(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[PayloadEntry]:
-        """Return the payloads of all beginnings of a sequence whose cached blocks are `path`, the shortest first.
+        """Return the payloads of all prefixes of a sequence whose cached blocks are `path`, the shortest first.
 
-        O(runs), and O(block_size) at most for each block of the path that has payloads.
+        O(runs), and at most O(block_size) for each block of the path that has payloads.
         """
         if not self._by_block:
             return []

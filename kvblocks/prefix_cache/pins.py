@@ -1,7 +1,7 @@
 """The pins of a `PrefixCache`: each holds a path of blocks until it is removed.
 
-A pin is found by the tokens and keys that it was made with, not by its blocks: more blocks may be cached for the same
-tokens since.
+A pin is found by the tokens and keys that it was made with, not by its blocks, because more blocks may have been cached
+for the same tokens since.
 """
 
 from array import array
@@ -18,7 +18,7 @@ Path = list[KVCacheBlock]
 
 
 class PinnedPrefix(NamedTuple):
-    """One pin. token_ids: the pinned tokens. kv_block_ids: their blocks. description: the caller's."""
+    """One pin. token_ids: the pinned tokens. kv_block_ids: their blocks. description: what the caller gave."""
 
     token_ids: list[int]
     kv_block_ids: list[int]
@@ -26,9 +26,9 @@ class PinnedPrefix(NamedTuple):
 
 
 class PrefixPins:
-    """Pins by prefix; a prefix that was pinned several times has several. The caller holds the pins' blocks.
+    """Pins by prefix; a prefix that was pinned several times has several. The cache holds their blocks.
 
-    max_blocks: for all pins together; a block counts once for each pin that has it.
+    max_blocks: the most blocks of all pins together; a block counts once for each pin that has it.
     """
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
@@ -72,7 +72,7 @@ class PrefixPins:
         return [path for pins in self._pins.values() for path, _ in pins]
 
     def records(self) -> list[PinnedPrefix]:
-        """Return a record of each pin, those of one prefix together. O(pinned tokens)."""
+        """Return a record of each pin, with those of one prefix together. O(pinned tokens)."""
         return [
             PinnedPrefix(self._tokens(key, len(path)), [block.block_id for block in path], description)
             for key, pins in self._pins.items()

@@ -1,4 +1,4 @@
-"""Prompts of a `PrefixCache`: sequences without blocks, which may have no tokens. And the payloads of an insertion."""
+"""Prompts of a `PrefixCache`, which are sequences without blocks and perhaps without tokens, and payloads to insert."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ def check_payloads(
     num_tokens: int,
     check_bytes: Callable[[str, SupportsIndex, int], int],
 ) -> list[NewPayload]:
-    """Return the payloads of an insertion of `num_tokens` tokens, each of another beginning. O(payloads).
+    """Return the payloads of an insertion of `num_tokens` tokens, at most one for each number of tokens. O(payloads).
 
     check_bytes: checks the bytes of one. Raises InvalidArgumentError.
     """

@@ -21,7 +21,7 @@ class MatchProtocol(AbstractContextManager[Any], Protocol):
 
     @property
     def remaining_tokens(self) -> list[int]:
-        """The tokens behind the match."""
+        """The tokens after the match."""
 
 
 class InsertProtocol(Protocol):
@@ -33,18 +33,18 @@ class InsertProtocol(Protocol):
 
     @property
     def unused_kv_blocks(self) -> list[int]:
-        """The given ids that weren't taken: they stay the caller's."""
+        """The given ids that weren't taken, and stay the caller's."""
 
     @property
     def evicted_kv_blocks(self) -> list[int]:
-        """The ids that made room: they are the caller's again."""
+        """The ids that made room, and are the caller's again."""
 
 
 @runtime_checkable
 class PrefixCacheProtocol(Protocol):
     """The calls of `PrefixCache` that an engine needs, for implementations of your own and stand-ins in tests.
 
-    What each call does is said there. tests/prefix_cache/test_contract.py has what any implementation has to pass. As
+    `PrefixCache` says what each call does, and any implementation has to pass tests/prefix_cache/test_contract.py. As
     with every Protocol, `isinstance` looks at names only.
     """
 
@@ -61,7 +61,7 @@ class PrefixCacheProtocol(Protocol):
         """Cache these tokens in these blocks, one for each full block."""
 
     def evict(self, num_blocks: SupportsIndex) -> list[int]:
-        """Evict so many blocks that nothing holds, and return their ids."""
+        """Evict this many blocks that nothing holds, and return their ids."""
 
     def pin_prefix(self, token_ids: TokenIds) -> int:
         """Keep the longest cached prefix from being evicted. Return how many tokens are pinned."""
@@ -76,7 +76,7 @@ class PrefixCacheProtocol(Protocol):
         """Return how many blocks are neither pinned nor held by a match."""
 
     def clear(self) -> list[int]:
-        """Unpin and evict everything. Return the ids, now the caller's again."""
+        """Unpin and evict everything. Return the ids, which are the caller's again."""
 
     @property
     def stats(self) -> HitCounts:

@@ -4,14 +4,12 @@ A block is here from its insertion to its eviction. After that its object goes t
 cache in steady state makes no objects.
 
 As in `BlockPool`, a block is queued exactly when its `ref_cnt` is 0. Only whole paths are held: the first blocks of a
-prefix, without a gap. A hold adds a reference to the path's last block. Each block that has references counts as one
-reference to its parent. So holding a path costs nothing for the part that it shares with a held path. In the queue
-children come before their parents. So eviction is leaf-first: no block stays longer than its parent.
+prefix, without a gap. A hold adds a reference to the path's last block, and each block that has references counts as
+one reference to its parent. So holding a path costs nothing for the part that it shares with a path held already. In
+the queue children come before their parents, so eviction is leaf-first: no block stays longer than its parent.
 
-With `max_bytes` there is a `Budget`. Then blocks and payloads are evicted in one order of use, a payload before its
-block.
-
-Takes no lock; `PrefixCache` does.
+With `max_bytes` there is a `Budget`, and blocks and payloads are evicted in one order of use, a payload before its
+block. Nothing here takes a lock; `PrefixCache` does.
 """
 
 from collections.abc import Iterable
@@ -77,7 +75,7 @@ class RecencyQueue(FreeBlockQueue):
     def renew(self, blocks: Items[KVCacheBlock]) -> int:
         """Move a path's queued blocks to the end, its first block last, as the most recently used.
 
-        Returns how many are queued; owned blocks aren't. Blocks that were queued together are mostly still linked, and
+        Returns how many are queued; owned blocks aren't. Blocks that were queued together are usually still linked, and
         are moved in one piece. O(blocks).
         """
         first: KVCacheBlock | None = None  # the first of a linked stretch, which ends before `following`
@@ -112,12 +110,12 @@ class RecencyQueue(FreeBlockQueue):
 
 
 class PrefixStore:
-    """At most `max_blocks` blocks of `block_size` tokens. ids: the ids of its blocks. index: what they hold.
+    """At most `max_blocks` blocks of `block_size` tokens.
 
-    names: the naming scheme of `index`. eviction: chooses which blocks are evicted first; None: the least recently
-    used. budget: of bytes, None without a bound of them; not together with `eviction`.
-
-    Most methods make one call for all blocks of a path. With one token per block, loops would take most of the time.
+    ids: the ids of its blocks. index: what they hold. names: the naming scheme of `index`. eviction: chooses which
+    blocks are evicted first; None: the least recently used. budget: limits the bytes, and can't be combined with
+    `eviction`; None: no limit. Most methods make one call for all blocks of a path. With one token per block, loops
+    would take most of the time.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class PrefixStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks and payloads; 0 without a budget. O(1)."""
+        """The bytes of all blocks and payloads; 0 without a budget. O(1)."""
         return 0 if self._budget is None else self._budget.num_bytes + self._payloads.num_bytes
 
     @property
@@ -184,7 +182,7 @@ class PrefixStore:
         budget.note_used(path)
 
     def renew_payload(self, entry: PayloadEntry) -> None:
-        """Make a payload the most recently used, beside the path that was renewed last. O(1)."""
+        """Make a payload the most recently used, together with the path that was renewed last. O(1)."""
         self._payloads.renew(entry, 0 if self._budget is None else self._budget.use)
 
     def cache(
@@ -200,9 +198,9 @@ class PrefixStore:
         """Cache as many of the sequence's full blocks as there is room for, evicting blocks that nothing holds.
 
         kv_block_ids: one for each full block; they passed `check_insertable`. path: the sequence's cached blocks.
-        digests: of the full blocks behind `path`, if digests are needed. block_bytes: of each new block. is_held:
-        whether to hold the new path; else it becomes the most recently used. Returns the path that is then cached, and
-        what was evicted. O(blocks).
+        digests: of the full blocks after `path`, if digests are needed. block_bytes: the bytes of each new block.
+        is_held: whether to hold the new path; otherwise it becomes the most recently used. Returns the path that is
+        then cached, and what was evicted. O(blocks).
         """
         num_found = len(path)
         num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
@@ -247,17 +245,17 @@ class PrefixStore:
     def attach_all(
         self, sequence: Sequence, payloads: list[NewPayload], path: list[KVCacheBlock], evicted: EvictedBlocks
     ) -> list[Any]:
-        """Attach payloads, none of them None, to beginnings of a sequence that `cache` has just cached as `path`.
+        """Attach payloads, none of them None, to prefixes of a sequence that `cache` has just cached as `path`.
 
-        With a budget, older blocks and payloads make room; adds them to `evicted`. Returns those without room. O(blocks
-        and payloads).
+        With a budget, older blocks and payloads make room, and are added to `evicted`. Returns those without room.
+        O(blocks and payloads).
         """
         return [item.payload for item in payloads if not self._attach_new(sequence, item, path, evicted)]
 
     def _make_room(
         self, budget: Budget, path: list[KVCacheBlock], block_bytes: int, num_blocks: int, evicted: EvictedBlocks
     ) -> int:
-        """Free bytes for `num_blocks` blocks behind `path`. Returns for how many there is room. O(blocks)."""
+        """Free bytes for `num_blocks` blocks after `path`. Returns for how many there is room. O(blocks)."""
         num_missing = num_blocks * block_bytes - (budget.max_bytes - self.num_bytes)
         if num_missing > 0:
             self._free_bytes(num_missing, path, budget.use, evicted)
@@ -267,7 +265,7 @@ class PrefixStore:
     def _attach_new(
         self, sequence: Sequence, new: NewPayload, path: list[KVCacheBlock], evicted: EvictedBlocks
     ) -> bool:
-        """Attach a payload of a sequence's beginning, whose cached blocks `path` were renewed. False: no room."""
+        """Attach a payload of a sequence's prefix, whose cached blocks `path` were renewed. False: no room."""
         num_blocks = new.num_tokens // self.block_size
         if num_blocks > len(path):
             return False
@@ -288,7 +286,7 @@ class PrefixStore:
     def _free_bytes(self, num_bytes: int, path: list[KVCacheBlock], use: int, evicted: EvictedBlocks) -> None:
         """Evict the least recently used blocks and payloads until `num_bytes` bytes are freed, or nothing is left.
 
-        path: is kept. use: payloads that were last used then, or later, are kept, unless their block goes. Adds to
+        path: these blocks are kept. use: payloads last used then, or later, are kept unless their block goes. Adds to
         `evicted`. O(blocks of path + evicted).
         """
         budget, queue, payloads = self._budget, self._queue, self._payloads
@@ -319,8 +317,8 @@ class PrefixStore:
     def evict(self, num_blocks: int, num_bytes: int = 0) -> EvictedBlocks:
         """Evict until `num_bytes` bytes are freed and `num_blocks` blocks are evicted, or nothing is left.
 
-        Blocks that nothing holds go, the least recently used first or as a policy says. Payloads that were forgotten
-        are kept until `drop_payloads`. O(blocks and payloads).
+        Only blocks that nothing holds are evicted, the least recently used first or as a policy says. Payloads that
+        were forgotten are kept until `drop_payloads`. O(blocks and payloads).
         """
         if num_bytes:
             evicted = EvictedBlocks()
@@ -337,7 +335,7 @@ class PrefixStore:
         return self._put_away(blocks)
 
     def clear(self) -> EvictedBlocks:
-        """Evict all blocks, none of which is held, by a reset. Returns what went. O(blocks + payloads)."""
+        """Evict all blocks by a reset; none of them may be held. Returns what was evicted. O(blocks + payloads)."""
         blocks = self._queue.popleft_n(self._queue.num_free_blocks)
         if self._eviction is not None:
             self._eviction.note_clearing(self.index.runs())
@@ -349,7 +347,7 @@ class PrefixStore:
         return evicted
 
     def _put_away(self, blocks: list[KVCacheBlock]) -> EvictedBlocks:
-        """Put evicted blocks into the stock. Returns their ids, and the payloads that went with them. O(blocks)."""
+        """Put evicted blocks into the stock. Returns their ids and the payloads evicted with them. O(blocks)."""
         kv_block_ids = [block.block_id for block in blocks]
         self.ids.difference_update(kv_block_ids)
         if self._budget is not None:
@@ -360,7 +358,7 @@ class PrefixStore:
         return evicted
 
     def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
-        """Take `num_blocks` blocks that nothing holds, as the policy says. If all are taken, it isn't asked."""
+        """Take `num_blocks` blocks that nothing holds, as the policy says. If all of them are taken, it isn't asked."""
         taken: list[KVCacheBlock] = []
         if num_blocks == self._queue.num_free_blocks:
             taken = self._queue.popleft_n(num_blocks)
@@ -374,7 +372,8 @@ class PrefixStore:
     def attach(self, sequence: Sequence, payload: Any, num_bytes: int) -> bool:
         """Keep `payload` for exactly this sequence, evicting nothing; None: forget it.
 
-        Returns False if a full block isn't cached, or there is no room. The sequence's payload is gone then, too.
+        Returns False if a full block isn't cached, or there is no room. In that case the sequence has no payload any
+        more.
         """
         path, budget = self.find(sequence), self._budget
         if len(path) < sequence.num_tokens // self.block_size:
@@ -392,9 +391,9 @@ class PrefixStore:
         return self._payloads.attach(sequence, path, new, 0 if budget is None else budget.use)
 
     def payloads(self, sequence: Sequence, path: list[KVCacheBlock]) -> list[PayloadEntry]:
-        """Return the payloads of the sequence's beginnings, the shortest first. path: its cached blocks.
+        """Return the payloads of the sequence's prefixes, the shortest first. path: its cached blocks.
 
-        As `Payloads.find`.
+        See `Payloads.find`.
         """
         return [] if self._payloads.is_empty else self._payloads.find(sequence, path)
 
@@ -435,7 +434,7 @@ class PrefixStore:
             self._budget.check(blocks, [*self._queue], self._payloads.num_bytes)
 
     def check_insertable(self, kv_block_ids: list[int], found: list[int]) -> list[int]:
-        """Return the given ids at whose positions other blocks are cached. found: the ids of the cached prefix.
+        """Return the given ids at positions where other blocks are cached. found: the ids of the cached prefix.
 
         Raises InvalidArgumentError unless all ids are different, and BlockStateError when an id holds another prefix.
         Changes nothing. O(ids).

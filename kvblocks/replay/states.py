@@ -9,7 +9,6 @@ take no room. The managers are the production ones, with the trace's lengths in 
 as many equal tokens as it has, and the tokens behind the last full block belong to their request alone.
 """
 
-import os
 import platform
 import time
 from collections import OrderedDict
@@ -386,7 +385,7 @@ def compare_states(
         raise InvalidArgumentError("sizes: expected some, got none")
     for job in jobs:
         shares_of(job, model, workload.block_size)
-    found = do_all(workload, jobs, num_processes or os.cpu_count() or 1, progress or (lambda _: None))
+    found = do_all(workload, jobs, num_processes, progress)
     conditions = StateConditions(
         version=__version__,
         compiled=kvblocks.__compiled__,

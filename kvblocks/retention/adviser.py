@@ -114,7 +114,7 @@ class Adviser:
                 self._setting.num_failures += 1
 
     def ask(self, num_blocks: int) -> KVCacheBlock | None:
-        """Return the victim, a free cached block; None if the policy names none, or fails."""
+        """Return the victim, a free cached block; None if the policy names none or fails."""
         block: KVCacheBlock | None = None
         try:
             answer = self._victim(num_blocks)
@@ -139,7 +139,7 @@ class Adviser:
 
 
 def find_factory(given: Any, named: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Return a function that makes policies: `given`, or `named[given]`. Raises InvalidArgumentError."""
+    """Return the callable that makes policies: `given`, or `named[given]` for a name. Raises InvalidArgumentError."""
     if callable(given):
         found: Callable[[Any], Any] = given
         return found

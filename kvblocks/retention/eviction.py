@@ -1,11 +1,11 @@
 """Which cached block is taken next with an eviction policy: `KVCacheManager(eviction=...)`.
 
 The free queue still decides which blocks are free. `Eviction` stands between the queue and the policies. It tells them
-of free cached blocks, and asks one of them for a victim when the queue has only cached blocks. Then it takes the victim
-and the blocks below it, leaves first. The order in which blocks are taken:
+about free cached blocks, and asks one of them for a victim when the queue has only cached blocks. Then it takes the
+victim and the blocks below it, leaves first. The order in which blocks are taken:
 
 1. blocks that hold nothing;
-2. while a tenant is over its quota: its least recently used block if that left a window, else the victim of the
+2. while a tenant is over its quota: its least recently used block if that left a window, otherwise the victim of the
    tenant's own policy, which is told only of the tenant's blocks;
 3. blocks that left a window;
 4. the victim of the pool's policy, which is told of the blocks of all tenants.
@@ -13,7 +13,7 @@ and the blocks below it, leaves first. The order in which blocks are taken:
 Policies are never told of blocks that hold nothing or left a window. Without a valid answer, the least recently used
 block is taken.
 
-A manager without a policy has no `Eviction`. With one, `Eviction` is the pool's `chooser`, and a watcher of its index.
+A manager without a policy has no `Eviction`. With one, `Eviction` is the pool's `chooser` and a watcher of its index.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -31,24 +31,24 @@ from kvblocks.retention.quotas import TenantQuotas, salt_in
 from kvblocks.retention.tenant import Tenant
 
 MAX_SESSIONS: Final = 8
-"""How many sessions are remembered for a block, the last ones. More would tell a policy nothing new."""
+"""How many sessions, the latest ones, are remembered for a block. More would tell a policy nothing new."""
 
 _NOBODY: Final[tuple[Hashable, ...]] = (None,)
 _LATEST: Final = 1 << 62  # for blocks that aren't free: later than any release
 
 
 class Givers:
-    """By block id, the sessions whose sequences gave the block back since it was cached.
+    """By block id, the sessions whose sequences released the block since it was cached.
 
-    None stands for sequences without a session. Comparing sessions runs the caller's own code, which may raise. Then
-    the block keeps the sessions that it had.
+    None stands for sequences without a session. Comparing sessions runs the caller's own code, which may raise; the
+    block then keeps the sessions that it had.
     """
 
     def __init__(self) -> None:
         self._sessions: dict[int, tuple[Hashable, ...]] = {}
 
     def note(self, blocks: Iterable[KVCacheBlock], session: Hashable) -> None:
-        """A sequence of a session gave these cached blocks back. O(blocks)."""
+        """Record that a sequence of a session released these cached blocks. O(blocks)."""
         own: tuple[Hashable, ...] = _NOBODY if session is None else (session,)
         known = self._sessions
         for block in blocks:
@@ -60,7 +60,7 @@ class Givers:
                 known[block.block_id] = (*others[1 - MAX_SESSIONS :], session) if others else own
 
     def of(self, block_id: int) -> tuple[Hashable, ...]:
-        """Return the sessions that gave a block back, the latest last; (None,) if nothing is known. O(1)."""
+        """Return the sessions that released a block, the latest last; (None,) if nothing is known. O(1)."""
         return self._sessions.get(block_id, _NOBODY)
 
     def forget(self, blocks: Items[KVCacheBlock]) -> None:
@@ -78,7 +78,7 @@ class Eviction(Chooser):
     """The eviction policies of one pool."""
 
     def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
-        """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what making a policy raises."""
+        """eviction: a name, or a callable that makes a policy. Raises InvalidArgumentError, and what it raises."""
         self._make: Callable[[Any], Any] = find_factory(eviction, NAMED)
         self._setting = Setting()
         self._end_block_id = end_block_id
@@ -105,19 +105,19 @@ class Eviction(Chooser):
         return self._setting.num_failures
 
     def use_quotas(self, quotas: TenantQuotas | None) -> None:
-        """Apply quotas whose blocks were counted again. Tenants' own policies are made again. O(salts)."""
+        """Apply quotas whose blocks were counted again, with new advisers for the tenants' own policies. O(salts)."""
         self._quotas = quotas
         self._own.clear()
         if quotas is not None:
             quotas.forget_advisers()
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
-        """Tell the policies that know a tenant's blocks that one of its sessions pauses. O(1) without the policies."""
+        """Tell policies that know a tenant's blocks that one of its sessions pauses. O(1), plus the policies' time."""
         for adviser in self._advisers_of(tenant):
             adviser.pause(session, tenant, reason)
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """Tell the policies that know a tenant's blocks that one of its sessions ended. O(1) without the policies."""
+        """Tell policies that know a tenant's blocks that one of its sessions ended. O(1), plus the policies' time."""
         for adviser in self._advisers_of(tenant):
             adviser.end(session, tenant)
 
@@ -131,13 +131,13 @@ class Eviction(Chooser):
 
     @property
     def is_choosing(self) -> bool:
-        """Always True."""
+        """Always True, since a policy is asked whenever the queue has only cached blocks."""
         return True
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks that hold nothing, else a victim and the blocks below it.
+        """Take blocks that hold nothing, or else a victim and the blocks below it.
 
-        O(blocks + branches below the victim) without the policy.
+        O(blocks + branches below the victim), plus the policy's time.
         """
         taken = queue.popleft_empty(max_blocks)
         if not taken:
@@ -167,7 +167,7 @@ class Eviction(Chooser):
         return [fallback] if victim is None else free_stretch(victim, max_blocks, self._released)
 
     def _adviser_of(self, tenant: Tenant) -> Adviser:
-        """Return the adviser of a tenant. It is made at the first use, and told of the tenant's free blocks."""
+        """Return the adviser of a tenant. It is made on first use, and told of the tenant's free blocks."""
         if tenant.adviser is None:
             num_blocks = max(1, tenant.max_cached_blocks)
             try:
@@ -182,7 +182,7 @@ class Eviction(Chooser):
     # Calls that tell.
 
     def note_starting(self, sequence: Sequence) -> None:
-        """Tell policies that a request of a session begins. O(1) without the policy."""
+        """Tell policies that a request of a session begins. O(1), plus the policies' time."""
         for adviser in self._advisers_of(sequence.salt):
             adviser.begin(sequence.session, sequence.salt)
 
@@ -193,10 +193,10 @@ class Eviction(Chooser):
                 self._hits[block.block_id] = self._hits.get(block.block_id, 0) + 1
 
     def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell no policy of these blocks."""
+        """Do nothing: policies aren't told of blocks that left a window."""
 
     def note_released(self, blocks: Items[KVCacheBlock], giver: Sequence | None = None) -> None:
-        """Tell policies of those that are now free and cached. O(blocks + runs above them)."""
+        """Tell policies of those blocks that are now free and cached. O(blocks + runs above them)."""
         if giver is not None:
             self._note_giver(blocks, giver.session)
         freed: list[KVCacheBlock] = []
@@ -216,11 +216,11 @@ class Eviction(Chooser):
         self._main.free(freed, records)
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell policies of those that were free. O(blocks)."""
+        """Tell policies of those blocks that were free. O(blocks)."""
         self.note_renewed(blocks)
 
     def note_renewed(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell policies that those which were free were used. O(blocks)."""
+        """Tell policies that those blocks which were free were used. O(blocks)."""
         used = self._leave(blocks)
         if used:
             self._main.use(used)
@@ -228,11 +228,11 @@ class Eviction(Chooser):
                 adviser.use(block_ids)
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell policies of those that they know, before the index evicts them. O(blocks)."""
+        """Tell policies of those blocks that they know, before the index evicts them. O(blocks)."""
         self._note_gone(blocks)
 
     def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell policies of those that they know. O(blocks)."""
+        """Tell policies of those blocks that they know. O(blocks)."""
         self._note_gone(blocks)
 
     def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # for other watchers
@@ -246,7 +246,7 @@ class Eviction(Chooser):
         self._givers.clear()
 
     def check(self, queue: FreeBlockQueue) -> None:
-        """Raise AssertionError unless policies know the free cached blocks that left no window. O(queue)."""
+        """Raise AssertionError unless policies know exactly the free cached blocks that left no window. O(queue)."""
         known = self._main.blocks
         assert known.keys() == self._released.keys(), "eviction: told of other blocks than counted"
         assert max(self._hits, default=-1) < self._end_block_id, "eviction: hits of what is no block"
@@ -364,9 +364,9 @@ class _Silent:
 def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]) -> list[KVCacheBlock]:
     """Return the free blocks to evict for `victim`, a free cached block: those below it, and the victim last.
 
-    At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. If the
-    victim has duplicates, or is an attached block, it is returned alone. released: by block id, when it
-    became free. Changes nothing. O(blocks returned + owned blocks between them + branches).
+    At most `max_blocks`, each after all blocks below it; of several branches the least recently used one first. A
+    victim that has duplicates, or is an attached block, is returned alone. released: by block id, when the block became
+    free. Changes nothing. O(blocks returned + owned blocks between them + branches).
     """
     run, index = victim.run, victim.index
     assert run is not None, f"{victim}: isn't cached"
@@ -402,7 +402,8 @@ def _take_apart(
 ) -> None:
     """Split what is cached from position `low` of a run on at its first branching.
 
-    Pushes the stretch above the branches, then the branches, the least recently used last. So that one is popped first.
+    Pushes the stretch above the branches, then the branches, with the least recently used one last, so that it is
+    popped first.
     """
     end = len(run.blocks)
     positions = [] if not run.children else [position for position in run.children if position >= low]

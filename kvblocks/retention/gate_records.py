@@ -12,9 +12,10 @@ Reason = Literal["next", "room", "idle", "behind", "turn"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What changed. admitted: requests that waited, in the order in which to admit them. paused: members that left.
+    """What the gate decided.
 
-    wake_at: when to call `release` again, if nothing else happens; None: nothing depends on time.
+    admitted: requests that waited, in the order in which to admit them. paused: members that left. wake_at: when to
+    call `release` again if nothing else happens; None: nothing depends on time.
     """
 
     admitted: tuple[Hashable, ...]
@@ -26,10 +27,12 @@ class Decision:
 class Waiting:
     """Why a request waits.
 
+    reason is one of:
+
     - "next": it enters with the next call of `release`.
-    - "room": it is the next one, and so many tokens of room are missing.
-    - "idle": the same, and nothing is busy: at `until` it enters anyway.
-    - "behind": `num_ahead` sessions are before it.
+    - "room": it is the next one, but num_missing_tokens tokens of room are missing.
+    - "idle": the same, but nothing is busy, so it enters at `until` in any case.
+    - "behind": num_ahead sessions are before it.
     - "turn": the turn of its session is over, and ends with the requests that run.
     """
 
@@ -43,8 +46,10 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class GateStats:
-    """The gate's numbers. num_left: by rule ("hold", "growth", "turn"), how often members left. The num_idle_entries
-    of num_entries had no room, and nothing was busy.
+    """The gate's numbers.
+
+    num_left: by rule ("hold", "growth", "turn"), how often members left. num_idle_entries: how many of the num_entries
+    entered without room because nothing was busy.
     """
 
     num_room_tokens: int

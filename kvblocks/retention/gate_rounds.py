@@ -1,7 +1,7 @@
-"""`GateRounds`: when to let a session gate decide, and what to tell it before, for those who have requests wait.
+"""`GateRounds`: when to let a session gate decide, and what to tell it before, for callers that make requests wait.
 
 A round looks up what the cache has of the requests that wait, since others may have evicted it, and lets the gate
-decide. That costs lookups, so there is a round only when it may change something.
+decide. That costs lookups, so a round is made only when it may change something.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from kvblocks.retention.session_gate import SessionGate
 
 NUM_LOOKED_UP = 32
-"""How many of the requests that wait are looked up in a round, the next ones first."""
+"""How many of the waiting requests are looked up in a round, the next ones first."""
 
 _WEIGHT = 0.1  # of the last step in the mean of seconds per token
 
@@ -19,7 +19,7 @@ _WEIGHT = 0.1  # of the last step in the mean of seconds per token
 class GateRounds:
     """The rounds of a gate. gate: ask it about new requests, and tell it of ends; then call `note_change`.
 
-    seconds_per_token: how long a token of a prompt takes. `note_computed` keeps a mean, or the caller sets it.
+    seconds_per_token: how long one token of a prompt takes. `note_computed` maintains a mean, or the caller sets it.
     """
 
     def __init__(self, gate: SessionGate, seconds_per_token: float = 0.0) -> None:
@@ -30,7 +30,7 @@ class GateRounds:
 
     @property
     def wake_at(self) -> float | None:
-        """When a round is due if nothing else happens: -inf: at once; None: never. O(1)."""
+        """When a round is due if nothing else happens; -inf: at once; None: never. O(1)."""
         return -inf if self._has_changed else self._wake_at
 
     def note_change(self) -> None:
@@ -38,7 +38,7 @@ class GateRounds:
         self._has_changed = True
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """Note how long so many tokens of prompts took. O(1)."""
+        """Record how long this many tokens of prompts took. O(1)."""
         each, old = seconds / num_tokens, self.seconds_per_token
         self.seconds_per_token = old + _WEIGHT * (each - old) if old else each
 
@@ -51,9 +51,9 @@ class GateRounds:
         return self._has_changed or is_late or (num_busy > 0) != self._was_busy
 
     def decide(self, num_busy: int, now: float, count_cached: Callable[[Any], int]) -> list[Any]:
-        """Return the requests that waited and may begin now, in order. O(sessions), and a few lookups.
+        """Return the waiting requests that may begin now, in order. O(sessions), and a few lookups.
 
-        num_busy: as in `SessionGate.release`. count_cached: says how many tokens of a request's prompt are cached.
+        num_busy: as in `SessionGate.release`. count_cached: returns how many tokens of a request's prompt are cached.
         """
         for request in self.gate.waiting()[:NUM_LOOKED_UP]:
             self.gate.note_cached(request, count_cached(request))
@@ -63,6 +63,6 @@ class GateRounds:
         return list(decision.admitted)
 
     def restart(self) -> None:
-        """Begin anew with a gate that knows nobody, after an interruption, which may have left it in any state."""
+        """Start over with a gate that knows nobody, after an interruption, which may leave a gate in any state."""
         old, self._has_changed, self._wake_at = self.gate, False, None
         self.gate = SessionGate(old.num_tokens, fill=old.fill, max_overtakes=old.max_overtakes, turn_s=old.turn_s)

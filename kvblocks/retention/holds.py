@@ -1,12 +1,12 @@
-"""Holds: they own blocks that somebody other than a sequence reads or writes, such as a transfer.
+"""Holds: they own blocks that something other than a sequence reads or writes, such as a transfer.
 
-A hold owns blocks as a sequence does: those of a sequence's first tokens, in all groups. It outlives the sequence. So
-blocks under a transfer are neither reused nor evicted, whatever is freed, aborted or rewound meanwhile. Only `release`
-ends a hold; unlike a pin, it never gives blocks up.
+A hold owns blocks as a sequence does: those of a sequence's first tokens, in all groups. It outlives the sequence, so
+blocks under a transfer are neither reused nor evicted, whatever is freed, aborted or rewound in the meantime. Only
+`release` ends a hold; unlike a pin, it never gives blocks up.
 
 While the sequence goes on, a hold has only full blocks. A full block is never written twice, so a hold causes no copy.
 The exception is a sequence that went back into the middle of a held block (`truncate`): it gets a copy, as with any
-shared block. Only `detach` holds the unfilled last block, since it frees the sequence.
+shared block. Only `detach` holds the partly filled last block, since it frees the sequence.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -21,10 +21,11 @@ from kvblocks.errors import BlockStateError
 
 
 class BlockHold:
-    """Blocks that are neither reused nor evicted before this is released. Made by `BlockHolds`; compared by identity.
+    """Blocks that are neither reused nor evicted until the hold is released. Made by `BlockHolds`; compared by
+    identity.
 
-    sequence_id: of the sequence whose blocks they were. num_tokens: how many of its first tokens have, or will have,
-    their KV in these blocks. tables: by group, the held blocks, which begin at index first_blocks[group] of the
+    sequence_id: the id of the sequence whose blocks they were. num_tokens: how many of its first tokens have, or will
+    have, their KV in these blocks. tables: by group, the held blocks, which begin at index first_blocks[group] of the
     sequence's table. Blocks that had left a window are not held. is_released: whether the hold has ended. Read-only.
     """
 
@@ -41,7 +42,7 @@ class BlockHold:
 
     @property
     def block_ids(self) -> list[int]:
-        """The ids of the held blocks of group 0, which is the only group in most managers. O(blocks)."""
+        """The ids of the held blocks of group 0, the only group in most managers. O(blocks)."""
         return self.group_block_ids(0)
 
     def group_block_ids(self, group: SupportsIndex) -> list[int]:
@@ -60,9 +61,9 @@ class BlockHold:
 
 
 class BlockHolds:
-    """The holds of a manager: `manager.holds`. Iterates over them, oldest first.
+    """The holds of a manager: `manager.holds`. Iterating yields them, oldest first.
 
-    Made by a manager. As with the manager's calls, one that raises has changed nothing.
+    Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class BlockHolds:
         """Hold the blocks that a sequence's first `num_tokens` written tokens fill, for a reader.
 
         num_tokens: at most `sequence.num_written_tokens`; None: all of these. Raises SequenceStateError (not this
-        manager's) and InvalidArgumentError. O(blocks).
+        manager's sequence) and InvalidArgumentError. O(blocks).
         """
         given = None if num_tokens is None else asked_once(num_tokens)
         own = self._check_owned(sequence, "holds.read")
@@ -101,7 +102,7 @@ class BlockHolds:
     def write(self, sequence: Given[Sequence], num_tokens: SupportsIndex | None = None) -> BlockHold:
         """Hold the blocks that a sequence's first `num_tokens` tokens with slots fill, for a writer.
 
-        As `read`, but delayed tokens count, too, such as tokens that are being loaded. num_tokens: at most
+        As `read`, but delayed tokens count too, such as tokens that are being loaded. num_tokens: at most
         `sequence.num_computed_tokens`; None: all of these.
         """
         given = None if num_tokens is None else asked_once(num_tokens)
@@ -113,7 +114,7 @@ class BlockHolds:
         """Free a sequence, and hold all blocks that it had until `release`.
 
         For steps in flight that may still write to the blocks, and for readers of a finished sequence's KV. The
-        sequence may be allocated again at once, with other blocks behind its hit. Call `evict_blocks` for blocks that
+        sequence may be allocated again at once, with other blocks after its hit. Call `evict_blocks` for blocks that
         must not stay cached. Raises what `free` raises. O(blocks).
         """
         own = self._check_owned(sequence, "holds.detach")
@@ -128,10 +129,10 @@ class BlockHolds:
         return hold
 
     def release(self, hold: Given[BlockHold]) -> None:
-        """End a hold. Blocks without other owners become free. Cached blocks stay cached.
+        """End a hold. Blocks without other owners become free, and cached blocks stay cached.
 
-        Raises BlockStateError when the hold has ended or is another manager's, InvalidArgumentError when it is no hold.
-        O(blocks).
+        Raises BlockStateError when the hold has ended or is another manager's, and InvalidArgumentError when it is no
+        hold. O(blocks).
         """
         self._change.check_whole()
         given: Any = hold
@@ -149,7 +150,7 @@ class BlockHolds:
         self._end()
 
     def owned(self) -> list[list[KVCacheBlock]]:
-        """Return the held blocks, each as often as it is held. Only for the manager. O(holds)."""
+        """Return the held blocks, each as many times as it is held. Only for the manager. O(holds)."""
         return [table for hold in self._holds for table in hold.tables]
 
     def _hold_full(self, sequence: Sequence, num_tokens: int) -> BlockHold:

@@ -1,4 +1,4 @@
-"""`ManagerPins`: the calls about pins, `manager.pins`. What a pin is and does: `retention.pins`."""
+"""`ManagerPins`, which is `manager.pins`: the calls about pins. `retention.pins` says what a pin is and does."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsFloat
@@ -14,9 +14,9 @@ from kvblocks.retention.pins import Pin, Pins, Priority
 
 
 class ManagerPins:
-    """The pins of a manager: `manager.pins`. Iterates over those that haven't ended, oldest first.
+    """The pins of a manager: `manager.pins`. Iterating yields those that haven't ended, oldest first.
 
-    Made by a manager. As with the manager's calls, one that raises has changed nothing.
+    Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ManagerPins:
 
     @property
     def max_blocks(self) -> int:
-        """How many blocks the prefixes of all pins together may have: `pin_budget` of the pool. O(1)."""
+        """How many blocks the prefixes of all pins together may have: the share `pin_budget` of the pool. O(1)."""
         return self._pins.max_blocks
 
     def __len__(self) -> int:
@@ -58,18 +58,20 @@ class ManagerPins:
         priority: Priority = 50,
         expires_at: SupportsFloat | None = None,
     ) -> Pin:
-        """Keep the full blocks of a prefix cached, from now or from when they are computed, until `unpin` or expiry.
+        """Keep the full blocks of a prefix cached until `unpin` or expiry, starting now or when they are computed.
 
-        token_ids, salt, lora, extra_keys: as for a `Sequence`. priority: 0 to 100; or (start, end, priority) for ranges
-        of tokens. With ranges, a block gets at least the priority of the blocks behind it, and blocks behind the last
-        range aren't pinned. When a call needs blocks and only pinned ones are left, those of lowest priority are given
-        up; those of priority 100 never are. expires_at: on the caller's clock, see `expire`; None: never.
+        - token_ids, salt, lora, extra_keys: as for a `Sequence`.
+        - priority: 0 to 100, or (start, end, priority) for ranges of tokens. With ranges, a block gets at least the
+          priority of the blocks after it, and blocks after the last range aren't pinned. When a call needs blocks and
+          only pinned ones are left, those of lowest priority are given up; those of priority 100 never are.
+        - expires_at: on the caller's clock, see `expire`; None: never.
 
         Raises PinBudgetError when the prefixes of all pins together would have more blocks than `pin_budget` allows (a
-        block in two pins counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins). While the pin
-        lacks blocks, freeing a sequence that has the same first tokens costs one more lookup. While there are pins, a
-        call that finds too few free blocks costs O(pins) more, and O(pinned blocks) if a shared block got or lost an
-        owner since the last such call.
+        block in two pins counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins).
+
+        While the pin lacks blocks, freeing a sequence that has the same first tokens costs one more lookup. While there
+        are pins, a call that finds too few free blocks costs O(pins) more, and O(pinned blocks) if a shared block got
+        or lost an owner since the last such call.
         """
         self._change.check_whole()
         if not self._caches:
@@ -96,10 +98,10 @@ class ManagerPins:
         self._remove([given])
 
     def expire(self, now: SupportsFloat) -> list[Pin]:
-        """End and return the pins whose `expires_at` is at or before `now`, on the clock `manager.now`.
+        """End and return the pins whose `expires_at` is at or before `now`, and set the clock `manager.now`.
 
-        Also sets that clock. The pins' blocks become free, and are reused before any that is still pinned. No pin
-        expires by itself: call this now and then. Raises InvalidArgumentError. O(pins + blocks freed).
+        The pins' blocks become free, and are reused before any block that is still pinned. No pin expires by itself, so
+        call this regularly. Raises InvalidArgumentError. O(pins + blocks freed).
         """
         self._change.check_whole()
         time = check_number("now", now)
@@ -110,7 +112,7 @@ class ManagerPins:
         return expired
 
     def _remove(self, ended: list[Pin]) -> None:
-        """Remove pins and end the change. If no pins are left, the slots don't ask for pins any more."""
+        """Remove pins and end the change. If no pins are left, the slots no longer ask for pins."""
         for pin in ended:
             self._pins.remove(pin)
         if not self._pins.pins:

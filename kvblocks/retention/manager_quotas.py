@@ -1,4 +1,4 @@
-"""`ManagerQuotas`: the calls about tenants' quotas, `manager.quotas`. What a quota does: `retention.quotas`."""
+"""`ManagerQuotas`, which is `manager.quotas`: the calls about quotas. `retention.quotas` says what a quota does."""
 
 from collections.abc import Callable, Iterator
 from typing import SupportsIndex
@@ -14,8 +14,8 @@ from kvblocks.stats import QuotaUsage
 class ManagerQuotas:
     """The quotas of a manager's tenants: `manager.quotas`.
 
-    Iterates over the `QuotaUsage` of each salt that has a quota of its own, or a default one and anything cached:
-    O(salts). Made by a manager. As with the manager's calls, one that raises has changed nothing.
+    Iterating yields the `QuotaUsage` of each salt that has a quota of its own, or that has the default quota and
+    anything cached: O(salts). Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class ManagerQuotas:
         return iter([] if self._quotas is None else self._quotas.usage())
 
     def set(self, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
-        """Limit how many blocks sequences of one salt (None: no salt) may keep cached while others want the space.
+        """Limit how many blocks the sequences of one salt may keep cached while others want the space.
 
-        max_blocks: None removes the limit. Beyond the limit, sequences of this salt may still use free space for their
-        cached blocks, but their least recently used cached blocks are then evicted before those of others. Owned blocks
-        count, and are never evicted. Raises InvalidArgumentError. O(pool).
+        salt: None stands for sequences without a salt. max_blocks: None removes the limit. Beyond the limit, sequences
+        of this salt may still use free space for cached blocks, but some of these are then evicted before those of
+        others: the least recently used ones, or with an eviction policy those that it chooses among them. Owned blocks
+        count, and are never evicted. Raises InvalidArgumentError, also without a group of full attention. O(pool).
         """
         self._check_has_primary("quotas.set")
         name = check_name("salt", salt)
@@ -56,7 +57,10 @@ class ManagerQuotas:
         self._apply(quotas)
 
     def set_default(self, max_blocks: SupportsIndex | None) -> None:
-        """Set the quota of each salt, except None, that has no quota of its own. As `set`. O(pool)."""
+        """Set the quota of every salt that has none of its own; it doesn't apply to sequences without a salt.
+
+        max_blocks: as in `set`. Raises InvalidArgumentError. O(pool).
+        """
         self._check_has_primary("quotas.set_default")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = self._made()
@@ -65,7 +69,7 @@ class ManagerQuotas:
         self._apply(quotas)
 
     def of(self, salt: Text | None) -> int | None:
-        """Return the quota of a salt, its own or the default; None: it has none. Raises InvalidArgumentError. O(1)."""
+        """Return the quota of a salt, its own or the default; None without one. Raises InvalidArgumentError. O(1)."""
         name = check_name("salt", salt)
         return None if self._quotas is None else self._quotas.limit_of(name)
 
@@ -73,7 +77,7 @@ class ManagerQuotas:
         return TenantQuotas() if self._quotas is None else self._quotas
 
     def _apply(self, quotas: TenantQuotas) -> None:
-        """Count the cached blocks again, and end the change. Without any quota nothing is counted."""
+        """Count the cached blocks again, and end the change. Without any quota, nothing is counted."""
         in_force = self._quotas = charge(self._pool, quotas)
         if self._eviction is not None:
             self._eviction.use_quotas(in_force)

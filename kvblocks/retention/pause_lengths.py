@@ -1,8 +1,9 @@
 """How long sessions pause after a stop reason, and for how long it pays to keep a paused session's place.
 
-A place that is kept for t seconds costs them if the session stays away longer, and then the session computes its prompt
-anew, too, when it comes back. If it comes back earlier, the place was held for the length of the pause. So the hold is
-the t that would have cost least over the pauses seen so far. It is the ski-rental problem, with a known distribution.
+Suppose that places are kept for t seconds. If a session comes back within that time, its place was held for the length
+of the pause. If it comes back later, its place was held for t seconds in vain, and it must compute its prompt again.
+The hold is the t that would have cost least over the pauses seen so far. This is the ski-rental problem, with a known
+distribution.
 """
 
 from typing import Final
@@ -11,7 +12,7 @@ HOLDS_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0
 """The holds to choose from, in seconds."""
 
 MOST_S: Final = HOLDS_S[-1]
-"""No place is kept for longer, so longer pauses are all the same."""
+"""No place is kept for longer than this, so all longer pauses count the same."""
 
 _PRIOR_S = 10.0
 _NUM_PRIOR = 10
@@ -19,7 +20,7 @@ _MOST_PAUSES = 2000  # then all counts are halved, so that old pauses count less
 
 
 class PauseLengths:
-    """The pauses after one stop reason. It begins with ten pauses of ten seconds, as if they had been seen."""
+    """The pauses after one stop reason. It begins as if ten pauses of ten seconds had been seen."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -34,13 +35,13 @@ class PauseLengths:
         self.num_open += 1
 
     def end(self, seconds: float | None) -> None:
-        """Note that a pause has ended. seconds: how long it was; None: the session will not come back. O(1)."""
+        """Record that a pause has ended. seconds: how long it was; None: the session will not come back. O(1)."""
         self.num_open -= 1
         if seconds is not None:
             self._add(seconds)
 
     def hold_s(self, cost_s: float) -> float:
-        """Return for how long a place is worth keeping. O(1).
+        """Return how many seconds a place is worth keeping. O(1).
 
         cost_s: what it costs if the session comes back later than that: the seconds to compute its room again.
         """

@@ -1,9 +1,10 @@
-"""Which blocks have only pins as owners: a call that finds too few free blocks could get those of low priority.
+"""Which blocks have only pins as owners. A call that finds too few free blocks could get those of low priority.
 
-Finding out costs a look at all pinned blocks. So the answer is kept for the next call, which a scheduler makes in its
-next step. The answer may change in two cases. A pin comes to hold other blocks; then `Pins` calls `forget`. Or a block
-that stays owned gets or loses an owner; the free queue counts these changes, for all blocks together. Taking and
-freeing unshared blocks doesn't change it. In a pool where prefixes are shared all the time, each call looks again.
+Finding out costs a look at all pinned blocks, so the answer is kept for the next call, which a scheduler makes in its
+next step. The answer may change in two cases. When a pin comes to hold other blocks, `Pins` calls `forget`. When a
+block that stays owned gets or loses an owner, the free queue counts the change, for all blocks together. Taking and
+freeing unshared blocks doesn't change the answer. In a pool where prefixes are shared all the time, each call looks
+again.
 """
 
 from collections.abc import Iterable
@@ -28,12 +29,12 @@ class PinnedBlocks:
         self._num_shared_changes = 0
 
     def forget(self) -> None:
-        """Drop the kept answer, since pins hold other blocks than before. O(1)."""
+        """Drop the kept answer, because pins hold other blocks than before. O(1)."""
         self._may_go = None
 
     @property
     def known(self) -> dict[KVCacheBlock, bool] | None:
-        """By block, whether it would be given up; None if no valid answer is kept. O(1)."""
+        """For each block, whether it would be given up; None if no valid answer is kept. O(1)."""
         if self._num_shared_changes != self._pool.queue.num_shared_changes:
             self._may_go = None
         return self._may_go
@@ -41,7 +42,8 @@ class PinnedBlocks:
     def count(self, pins: Iterable[Held], touched: list[KVCacheBlock], num_wanted: int) -> tuple[int, int]:
         """Return how many blocks pins would give up, and how many not, once `touched` have another owner.
 
-        Stops counting when `num_wanted` would be given up. O(touched) while an answer is kept, else O(pinned blocks).
+        Counting stops when `num_wanted` would be given up. O(touched) while an answer is kept, otherwise O(pinned
+        blocks).
         """
         may_go = self.known
         if may_go is None:
@@ -58,8 +60,8 @@ class PinnedBlocks:
     def note_given_up(self, known: dict[KVCacheBlock, bool] | None, blocks: list[KVCacheBlock]) -> None:
         """Update the answer that was `known` before pins gave up `blocks`, in order of priority. O(blocks).
 
-        If other pins still hold such a block, their priority is at least as high as that of the pin that gave it up.
-        So nothing changes for this block.
+        If other pins still hold such a block, their priority is at least as high as that of the pin that gave it up, so
+        nothing changes for this block.
         """
         self._may_go = known
         self._num_shared_changes = self._pool.queue.num_shared_changes

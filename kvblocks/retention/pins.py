@@ -1,17 +1,17 @@
 """Pins: prefixes that the caller wants to stay cached, until they expire or sequences need the space.
 
-A pin owns its prefix's blocks as a sequence owns its blocks. So they aren't in the free queue, and nothing on the hot
-path has to know of pins. A pin is for a prefix, not for certain blocks. Blocks of the prefix that aren't cached yet, or
-that the pin gave up, are held once they are cached and a sequence releases them.
+A pin owns its prefix's blocks as a sequence owns its blocks. They are therefore not in the free queue, and nothing on
+the hot path has to know about pins. A pin is for a prefix, not for certain blocks. Blocks of the prefix that aren't
+cached yet, or that the pin gave up, are held once they are cached and a sequence releases them.
 
-No deadlock: all pins together hold at most a share of the pool. When the pool has no other blocks, pins give up blocks,
-those of lowest priority first, and within a pin the end of the prefix first. Only pins of priority 100 never do.
+Pins cause no deadlock. All pins together hold at most a share of the pool. When the pool has no other blocks, pins give
+up blocks, those of lowest priority first, and within a pin the end of the prefix first. Only pins of priority 100 never
+do.
 
 Invariants: a pin holds the first blocks of its prefix, all cached. Their priorities never increase from one block to
 the next, so no block is kept longer than its parent.
 
-Retention priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
-project's.
+Retention priorities by ranges of tokens are TensorRT-LLM's; protecting blocks by holding a reference is this project's.
 """
 
 from collections.abc import Iterable
@@ -35,11 +35,14 @@ Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, Supports
 class Pin:
     """A request to keep a prefix cached. Made by `manager.pins.pin`; pins are compared by identity.
 
-    sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
-    when it ends, None: never. blocks: the primary group's blocks that it holds now. attached_blocks: the side groups'
-    blocks that it holds, those of a checkpoint included: all that a hit of the whole prefix needs, or none.
-    num_wanted_blocks: blocks of all groups that it is for; this counts towards the budget. num_wanted_attached_blocks:
-    those of side groups among them.
+    - sequence: the prefix, with its salt and keys.
+    - priorities: of its full blocks, first to last.
+    - expires_at: the time when it ends; None: never.
+    - blocks: the primary group's blocks that it holds now.
+    - attached_blocks: the side groups' blocks that it holds, including those of a checkpoint. They are either all that
+      a hit of the whole prefix needs, or none.
+    - num_wanted_blocks: how many blocks, of all groups, it is for. This number counts towards the budget.
+    - num_wanted_attached_blocks: how many of those are side groups'.
     """
 
     __slots__ = (
@@ -65,12 +68,12 @@ class Pin:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the primary group that it is for. O(1)."""
+        """How many blocks of the primary group it is for. O(1)."""
         return len(self.priorities)
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that it holds now: those that are cached and weren't given up. O(1)."""
+        """How many blocks it holds now: those that are cached and weren't given up. O(1)."""
         return len(self.blocks) + len(self.attached_blocks)
 
     def __repr__(self) -> str:
@@ -84,7 +87,7 @@ class Pin:
 class Pins(SoftHolds):
     """The pins of a pool, which together hold at most `max_blocks`.
 
-    lacking: the pins that don't hold all of their blocks, by their first block's tokens.
+    lacking: the pins that don't hold all of their blocks, by the tokens of their first block.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
@@ -97,7 +100,7 @@ class Pins(SoftHolds):
     def make(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
         """Return a pin of a prefix, for `add`. Changes nothing. O(tokens + pins).
 
-        expires_at: a number, or None. Raises InvalidArgumentError; PinBudgetError when the budget is too small.
+        expires_at: a number, or None. Raises InvalidArgumentError, and PinBudgetError when the budget is too small.
         """
         pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
         self._count_wanted(pin)
@@ -148,10 +151,10 @@ class Pins(SoftHolds):
             self._note(pin)
 
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
-        """Return why `num_blocks` can't be had once `touched` are owned. None if they can, perhaps after `give_up`.
+        """Return why `num_blocks` can't be had once `touched` are owned; None if they can, perhaps after `give_up`.
 
-        Changes nothing. O(touched), and O(pinned blocks) if since the last call pins hold other blocks, or an owned
-        block got or lost an owner.
+        Changes nothing. O(touched), and O(pinned blocks) if pins came to hold other blocks, or an owned block got or
+        lost an owner, since the last call.
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         num_given = num_kept = 0
@@ -235,9 +238,8 @@ def _first_block(sequence: Sequence, block_size: int) -> bytes:
 def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> list[int]:
     """Return the priority of each full block to pin.
 
-    A block has the highest priority of the ranges that touch it, and at least that of the blocks behind it. Blocks
-    behind the last range are not pinned. Raises InvalidArgumentError unless at least one block is pinned. O(blocks +
-    ranges).
+    A block has the highest priority of the ranges that touch it, and at least that of the blocks after it. Blocks after
+    the last range are not pinned. Raises InvalidArgumentError unless at least one block is pinned. O(blocks + ranges).
     """
     given: Any = priority
     if as_int(given) is not None or not hasattr(given, "__iter__"):  # one number, for the whole prefix

@@ -1,8 +1,8 @@
 """Salts and their quotas: how many cached blocks each salt may keep while others want the space.
 
 A quota alone evicts nothing: as long as the pool has blocks that hold nothing, a tenant may cache beyond its quota. But
-when a cached block would be evicted next, and tenants are over their quotas, the one that has been so longest loses its
-least recently used free block instead. Owned blocks count towards a quota and are never taken.
+when a cached block would be evicted next and tenants are over their quotas, the tenant that has been over longest loses
+its least recently used free block instead. Owned blocks count towards a quota and are never taken.
 
 Counting is exact: every cached run knows its tenant, by the salt in its first block's key.
 """
@@ -36,12 +36,12 @@ class TenantQuotas(Accounts):
 
     @property
     def over(self) -> dict[Tenant, int]:
-        """The tenants over their quotas, the longest first. Don't change it. O(1)."""
+        """The tenants over their quotas, in the order in which they went over. Don't change it. O(1)."""
         return self._over.tenants
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no quota. O(1)."""
+        """Whether there are no quotas. O(1)."""
         return not self._named and self.default_max_blocks is None
 
     def tenants(self) -> list[Tenant]:
@@ -50,7 +50,7 @@ class TenantQuotas(Accounts):
         return [tenant for tenant in tenants if tenant.salt in self._named or tenant.num_cached_blocks]
 
     def usage(self) -> list[QuotaUsage]:
-        """Return quota and usage of each of `tenants`. O(salts)."""
+        """Return the quota and the usage of each of `tenants`. O(salts)."""
         return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in self.tenants()]
 
     def limit_of(self, salt: str | None) -> int | None:
@@ -66,19 +66,19 @@ class TenantQuotas(Accounts):
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
-        """Set the quota of each salt without one of its own. `charge` must follow. O(salts).
+        """Set the quota of each salt that has none of its own, except sequences without a salt. O(salts).
 
-        max_blocks None: no quota. Sequences without a salt have no default quota.
+        max_blocks: None removes the default. `charge` must follow.
         """
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
 
     def account_of(self, extra_keys: bytes | None) -> Tenant | None:
-        """Return the tenant whose salt is in a first block's encoded extra keys, None if it has no quota. O(1)."""
+        """Return the tenant whose salt is in a first block's encoded extra keys; None if it has no quota. O(1)."""
         return self.tenant_of(salt_in(extra_keys))
 
     def tenant_of(self, salt: str | None) -> Tenant | None:
-        """Return the tenant of a salt, None if it has no quota. O(1)."""
+        """Return the tenant of a salt; None if it has no quota. O(1)."""
         tenant = self._tenants.get(salt)
         if tenant is None and salt is not None and self.default_max_blocks is not None:
             if len(self._tenants) >= self._sweep_at:
@@ -87,7 +87,7 @@ class TenantQuotas(Accounts):
         return tenant
 
     def find(self, salt: str | None) -> Tenant | None:
-        """Return the tenant of a salt, None if none was made yet. O(1)."""
+        """Return the tenant of a salt; None if there is no such tenant yet. O(1)."""
         return self._tenants.get(salt)
 
     def forget_advisers(self) -> None:
@@ -98,7 +98,7 @@ class TenantQuotas(Accounts):
     def recount(self, runs: list[tuple[Run, int]], free_blocks: Items[KVCacheBlock]) -> None:
         """Count all cached blocks again. O(runs + free blocks).
 
-        runs: all runs, parents first, each with how many blocks it has cached. free_blocks: in the queue's order.
+        runs: all runs, parents first, each with its number of cached blocks. free_blocks: in the queue's order.
         """
         self._over.reorder([])
         for tenant in self._tenants.values():
@@ -121,12 +121,12 @@ class TenantQuotas(Accounts):
                     tenant.note_free(block)
 
     def next_victim(self) -> KVCacheBlock | None:
-        """Return the least recently used free block of `next_tenant`, None if there is none."""
+        """Return the least recently used free block of `next_tenant`; None if there is none."""
         tenant = self.next_tenant()
         return None if tenant is None else tenant.first_free()
 
     def next_tenant(self) -> Tenant | None:
-        """Return the tenant that has been over its quota longest and has a free block, None if none. O(log tenants)."""
+        """Return the tenant that has been over its quota longest and has a free block; None if none. O(log tenants)."""
         return self._over.next_tenant()
 
     def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # for other watchers
@@ -142,7 +142,7 @@ class TenantQuotas(Accounts):
 
 
 class QuotaOrder(Chooser):
-    """Takes blocks of tenants over their quotas first, and else the first of the queue. For pools without a policy."""
+    """Takes blocks of tenants over their quotas first, otherwise the queue's first. For pools without a policy."""
 
     def __init__(self, quotas: TenantQuotas) -> None:
         self._quotas = quotas
@@ -153,7 +153,10 @@ class QuotaOrder(Chooser):
         return bool(self._quotas.over)
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:  # noqa: ARG002  # one by one
-        """Take the first block; if it is cached and there is a `next_victim`, take that. O(log tenants) on average."""
+        """Take the queue's first block or, if that is cached and there is a `next_victim`, the victim.
+
+        O(log tenants) on average.
+        """
         first = queue.first
         block = self._quotas.next_victim() if first is not None and first.is_cached else None
         if block is None:
@@ -163,9 +166,10 @@ class QuotaOrder(Chooser):
 
 
 def charge(pool: BlockPool, quotas: TenantQuotas) -> TenantQuotas | None:
-    """Charge changed quotas for a pool, and count its cached blocks again. Returns the quotas, None if none. O(pool).
+    """Apply changed quotas to a pool, and count its cached blocks again. Returns the quotas; None if there are none.
+    O(pool).
 
-    What chooses blocks must be told of the result.
+    Whatever chooses blocks must be told of the result.
     """
     quotas.recount(pool.index.count_by_run(), [*pool.queue])
     in_force, index = None if quotas.is_empty else quotas, pool.index
@@ -178,7 +182,7 @@ def charge(pool: BlockPool, quotas: TenantQuotas) -> TenantQuotas | None:
 
 
 def salt_in(extra_keys: bytes | None) -> str | None:
-    """Return the salt in a first block's encoded extra keys, where it comes first; None if there is none. O(bytes)."""
+    """Return the salt in a first block's encoded extra keys, where it comes first; None without one. O(bytes)."""
     if not extra_keys or extra_keys[0] != SALT_KIND:
         return None
     (num_bytes,) = unpack_from("<I", extra_keys, 1)
@@ -186,7 +190,7 @@ def salt_in(extra_keys: bytes | None) -> str | None:
 
 
 def forget_salt(pool: BlockPool, salt: str | None) -> int:
-    """Stop caching all prefixes with one salt; None: without one. Returns how many blocks. O(runs + those blocks)."""
+    """Stop caching all prefixes with one salt (None: without a salt). Returns how many blocks. O(runs + blocks)."""
     num_before = pool.num_cached_blocks
     for run in pool.index.runs():
         parent, _, _, extra_keys = run.key

@@ -2,30 +2,29 @@
 
 An agent's next request begins with all tokens of its last one. If the sessions that take turns are together larger than
 the pool, each session's prefix is evicted before its next turn, whatever the eviction policy, and every turn computes
-the whole prompt again. The gate therefore lets only so many sessions take turns that their prompts fit. Others wait,
-and when they are let in, they find their prefixes for many turns.
+the whole prompt again. The gate therefore lets only as many sessions take turns as have room for their prompts. Others
+wait, and once they are let in, they find their prefixes for many turns.
 
 1. *Footprint.* A session counts with the tokens of its last prompt and answer. Requests of *members* pass at once. So
    do requests without a session, which count while they run.
 2. *Room.* A waiting session becomes a member if all that counts, with its own footprint, is at most `fill` of the room,
    or if there is no member.
-3. *Hold.* A member that pauses keeps its place for a time that is learned from earlier pauses with the same stop
-   reason (`PauseLengths`). Then it leaves, if anybody waits.
-4. *Growth.* If what counts outgrows the room, members leave that pause, those that have paused longest first.
-   A request that runs is never touched.
-5. *Order.* Sessions of which at least half of the prompt is cached come first, then in the order of arrival. A session
+3. *Hold.* A member that pauses keeps its place for a time that is learned from earlier pauses with the same stop reason
+   (`PauseLengths`). Then it leaves, if anybody waits.
+4. *Growth.* If what counts outgrows the room, pausing members leave, those that have paused longest first. A running
+   request is never touched.
+5. *Order.* Sessions with at least half of their prompt cached come first, then the order of arrival decides. A session
    that was overtaken `max_overtakes` times is next: nobody enters before it, but it doesn't enter without room either.
    After its turn (7) a session comes back in the order of arrival.
 6. *Patience.* If nothing is busy for a quarter of the time that the next session's prompt takes to compute, the session
    enters.
 7. *Turn.* A member that has had its place for `turn_s` seconds leaves at its next pause, if others wait. New requests
-   that it sends before that pause wait, too.
+   that it sends before that pause wait too.
 
 The gate never refuses a request. With rules 5 and 7 nobody starves: if requests end, all that wait are admitted. It
 needs no thread, no clock and no manager: the caller tells it the time, and asks again when the answer may have changed.
-
 Holding a place by ski rental is also what Continuum does for the KV of tool calls (H. Li et al., 2025); the rest was
-found in simulations of Claude-Code sessions (docs/gate.md).
+found in simulations with recorded sessions of a coding agent (docs/gate.md).
 """
 
 from collections.abc import Hashable, Iterator
@@ -38,10 +37,10 @@ from kvblocks.retention.gate_records import Decision, GateStats, Reason, Session
 from kvblocks.retention.pause_lengths import MOST_S, PauseLengths
 
 PATIENCE: Final = 0.25
-"""The share of the time to compute the next session's prompt for which the gate lets everything be idle."""
+"""How long the gate lets everything be idle, as a share of the time to compute the next session's prompt."""
 
 HOST_SHARE: Final = 0.5
-"""The share of a host tier that counts as room. All of it is too much: then loads take the time that hits save."""
+"""The share of a host tier that counts as room. With all of it, loads would take the time that hits save."""
 
 _MAX_REASONS = 32  # stop reasons beyond so many are learned together
 
@@ -91,11 +90,11 @@ class SessionGate:
     """Decides whose requests an engine may begin. Not thread-safe.
 
     num_tokens: the room, in tokens of KV: those of the device, and half of those of a host tier. fill: the share of the
-    room that a session may fill up when it enters. max_overtakes: how many sessions that came later may enter before
-    one. turn_s: seconds after which a member gives its place to others.
+    room that may be taken when a session has entered. max_overtakes: how many sessions that came later may enter before
+    another one. turn_s: seconds after which a member gives its place to others.
 
-    All times are in seconds, on a clock of the caller's. A clock that goes back counts as one that stands still. Each
-    call costs O(1), except `release`. Bad arguments raise InvalidArgumentError, and nothing has changed then.
+    All times are in seconds, on a clock of the caller's. If that clock goes back, it counts as standing still. A call
+    costs O(1) unless its docstring says otherwise. Bad arguments raise InvalidArgumentError, with nothing changed.
     """
 
     def __init__(
@@ -138,9 +137,9 @@ class SessionGate:
     ) -> bool:
         """Ask whether a new request may begin. False: it waits until a `release` admits it.
 
-        request_id: unique among requests that haven't ended. session: of the request; None: it has none. The same name
-        with another salt is another session. prompt_tokens: 0 or more. cached_tokens: of its prompt, those whose KV
-        needs no computing. A session that asks again ends its pause.
+        request_id: unique among requests that haven't ended. session: that of the request; None: it has none. The same
+        name with another salt is another session. prompt_tokens: 0 or more. cached_tokens: how many of the prompt's
+        tokens need no computing. A session that asks again ends its pause.
         """
         check_id("request_id", request_id)
         if request_id in self._requests:
@@ -174,15 +173,15 @@ class SessionGate:
         return False
 
     def note_cached(self, request_id: Hashable, cached_tokens: SupportsIndex) -> None:
-        """Say how many tokens of a waiting request are cached now, if that has changed since it was asked about."""
+        """Report how many tokens of a waiting request are cached now, if that has changed since `ask`."""
         asked = self._find(request_id)
         asked.cached_tokens = check_count("cached_tokens", cached_tokens, 0, asked.prompt_tokens)
 
     def release(self, num_busy: SupportsIndex, seconds_per_token: SupportsFloat, now: SupportsFloat) -> Decision:
-        """Admit who may enter. Call it when a request has been asked about, has ended or was cancelled, and at wake_at.
+        """Admit those who may enter. Call it after `ask`, after a request has ended or was cancelled, and at wake_at.
 
-        num_busy: requests that were admitted and haven't ended, whether the engine computes them or not.
-        seconds_per_token: that computing a prompt takes. O(1) if nobody waits, else O(sessions).
+        num_busy: how many admitted requests haven't ended, whether the engine computes them now or not.
+        seconds_per_token: how long computing one token of a prompt takes. O(1) if nobody waits, otherwise O(sessions).
         """
         busy = check_count("num_busy", num_busy, 0)
         per_token = check_number("seconds_per_token", seconds_per_token, "a number of at least 0")
@@ -219,9 +218,9 @@ class SessionGate:
         return Decision(tuple(admitted), tuple(paused), wake_at)
 
     def ended(self, request_id: Hashable, num_tokens: SupportsIndex, reason: Text, now: SupportsFloat) -> None:
-        """Note that a request which was admitted has ended; its session pauses, unless more of its requests run.
+        """Report that an admitted request has ended. Its session pauses, unless more of its requests run.
 
-        num_tokens: of its prompt and answer. reason: its stop reason, any non-empty str.
+        num_tokens: those of its prompt and answer. reason: its stop reason, any non-empty str.
         """
         asked = self._find(request_id)
         session = asked.session
@@ -268,7 +267,7 @@ class SessionGate:
             self._forget(session)
 
     def end_session(self, session: Hashable, salt: Text | None = None) -> None:
-        """Say that a session will have no more requests. Those that run or wait go on. Unknown sessions may end, too.
+        """Report that a session, known or not, will have no more requests. Those that run or wait go on.
 
         If another request comes, the session begins again.
         """
@@ -299,7 +298,7 @@ class SessionGate:
         return Waiting(reason, missing, 0, enters_at, session.key, asked.asked_at)
 
     def members(self) -> list[tuple[SessionKey, int, float | None]]:
-        """Return the members: key, footprint in tokens, and since when it pauses, None if it runs. O(members)."""
+        """Return the members: key, footprint in tokens, and since when they pause (None: they run). O(members)."""
         return [(session.key, session.footprint, session.paused_at) for session in self._members]
 
     def waiting(self) -> list[Hashable]:
@@ -350,7 +349,7 @@ class SessionGate:
         return next(self._order())
 
     def _order(self) -> Iterator[_Session]:
-        """Yield the sessions that wait: who is overdue, whose prompts are cached, the others; each in arrival order."""
+        """Yield the waiting sessions: overdue ones, those with cached prompts, then others; each in arrival order."""
         overdue = [session for session in self._waiting if session.num_overtakes >= self.max_overtakes]
         yield from overdue
         others = [session for session in self._waiting if session.num_overtakes < self.max_overtakes]
@@ -360,7 +359,7 @@ class SessionGate:
     # Who waits, who enters, and who leaves.
 
     def _queue(self, session: _Session) -> None:
-        """Let a session wait, with its requests. If it waits already, it keeps its place."""
+        """Make a session wait, with its requests. If it waits already, it keeps its place."""
         session.footprint = max([each.prompt_tokens for each in session.waiting.values()])
         self._waiting.setdefault(session)
 
@@ -383,14 +382,14 @@ class SessionGate:
         return admitted
 
     def _leave(self, session: _Session, rule: str) -> None:
-        """Make a member that runs nothing a member no more."""
+        """End the membership of a member that runs nothing."""
         session.is_member, session.had_turn = False, rule == "turn"
         del self._members[session]
         self._member_tokens -= session.footprint
         self._num_left[rule] += 1
 
     def _shrink(self) -> list[SessionKey]:
-        """Let members leave that pause, the longest first, until the rest fits. Returns them."""
+        """Make pausing members leave, those that have paused longest first, until the rest fits. Returns them."""
         left: list[SessionKey] = []
         for session in [each for each in self._paused if each.is_member]:
             if self._num_counted <= self._most_tokens:
@@ -400,7 +399,7 @@ class SessionGate:
         return left
 
     def _expire(self, left: list[SessionKey]) -> float | None:
-        """Let members leave whose hold or turn is over, and add them to `left`. Returns when the next one is over."""
+        """Make members leave whose hold or turn is over, and add them to `left`. Returns when the next one is over."""
         holds: dict[str, float] = {}
         next_end = None
         for session in [each for each in self._paused if each.is_member]:
@@ -473,7 +472,7 @@ class SessionGate:
 
 
 def _is_cached(session: _Session) -> bool:
-    """Whether a session goes before others, since at least half of its prompt is cached."""
+    """Whether a session goes before others, because at least half of its prompt is cached."""
     first = next(iter(session.waiting.values()))
     return not session.had_turn and 2 * first.cached_tokens >= first.prompt_tokens
 

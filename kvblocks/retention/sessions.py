@@ -1,6 +1,6 @@
 """Sessions: what a caller tells eviction policies about the conversations that its requests belong to.
 
-A request names its session (`Sequence(session=...)`). Between a session's requests the caller may say that it pauses,
+A request names its session (`Sequence(session=...)`). Between a session's requests the caller may report that it pauses
 and why, or that it has ended. A session belongs to a tenant: the same name with another salt is another session.
 """
 
@@ -13,9 +13,9 @@ from kvblocks.retention.eviction import Eviction
 
 
 class Sessions:
-    """The calls about sessions: `manager.sessions`. They do nothing without an eviction policy that wants to know.
+    """The calls about sessions: `manager.sessions`. They do nothing without an eviction policy that uses them.
 
-    Made by a manager. As with the manager's calls, one that raises has changed nothing.
+    Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
     def __init__(self, change: Change, eviction: Eviction | None, end: Callable[[], None]) -> None:
@@ -25,11 +25,11 @@ class Sessions:
         self._end = end
 
     def pause(self, session: Hashable, reason: Text, salt: Text | None = None) -> None:
-        """Say that a session's latest request has ended, and why: its stop reason.
+        """Report that a session's latest request has ended, and why: its stop reason.
 
         reason: any non-empty str, such as "tool_use", "end_turn", "stop" or "length"; policies learn what each means.
-        salt: of its requests. Call this when the request has been freed, with the manager's clock (`manager.now`) set.
-        An unknown session may pause, too. Raises InvalidArgumentError. O(1) without the policy.
+        salt: that of its requests. Call this when the request has been freed, with the manager's clock (`manager.now`)
+        set. The session may be unknown. Raises InvalidArgumentError. O(1), plus the policy's time.
         """
         own, why, tenant = self._check(session), _check_reason(reason), check_name("salt", salt)
         if self._eviction is not None:
@@ -38,9 +38,9 @@ class Sessions:
             self._end()
 
     def end(self, session: Hashable, salt: Text | None = None) -> None:
-        """Say that a session will have no more requests. If another request comes, the session begins again.
+        """Report that a session will have no more requests. If another request comes, the session begins again.
 
-        salt: of its requests. Raises InvalidArgumentError. O(1) without the policy.
+        salt: that of its requests. Raises InvalidArgumentError. O(1), plus the policy's time.
         """
         own, tenant = self._check(session), check_name("salt", salt)
         if self._eviction is not None:

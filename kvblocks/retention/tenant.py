@@ -1,7 +1,7 @@
 """A tenant: all sequences of one salt, with a quota on what they may keep cached while others want the space.
 
 The tenant's runs add and subtract their cached blocks here. `TenantQuotas` makes tenants, and tells them which blocks
-become free. A tenant isn't told which blocks stop being free. It finds out when it looks for a free block, so this
+become free. A tenant isn't told which blocks stop being free: it finds out when it looks for a free block, so this
 costs nothing otherwise.
 
 Invariants: `free_blocks` contains every free cached block of the tenant, in the order in which they became free (the
@@ -18,9 +18,10 @@ from kvblocks.retention.adviser import Adviser
 
 
 class OverQuota:
-    """The tenants over their quotas. tenants: by tenant, a number that gives the order in which they went over.
+    """The tenants over their quotas. tenants: for each tenant, a number that gives the order in which they went over.
 
-    Tenants that may have free blocks are candidates, in a heap by number. A tenant without free blocks costs nothing.
+    Tenants that may have free blocks are candidates, in a heap by that number. A tenant without free blocks costs
+    nothing.
     """
 
     __slots__ = ("_candidates", "_num_entered", "tenants")
@@ -53,7 +54,7 @@ class OverQuota:
             heapify(self._candidates)
 
     def next_tenant(self) -> "Tenant | None":
-        """Return the tenant that has been here longest and has a free block, or None. O(log tenants) on average."""
+        """Return the tenant that has been here longest and has a free block; or None. O(log tenants) on average."""
         while self._candidates:
             entry = self._candidates[0]
             if self._is_valid(entry):
@@ -65,7 +66,7 @@ class OverQuota:
         return None
 
     def reorder(self, tenants: "list[Tenant]") -> None:
-        """Replace the tenants over their quotas by these, in this order. O(tenants x log tenants)."""
+        """Make these the tenants over their quotas, in this order. O(tenants x log tenants)."""
         self.tenants.clear()
         self._candidates.clear()
         for tenant in tenants:
@@ -78,9 +79,9 @@ class OverQuota:
 class Tenant(Account):
     """The sequences of one salt.
 
-    max_cached_blocks: its quota. num_cached_blocks: its cached blocks, owned or free. free_blocks: blocks that it gave
-    back, least recently first; some may have been taken or evicted since. over: shared by all tenants; writes
-    candidate_number. adviser: its eviction policy, None until it is used; `Eviction` writes it.
+    max_cached_blocks: its quota. num_cached_blocks: its cached blocks, owned or free. free_blocks: blocks that it
+    released, least recently first; some may have been taken or evicted since. over: shared by all tenants; writes
+    candidate_number. adviser: its eviction policy; None until it is used. `Eviction` writes it.
     """
 
     __slots__ = ("adviser", "candidate_number", "free_blocks", "max_cached_blocks", "num_cached_blocks", "over", "salt")
@@ -100,7 +101,7 @@ class Tenant(Account):
         return self.num_cached_blocks - self.max_cached_blocks
 
     def add(self, num_blocks: int) -> None:
-        """Count blocks that became cached; negative: that stopped being cached. O(log tenants) on average."""
+        """Count blocks that became cached, or (negative) stopped being cached. O(log tenants) on average."""
         self.num_cached_blocks += num_blocks
         if self.num_cached_blocks > self.max_cached_blocks:
             if self not in self.over.tenants:
@@ -111,14 +112,14 @@ class Tenant(Account):
             self._limit_stale()
 
     def note_free(self, block: KVCacheBlock) -> None:
-        """Add a cached block of the tenant that was just released, as the last. O(log tenants) on average."""
+        """Add a cached block of the tenant that was just released, as the last one. O(log tenants) on average."""
         self.free_blocks[block] = None
         self.free_blocks.move_to_end(block)
         self.over.note_free(self)
         self._limit_stale()
 
     def first_free(self) -> KVCacheBlock | None:
-        """Return the least recently used of its free cached blocks, None if there is none. O(1) on average."""
+        """Return the least recently used of its free cached blocks; None if there is none. O(1) on average."""
         while self.free_blocks:
             block = next(iter(self.free_blocks))
             if self._has_free(block):
@@ -135,7 +136,7 @@ class Tenant(Account):
         return block.ref_cnt == 0 and run is not None and run.account is self and run.epoch.is_current
 
     def _limit_stale(self) -> None:
-        """Drop entries that are no longer free cached blocks of the tenant, once more than half may be such."""
+        """Drop entries that are no longer free cached blocks of the tenant, once more than half may be stale."""
         if len(self.free_blocks) > 2 * self.num_cached_blocks + 16:
             self.free_blocks = OrderedDict.fromkeys(self.all_free())
 

@@ -1,8 +1,8 @@
 """States that loads bring: a sequence that loads waits for the checkpoint at the loads' end.
 
-The blocks that the load writes are owned twice. Once by what the sequence waits for, since its slot is restored from
-them. Once as a save that waits, so that the checkpoint is found as soon as the loaded prefix is cached. The sequence
-also owns its hit's checkpoint, to which it goes back if the loads fail.
+The blocks that the load writes have two owners. One is the state that the sequence waits for, since its slot is
+restored from them. The other is a waiting save, so that the checkpoint is found as soon as the loaded prefix is cached.
+The sequence also owns its hit's checkpoint, to which it goes back if the loads fail.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -34,7 +34,7 @@ def begin_arriving(
 
 
 def check_twin(sequence: Sequence, state: LiveState) -> None:
-    """Raise SequenceStateError if a sequence that loads can't be forked: tokens behind the loads aren't computed."""
+    """Raise SequenceStateError if a sequence that loads can't be forked: tokens after the loads aren't computed yet."""
     if state.arriving is not None and sequence.num_computed_tokens != state.arriving.end:
         raise SequenceStateError(
             f"fork: expected a loading sequence with slots up to the end of its loads, at token {state.arriving.end},"
@@ -68,10 +68,10 @@ def end_arriving(pool: BlockPool, states: States, state: LiveState) -> None:
 
 
 def leave_arriving(pool: BlockPool, state: LiveState, num_tokens: int) -> list[KVCacheBlock] | None:
-    """Wait for no state any more, since the sequence goes back to `num_tokens` tokens.
+    """Stop waiting for a state, because the sequence goes back to `num_tokens` tokens.
 
-    Returns the blocks of the hit's checkpoint, which the sequence goes on to own, if that is where it goes; else None.
-    O(blocks).
+    If it goes back to the end of its hit, returns the blocks of the hit's checkpoint, which the sequence keeps;
+    otherwise returns None. O(blocks).
     """
     arriving, state.arriving = state.arriving, None
     if arriving is None:

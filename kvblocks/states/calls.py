@@ -1,4 +1,4 @@
-"""`ManagerStates`: `manager.states`, the calls about recurrent states."""
+"""`ManagerStates`, which is `manager.states`: the calls about recurrent states."""
 
 from collections.abc import Callable
 from typing import Any, SupportsIndex
@@ -17,7 +17,7 @@ class ManagerStates:
     """The live states of a manager's sequences, and their checkpoints: `manager.states`.
 
     Made by a manager. Its calls raise InvalidArgumentError unless one of the manager's groups is a `RecurrentState`. As
-    with the manager's calls, one that raises has changed nothing.
+    with the manager's own calls, one that raises has changed nothing.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ManagerStates:
         *,
         caches: bool,
     ) -> None:
-        """slots: None where no group keeps a state. check_owned, end: calls of the manager. caches: whether it does."""
+        """slots: None if no group keeps a state. check_owned, end: calls of the manager. caches: whether it caches."""
         self._change = change
         self._slots = slots
         self._check_owned = check_owned
@@ -43,7 +43,7 @@ class ManagerStates:
 
     @property
     def num_free_slots(self) -> int:
-        """How many more sequences can start or be forked. O(1)."""
+        """How many more sequences can be started or forked. O(1)."""
         return len(self._read("num_free_slots").states.free_slots)
 
     @property
@@ -64,10 +64,12 @@ class ManagerStates:
     def next_cut(self, sequence: Given[Sequence], max_end: SupportsIndex, hit: Given[CacheHit] | None = None) -> int:
         """Return where a sequence's next chunk should end, at most `max_end`, so that its state can be saved there.
 
-        max_end: where the scheduler would end it, in tokens from the sequence's first. hit: for a sequence without
-        blocks, what it will start with. For one that starts with loads from tiers, ask when these have ended. A chunk
-        that runs over such a place saves nothing there, and does no other harm. Changes nothing. Raises
-        SequenceStateError and InvalidArgumentError. O(log places); O(1) of them for a sequence without blocks.
+        max_end: where the scheduler would end the chunk, in tokens from the sequence's first one. hit: for a sequence
+        without blocks, the hit that it will start with. For a sequence that starts with loads from tiers, call this
+        once the loads have ended. A chunk that runs past such a place saves nothing there, and does no other harm.
+
+        Changes nothing. Raises SequenceStateError and InvalidArgumentError. O(log places); O(places) for a sequence
+        without blocks.
         """
         slots = self._get("next_cut")
         number = check_count("max_end", asked_once(max_end), 0)
@@ -81,13 +83,15 @@ class ManagerStates:
         return slots.next_cut(own, number, found) if self._caches else number
 
     def mark(self, sequence: Given[Sequence], position: SupportsIndex) -> int:
-        """Say that a later prompt will probably part from this sequence at `position`: its state is saved there.
+        """Announce that a later prompt will probably diverge from this sequence at `position`, so that its state is
+        saved there.
 
-        For an engine that knows more than where prompts end: the end of a system prompt, or of the last message of the
-        user. position: 1 to the number of known tokens. The mark stays with the sequence when it is freed, and its
-        forks have it, too. Nothing is saved at a place that the sequence has already passed. Returns the place: the
-        position rounded down to `manager.alignment`; 0: there is none. Raises SequenceStateError (another manager's)
-        and InvalidArgumentError. O(marks).
+        For an engine that knows more than where prompts end: the end of a system prompt, for example, or of the user's
+        last message. position: 1 to the number of known tokens. The mark stays with the sequence when it is freed, and
+        its forks have it too. Nothing is saved at a place that the sequence has already passed.
+
+        Returns the place, which is the position rounded down to `manager.alignment`; 0: there is none. Raises
+        SequenceStateError (another manager's sequence) and InvalidArgumentError. O(marks).
         """
         slots = self._get("mark")
         given = asked_once(position)
@@ -101,15 +105,16 @@ class ManagerStates:
         return place
 
     def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
-        """Return the copies that the engine makes before a step, and after it, and forget them.
+        """Return the copies that the engine makes before a step, and those that it makes after it, and forget them.
 
-        Call it once a step, behind all calls that make room for the step's tokens. The first list brings states into
-        slots: each slot of a new sequence is in it. The engine makes these copies in order, behind those of
-        `manager.take_copies`, before the step's forward pass. The second list saves states, as they are after
-        `position` tokens, in order, behind the forward pass. From this call on later sequences may start from these
-        checkpoints; so the engine must run its steps in this order. If it doesn't, it delays tokens
-        (`delay_cache_blocks`), and checkpoints are found once `cache_blocks` says that their tokens are written.
-        O(copies + blocks of checkpoints).
+        Call it once per step, after all calls that make room for the step's tokens. The first list brings states into
+        slots, including the slot of every new sequence. The engine makes these copies in order, after those of
+        `manager.take_copies` and before the step's forward pass. The second list saves states as they are after
+        `position` tokens. The engine makes these copies in order, after the forward pass.
+
+        Later sequences may start from the saved checkpoints from this call on, so the engine must run its steps in this
+        order. If it doesn't, it must delay tokens (`delay_cache_blocks`). Checkpoints are then found once
+        `cache_blocks` reports that their tokens are written. O(copies + blocks of checkpoints).
         """
         slots = self._get("take_copies")
         self._change.begin()
@@ -118,7 +123,7 @@ class ManagerStates:
         return copies
 
     def _get(self, call: str) -> StateSlots:
-        """Return the slots, unless a call was left half done."""
+        """Return the slots. Raises CorruptStateError if a call was left half done."""
         self._change.check_whole()
         return self._read(call)
 

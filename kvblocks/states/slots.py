@@ -1,11 +1,12 @@
 """How sequences of a model with recurrent layers get slots, and when their states become checkpoints.
 
-The rules, each with the fault that it prevents, are in docs/states.md. Those that this module keeps:
+docs/states.md says how engines use this, and docs/design/states-elsewhere.md which faults of other engines it avoids.
+The rules that this module keeps:
 
 - A save is noted when a call ends at a place where one is wanted. It takes its blocks in `take_copies`, when all calls
-  of the step have been made, and only if so many are free. So a save never refuses what a step needs.
-- A checkpoint is found from the moment its save was taken, and if its tokens are delayed, once they are cached: nobody
-  starts from a state of its own step.
+  of the step have been made, and only if enough blocks are free. So a save never takes blocks that a step needs.
+- A checkpoint can be found from the moment its save was taken or, if its tokens are delayed, once they are cached:
+  nobody starts from a state of its own step.
 - A checkpoint is attached only while the sequence's own block still stands for its prefix.
 - The sequence owns the blocks of the checkpoint that it starts with, until the engine has taken that copy.
 """
@@ -38,17 +39,17 @@ from kvblocks.states.arriving import begin_arriving, check_twin, end_arriving, f
 from kvblocks.stats import Refusal
 
 MAX_ROUNDING = 1024
-"""Places where later prompts may part are rounded down to at most so many tokens."""
+"""Places where later prompts may diverge are rounded down to a multiple of at most this many tokens."""
 
 MAX_SHARE = 32
-"""At most 1 / MAX_SHARE of a prompt is computed again since places are rounded down."""
+"""At most 1 / MAX_SHARE of a prompt is computed again because places are rounded down."""
 
 
 class StateSlots(GroupSlots):
     """`GroupSlots` where one group keeps a state.
 
-    states: the live ones. fills_quickly: whether a decoded token that fills a block, or begins one, may take
-    `append_one`: there is one other group, which comes first.
+    states: the live ones. fills_quickly: whether a decoded token that fills or begins a block may take `append_one`,
+    because there is one other group, which comes first.
     """
 
     def __init__(self, pool: GroupPool, change: Change, kind: RecurrentState, checkpoints: Checkpoints) -> None:
@@ -69,7 +70,7 @@ class StateSlots(GroupSlots):
         *,
         delayed: bool,
     ) -> list[KVCacheBlock] | None:
-        """As `GroupSlots.start`. Without a free slot it returns None, too."""
+        """As `GroupSlots.start`. It also returns None if no slot is free."""
         if not self.states.free_slots:
             num_free = self.pool.queue.num_free_blocks
             self.last_refusal = Refusal(self.count_missing(sequence, num_slots, hit), num_free, 0, 0, "slots")
@@ -119,7 +120,7 @@ class StateSlots(GroupSlots):
         *,
         delayed: bool,
     ) -> list[TableChange] | None:
-        """As `GroupSlots.append_step`, or where nothing else is needed, as the core's."""
+        """As the core's `append_step` where that is enough; otherwise as that of `GroupSlots`."""
         if self.fills_quickly:
             changes = SlotAllocator.append_step(self, sequences, tokens, at_boundary, indices, delayed=delayed)
         else:
@@ -146,7 +147,7 @@ class StateSlots(GroupSlots):
         return num_missing
 
     def check_room(self, sequence: Sequence, hit: CacheHit | None, num_external: int, num_total: int | None) -> None:
-        """Raise InvalidArgumentError if tokens come without their state, or too many drafts are asked for."""
+        """Raise InvalidArgumentError for external tokens without their state, or more drafts than can be undone."""
         if num_external and not isinstance(hit, LoadingHit):  # loads bring the state, too
             raise InvalidArgumentError(
                 "num_external_computed_tokens: expected 0 where layers keep a state, since the state after these tokens"
@@ -198,7 +199,7 @@ class StateSlots(GroupSlots):
             )
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """As `GroupSlots.rewind`, for tokens that the state has not passed, or whose state the engine has kept."""
+        """As `GroupSlots.rewind`, to a position that the state has not passed or whose state the engine has kept."""
         state = self._state_of(sequence)
         state.start = max(state.start, sequence.num_computed_tokens - self.states.num_kept)
         super().rewind(sequence, num_tokens)
@@ -207,7 +208,7 @@ class StateSlots(GroupSlots):
         state.go_to(sequence.num_computed_tokens)
 
     def floor_of(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return the last position up to `num_tokens`, a multiple of the alignment, where a state can be had again.
+        """Return the last position, at most `num_tokens` and a multiple of the alignment, whose state can be had again.
 
         0 if there is no checkpoint. O(runs + checkpoints of a run).
         """
@@ -237,7 +238,7 @@ class StateSlots(GroupSlots):
         self.states.wanted.pop(sequence, None)
 
     def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
-        """As `GroupSlots.lose`. A state that comes from a lost checkpoint is lost, too, and so are waiting saves."""
+        """As `GroupSlots.lose`. States that come from a lost checkpoint are lost too, and so are waiting saves."""
         running = list(sequences)
         super().lose(blocks, num_written, running)
         for sequence in running:
@@ -254,7 +255,7 @@ class StateSlots(GroupSlots):
                 self._drop_waiting(state, sequence.lost_from)
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: Digests | None) -> None:
-        """As `GroupSlots.cache_from`. The checkpoints that waited for this are found from now on."""
+        """As `GroupSlots.cache_from`. The checkpoints that waited for this can be found from now on."""
         super().cache_from(sequence, first, num_tokens, digests)
         state = self._state_of(sequence)
         waiting, state.waiting = state.waiting, []
@@ -283,7 +284,7 @@ class StateSlots(GroupSlots):
     # What the engine asks for.
 
     def next_cut(self, sequence: Sequence, max_end: int, hit: CacheHit | None) -> int:
-        """Return the first place behind the sequence's state, or the hit's, where to save, at most `max_end`."""
+        """Return the first place to save after the sequence's state, or the hit's, at most `max_end`."""
         if sequence.owner is not None:
             place = self._state_of(sequence).first_after(sequence.num_computed_tokens)
         else:
@@ -295,7 +296,7 @@ class StateSlots(GroupSlots):
         return min(place, max_end)
 
     def mark(self, sequence: Sequence, position: int) -> int:
-        """Have a sequence's state saved at a position, rounded down to the alignment. Returns where. O(marks)."""
+        """Have a sequence's state saved at a position, rounded down to the alignment, and return that. O(marks)."""
         place = position // self.alignment * self.alignment
         if place and place not in sequence.state_marks:
             sequence.state_marks = (*sequence.state_marks, place)
@@ -304,7 +305,8 @@ class StateSlots(GroupSlots):
         return place
 
     def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
-        """Return the copies to make before and after the step, and forget them. The checkpoints are found from now on.
+        """Return the copies to make before and after the step, and forget them. The checkpoints can be found from now
+        on.
 
         O(copies + blocks of checkpoints), and O(sequences) when debugging.
         """
@@ -340,7 +342,7 @@ class StateSlots(GroupSlots):
         return blocks
 
     def _release_tables(self, sequence: Sequence) -> None:
-        """Give back the blocks, and then those of the state: its checkpoints are reused after the sequence's blocks."""
+        """Release the blocks, and then those of the state: its checkpoints are reused after the sequence's blocks."""
         super()._release_tables(sequence)
         state = self._state_of(sequence)
         for blocks in state.tables():
@@ -358,11 +360,11 @@ class StateSlots(GroupSlots):
         return state
 
     def _places(self, sequence: Sequence, hit: GroupHit | None) -> set[int]:
-        """Return where to save a starting sequence's state: where later prompts will probably part from it.
+        """Return where to save a starting sequence's state: where later prompts will probably diverge from it.
 
-        The end of what is known, since a later turn goes on there; where the primary group's prefix ends, on the device
-        or in a tier, since two prompts have parted there; where a pin ends that lacks blocks; and where the engine
-        says.
+        These are the end of what is known, since a later turn goes on there; the end of the primary group's prefix, on
+        the device or in a tier, since two prompts have diverged there; the ends of pins that lack blocks; and the
+        engine's marks.
         """
         step, num_tokens = self.alignment, sequence.num_tokens
         while 2 * step <= min(num_tokens // MAX_SHARE, MAX_ROUNDING):
@@ -376,7 +378,7 @@ class StateSlots(GroupSlots):
         return places - {0}
 
     def _pass(self, sequence: Sequence, state: LiveState) -> None:
-        """Take note that a step is scheduled up to the sequence's last token with slots. Of one that loads, none is."""
+        """Record that a step is scheduled up to the sequence's last token with slots. While it loads, none is."""
         end = sequence.num_computed_tokens
         while state.next_place < end + (state.arriving is not None):
             self.states.num_passed += 1
@@ -388,7 +390,7 @@ class StateSlots(GroupSlots):
     def _save(self, sequence: Sequence, position: int, after: list[StateCopy], saved: list[Checkpoint]) -> None:
         """Have a sequence's state copied after the step, unless that is of no use or there is no room.
 
-        Appends the copy to `after`, and the checkpoint to `saved` if it is found from now on.
+        Appends the copy to `after`, and the checkpoint to `saved` if it can be found from now on.
         """
         states, state = self.states, self._state_of(sequence)
         if sequence.num_computed_tokens != position:
@@ -414,7 +416,7 @@ class StateSlots(GroupSlots):
         saved.append(checkpoint)
 
     def _can_attach(self, sequence: Sequence, position: int) -> bool:
-        """Whether a checkpoint can be found at a position from now on. Counts it if not."""
+        """Whether a checkpoint can be found at a position from now on. If not, the reason is counted."""
         number = position // self._block_size
         if number > sequence.num_cached_blocks or not sequence.blocks[number - 1].is_cached:
             self.states.num_taken_back += 1  # by another sequence's abort or rewind
@@ -451,7 +453,7 @@ class StateSlots(GroupSlots):
             self.soft_holds.extend(sequence)
 
     def _drop_waiting(self, state: LiveState, num_tokens: int) -> None:
-        """Drop the saves that wait behind `num_tokens` tokens."""
+        """Drop the waiting saves of states after more than `num_tokens` tokens."""
         waiting, state.waiting = state.waiting, []
         for save in waiting:
             if save.position > num_tokens:

@@ -13,9 +13,9 @@ from kvblocks.tiers.transfer import TierHit
 class ManagerCalls:
     """What `Tiers` needs of its manager.
 
-    check_owned: the manager's check of a sequence. commit: caches what `prepare_commit` returned. rewind: gives back a
-    sequence's slots behind a token; called inside a change of the manager. start: gives a sequence blocks for its hit,
-    for loads, and for tokens behind them; called with what `allocate` has checked. end: ends a change, and runs `check`
+    check_owned: the manager's check of a sequence. commit: caches what `prepare_commit` returned. rewind: releases a
+    sequence's slots after a token; called inside a change of the manager. start: gives a sequence blocks for its hit,
+    for loads, and for tokens after them; called with what `allocate` has checked. end: ends a change, and runs `check`
     if the manager checks after each change.
     """
 

@@ -1,7 +1,7 @@
-"""Changes of the slots of a tier that outlives its manager, for whoever remembers what the slots hold.
+"""Changes of the slots of a tier that outlives its manager, so that others can remember what the slots hold.
 
-Uses are told by the last slot of the prefix that was used, since `restore` counts a block as being as new as the newest
-block behind it. So a use of a long prefix is one number.
+A use is reported by the last slot of the prefix that was used, since `restore` counts a block as being as new as the
+newest block after it. The use of a long prefix is thus a single number.
 """
 
 from typing import SupportsIndex
@@ -12,7 +12,7 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.tiers.identity import BlockIdentity
 
 Changes = dict[int, BlockIdentity | None]
-"""By slot id: whose bytes the slot holds, or None if lookups can find nothing in it. What was stored last is last."""
+"""By slot id: the identity of what the slot holds, or None if lookups find nothing in it. The latest store is last."""
 
 
 class SlotChanges:
@@ -27,21 +27,21 @@ class SlotChanges:
         return bool(self._changes)
 
     def note_stored(self, slots: list[KVCacheBlock], identities: list[BlockIdentity]) -> None:
-        """Take note of what slots hold, which held nothing before. O(slots)."""
+        """Record what slots hold that held nothing before. O(slots)."""
         for slot, identity in zip(slots, identities, strict=True):
             self._changes.pop(slot.block_id, None)
             self._changes[slot.block_id] = identity
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
-        """Take note that slots hold nothing that lookups can find. O(slots)."""
+        """Record that slots hold nothing that lookups can find. O(slots)."""
         self._changes.update(dict.fromkeys([slot.block_id for slot in slots]))
         for slot in slots:
             self._used.pop(slot.block_id, None)
 
     def note_used(self, slots: list[KVCacheBlock]) -> None:
-        """Take note of a use of a prefix whose slots these are, or of slots that are attached to one.
+        """Record a use of the prefix that is in these slots, or of slots that are attached to one.
 
-        Of a prefix, its last slot stands for all. O(1) for a prefix, O(slots) for attached ones.
+        For a prefix, its last slot stands for all. O(1) for a prefix, O(slots) for attached ones.
         """
         last = next((slot for slot in reversed(slots) if slot.is_cached), None)
         if last is None or last.run is None:
@@ -53,12 +53,12 @@ class SlotChanges:
                 self._used[slot.block_id] = None
 
     def take_used(self) -> list[int]:
-        """Return the slots in which used prefixes end, the last used one last, and forget them. O(1)."""
+        """Return the slots in which used prefixes end, the latest used one last, and forget them. O(1)."""
         used, self._used = self._used, {}
         return [*used]
 
     def look(self) -> Changes:
-        """Return what `take` would. O(changes)."""
+        """Return what `take` would, without forgetting it. O(changes)."""
         return dict(self._changes)
 
     def take(self) -> Changes:
@@ -68,7 +68,7 @@ class SlotChanges:
 
 
 class PersistentSlots(BlockPool):
-    """`BlockPool` that reports slots whose contents were detached, though no new block took them."""
+    """A `BlockPool` that reports slots whose contents were detached although no new block took them."""
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex, changes: SlotChanges) -> None:
         super().__init__(num_blocks, index)

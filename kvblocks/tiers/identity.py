@@ -1,8 +1,8 @@
 """`BlockIdentity`: which block a stored block is, in terms that mean the same in every process.
 
 A tier that outlives its manager, or that several managers share, keeps a block's identity beside its bytes. A chain of
-SHA-256 digests names what comes before the block; its tokens and keys say what it holds. A reader of the bytes compares
-all of these.
+SHA-256 digests names what comes before the block; its tokens and keys say what it holds. Whoever reads the bytes
+compares all of these.
 """
 
 from struct import pack, unpack
@@ -23,13 +23,16 @@ def identity_names() -> Names:
 
 
 class BlockIdentity:
-    """The identity of a stored block.
+    """The identity of a stored block. Read-only, compared by value.
 
-    parent: the SHA-256 digest of the block before it, b"" for a first block. extra_keys: encoded as `kvblocks.hashing`
-    says, b"" for none. tokens: its token ids as little-endian u32. column: 0 for a block of the primary group. Side
-    groups' blocks count from 1: the column of the row that they are attached in (`groups.index`), plus 1. The parts of
-    a checkpoint have the columns behind these. Their `parent` is the digest of the primary block that they are attached
-    to. That digest covers everything, so their keys and tokens are b"". Read-only, compared by value.
+    - parent: the SHA-256 digest of the block before it, b"" for a first block.
+    - extra_keys: encoded as `kvblocks.hashing` says, b"" for none.
+    - tokens: its token ids as little-endian u32.
+    - column: 0 for a block of the primary group. Side groups' blocks count from 1: the column of the row that they are
+      attached in (`groups.index`), plus 1. The parts of a checkpoint have the columns after these. For all of these,
+      `parent` is the digest of the primary block that they are attached to, which covers everything, so their keys and
+      tokens are b"".
+
     Raises InvalidArgumentError for parts that aren't bytes, or a bad column.
     """
 
@@ -66,7 +69,7 @@ class BlockIdentity:
         return BlockIdentity(found.parent, b"", b"", unpack("<I", found.tokens)[0])
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of `preimage`: the `parent` of the blocks behind it. O(tokens)."""
+        """Return the SHA-256 of `preimage`, which is the `parent` of the blocks after this one. O(tokens)."""
         return sha256_digest(self.preimage())
 
     def __eq__(self, other: object) -> bool:

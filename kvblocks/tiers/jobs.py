@@ -1,7 +1,7 @@
 """Jobs: the load of a sequence or the store of a prefix, in one or more transfers.
 
-A job owns the blocks on both sides from its beginning to the end of its last transfer, whatever happens to sequences
-meanwhile. So no transfer reads or writes a block that has been given to something else.
+A job owns the blocks on both sides from its beginning to the end of its last transfer, whatever happens to sequences in
+the meantime. So no transfer reads or writes a block that has been given to something else.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
@@ -18,7 +18,7 @@ class Job:
 
     transfers: all of the job's. prefix: the blocks that move, and those before them. first: index in the prefix of the
     first block that moves. blocks: the device's blocks that move, in the prefix's order. slots: the tiers' slots for
-    them. num_good: how many first blocks are not known to be bad.
+    them. num_good: how many of the blocks, from the first, are not known to be bad.
     """
 
     def __init__(self, prefix: Prefix, first: int, slots: list[KVCacheBlock]) -> None:
@@ -32,12 +32,12 @@ class Job:
         self._has_arrived = [False] * len(blocks)
 
     def add(self, transfer: Transfer) -> None:
-        """Take one more transfer in."""
+        """Add one more transfer to the job."""
         self.transfers.append(transfer)
         self.num_open += 1
 
     def end(self, transfer: Transfer, *, ok: bool) -> None:
-        """Note that a transfer is over, and whether its bytes arrived."""
+        """Record that a transfer is over, and whether its bytes arrived."""
         transfer.state, transfer.has_arrived = ENDED, ok
         self.num_open -= 1
         if ok:
@@ -50,7 +50,7 @@ class Job:
                 self.end(transfer, ok=False)
 
     def has_arrived(self, also: Transfer | None = None) -> list[bool]:
-        """Return which blocks have arrived. also: a transfer whose blocks count as arrived. O(blocks)."""
+        """Return, for each block, whether it has arrived. also: a transfer whose blocks count as arrived. O(blocks)."""
         arrived = self._has_arrived
         if also is not None:
             arrived = arrived.copy()
@@ -58,7 +58,7 @@ class Job:
         return arrived
 
     def num_arrived(self, also: Transfer | None = None) -> int:
-        """Return how many first blocks have arrived and are good. also: as in `has_arrived`."""
+        """Return how many blocks, from the first, have arrived and are good. also: as in `has_arrived`."""
         arrived = self.has_arrived(also)
         return min(arrived.index(False) if False in arrived else len(arrived), self.num_good)
 
@@ -68,12 +68,12 @@ class Job:
 
 
 class LoadJob(Job):
-    """Loads of the blocks that stand in its sequences' tables from index `first` on.
+    """Loads of the blocks in its sequences' tables from index `first` on.
 
     sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
-    hold up to the load's end. start: how many first tokens the sequences had without the load when it began. pools: the
-    tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks that
-    the job owns: all of the prefix, as long as a sequence waits.
+    hold up to the load's end. start: how many of their tokens the sequences had without the load when it began. pools:
+    the tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks
+    that the job owns: all of the prefix, as long as a sequence waits.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class LoadJob(Job):
         return found
 
     def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
-        """Take note of lost blocks of the device, and of prefixes that are lost in tiers. O(blocks of the load).
+        """Record lost blocks of the device, and prefixes that are lost in tiers. O(blocks of the load).
 
-        What the load brings of them may be bad, too, and so is all behind them. At the end would be too late: the
-        blocks may be written by then, and cached again.
+        What the load brings of them may be bad too, and so is everything after them. Checking when the load ends would
+        be too late, because the blocks may be written and cached again by then.
         """
         indices = [index for index, block in enumerate(self.prefix.blocks) if block in blocks]
         indices += [len(lost.blocks) - 1 for lost in prefixes if self.prefix.begins_with(lost, self._block_size)]
@@ -117,18 +117,19 @@ class LoadJob(Job):
                 self.pools[index - self.first].drop([self.slots[index - self.first]])
 
     def start_for(self, sequence: Sequence) -> int:
-        """Return how many first tokens a waiting sequence has without the load, in whole blocks. O(1).
+        """Return how many tokens, from the first, a waiting sequence has without the load, in whole blocks. O(1).
 
-        These are fewer than `start` if a part of its hit was lost: the step that was to write it died, or it turned out
+        They are fewer than `start` if a part of its hit was lost: the step that was to write it died, or it turned out
         to be bad.
         """
         lost_from = sequence.lost_from
         return self.start if lost_from is None else min(self.start, lost_from) // self._block_size * self._block_size
 
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
-        """Return the token of a sequence up to which this job's blocks have arrived and still stand in its table.
+        """Return the token of a sequence up to which this job's blocks have arrived and are still in its table.
 
-        If it lost a part of its hit, what it has of that. also: as in `has_arrived`. O(blocks).
+        If the sequence lost a part of its hit, return the end of the remaining part. also: as in `has_arrived`.
+        O(blocks).
         """
         start = self.start_for(sequence)
         if start < self.start:
@@ -150,7 +151,7 @@ class LoadJob(Job):
 
 
 class StoreJob(Job):
-    """The store of a prefix's blocks, behind those that the tier has.
+    """The store of a prefix's blocks, those after the ones that the tier has.
 
     run: the run that was wished for. above: lists of slots that the tier already has for the prefix. The first list has
     the primary blocks before those of the store. slots: new ones. The job owns all of these slots.
@@ -167,7 +168,7 @@ class StoreJob(Job):
         self._names = names_of(pool, self.blocks)
 
     def good_tables(self) -> list[list[KVCacheBlock]]:
-        """Return the device's blocks that are still cached, in the order in which they are to be given back.
+        """Return the device's blocks that are still cached, in the order in which they are to be released.
 
         These are the prefix's blocks, from its beginning to the last good block of this store. O(prefix).
         """
@@ -177,7 +178,11 @@ class StoreJob(Job):
         return [] if run is None else [prefix_of(run, index + 1).blocks]
 
     def _leave_uncached(self) -> None:
-        """Count only the first blocks as good that are still cached at their nodes, and were not lost. O(blocks)."""
+        """Of the blocks, count as good only those from the first on that are still cached at their nodes and weren't
+        lost.
+
+        O(blocks).
+        """
         lost = self.pool.lost
         for number in range(self.num_good):
             (run, index), block = self._nodes[number], self.blocks[number]
@@ -187,13 +192,13 @@ class StoreJob(Job):
         lost.difference_update(self.blocks)
 
     def names(self, number: int) -> Digests | None:
-        """Return the names of the first blocks for events; None if no events are recorded. O(number)."""
+        """Return the names of the first `number` blocks for events; None if no events are recorded. O(number)."""
         if self._names is None:
             return None
         return Digests(self._names[: number * self.pool.index.epoch.num_digest_bytes])
 
     def finish(self) -> int:
-        """Cache in the tier what arrived and is good, give all slots back, and return how many blocks were stored."""
+        """Cache in the tier what arrived and is good, release all slots, and return how many blocks were stored."""
         self._leave_uncached()
         number, parents = self.num_arrived(), self.above[0]
         if parents and not parents[-1].is_cached:

@@ -1,9 +1,9 @@
 """`TierPool`: the slots of a tier, and the exact map of what they hold.
 
-A tier is a pool of ids below the device's, with the same index, free queue and policy (`core`). So a hit in a tier
-compares tokens and keys as on the device, the least recently used blocks make room first, and a prefix's end goes
-before its beginning. A transfer's job owns a slot while it is written or read. Digests are sha256, computed only when
-somebody asks for a block's identity; with events or a removal history the index has the device's names instead.
+A tier is a pool of ids below the device's, with the same index, free queue and policy (`core`). A hit in a tier
+therefore compares tokens and keys as on the device, the least recently used blocks make room first, and a prefix's end
+goes before its beginning. A transfer's job owns a slot while it is written or read. Digests are sha256, computed only
+when somebody asks for a block's identity; with events or a removal history the index has the device's names instead.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
@@ -21,14 +21,14 @@ from kvblocks.tiers.wishes import Prefix, Wishes, prefix_in
 
 
 class TierPool:
-    """The slots of a tier and what is wished for. Counters as in `TierStats`.
+    """The slots of a tier, and what is to be stored there. Counters are as in `TierStats`.
 
     rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at
-    most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began. At its
-    end would be too late to ask: they may be written by then, and cached again. copies: by block of the device, the
-    slot that was last stored from it, whatever either holds by now. quotas: of tenants; None without quotas. changes:
-    what is to be remembered if the tier is persistent; else None. removals: told for which salt slots are taken; None:
-    nobody is. num_loading_bytes: of loads that haven't ended, begun or not.
+    most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began.
+    (Asking when the store ends would be too late, because they may be written and cached again by then.) copies: by
+    block of the device, the slot that was last stored from it, whatever either holds by now. quotas: those of tenants;
+    None without quotas. changes: what is to be remembered if the tier is persistent; otherwise None. removals: told for
+    which salt slots are taken; None: nobody is. num_loading_bytes: those of loads that haven't ended, begun or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -56,7 +56,7 @@ class TierPool:
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
-        """Return the slots of the longest prefix that is stored, at most so many blocks. As `PrefixIndex.match`."""
+        """Return the slots of the longest prefix that is stored, at most this many blocks. See `PrefixIndex.match`."""
         return self.index.match(tokens, extra_keys, max_blocks)
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
@@ -66,9 +66,9 @@ class TierPool:
     def take(self, num_blocks: int, salt: str | None) -> list[KVCacheBlock]:
         """Take free slots to store blocks of a salt: num_blocks, or fewer if a quota says so. O(num_blocks) on average.
 
-        Blocks that are being stored count for the quota. A tenant whose quota is used up gets only slots that hold
-        nothing, and slots of tenants beyond their quotas, which include itself. With quotas, also O(blocks that are
-        being stored).
+        Blocks that are being stored count towards the quota. A tenant whose quota is used up gets only slots that hold
+        nothing and slots of tenants that are over their quotas, which include itself. With quotas, also O(blocks that
+        are being stored).
         """
         if self.removals is not None:
             self.removals.note_taking(num_blocks, salt)
@@ -88,21 +88,21 @@ class TierPool:
         return taken
 
     def take_whole(self, prefix: Prefix, first: int, num_blocks: int) -> list[KVCacheBlock]:
-        """`take` for the blocks of a prefix from index `first` on, but no slots for a part of a checkpoint."""
+        """`take` for the blocks of a prefix from index `first` on, without splitting a checkpoint."""
         slots = self.take(prefix.num_whole(first, num_blocks), prefix.salt)
         number = prefix.num_whole(first, len(slots))
         self.pool.release_table(slots[number:])
         return slots[:number]
 
     def _has_spare(self) -> bool:
-        """Whether the next slot to be taken holds nothing, or a tenant beyond its quota has a free slot."""
+        """Whether the next slot to be taken holds nothing, or a tenant over its quota has a free slot."""
         first = self.pool.queue.first
         if first is None or not first.is_cached:
             return first is not None
         return self.quotas is not None and self.quotas.next_victim() is not None
 
     def let_go(self, blocks: list[KVCacheBlock]) -> None:
-        """Give slots back after a use, in the order of their prefix. What they store stays stored. O(their number)."""
+        """Release slots after a use, in the order of their prefix. What they store stays stored. O(slots)."""
         if self.changes is not None:
             self.changes.note_used(blocks)
         self.pool.release_table(blocks)
@@ -112,15 +112,16 @@ class TierPool:
         self.pool.uncache(blocks, cause)
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
-        """Forget block `num_blocks` of a prefix and all that is behind it. One lookup for it and each duplicate."""
+        """Forget block `num_blocks` of a prefix and everything after it. One lookup for it and each duplicate."""
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
             self.drop(found[-1:])
 
     def drop_copies(self, sequence: Sequence, lost: set[KVCacheBlock]) -> list[Prefix]:
-        """Forget what was stored from lost blocks of a sequence, and all behind. Returns its prefix, if there is any.
+        """Forget what was stored from lost blocks of a sequence, and everything after it. Returns its prefix, if there
+        is any.
 
-        The tier may have the same prefix from an earlier time, when its KV was there. So only slots go that were stored
-        from these very blocks. A lookup in the tier, and O(blocks).
+        The tier may have the same prefix from an earlier time, when its KV was there. So only slots that were stored
+        from these very blocks are forgotten. A lookup in the tier, and O(blocks).
         """
         slots = self.slots_of(sequence)
         for index, (block, slot) in enumerate(zip(sequence.blocks, slots)):  # noqa: B905  # the shorter one counts
@@ -139,19 +140,19 @@ class TierPool:
         return forget_salt(self.pool, salt)
 
     def charge(self, quotas: TenantQuotas) -> None:
-        """Put changed quotas into force. O(slots)."""
+        """Apply changed quotas. O(slots)."""
         in_force = self.quotas = charge(self.pool, quotas)
         self.pool.chooser = None if in_force is None else QuotaOrder(in_force)
 
     def max_blocks_of(self, salt: str | None) -> int | None:
-        """Return the quota of a salt, None without one. O(1)."""
+        """Return the quota of a salt; None without one. O(1)."""
         tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
         return None if tenant is None else tenant.max_cached_blocks
 
     def num_ahead(self, blocks: list[KVCacheBlock]) -> int:
         """Return how many slots would now be reused before the first of `blocks`, which hold one prefix. O(slots).
 
-        If their tenant is beyond its quota, only empty slots and that tenant's slots are counted.
+        If their tenant is over its quota, only empty slots and that tenant's slots count.
         """
         account = blocks[0].run.account if blocks[0].run is not None else None
         is_over = isinstance(account, Tenant) and account.num_excess_blocks > 0
@@ -172,7 +173,7 @@ class TierPool:
         return [slot.block_id for slot in self.pool.blocks if not slot.ref_cnt and not slot.is_cached]
 
     def wish(self, node: Node) -> None:
-        """Have the prefix that ends at a node of the device's cache stored. O(1)."""
+        """Ask for the prefix that ends at a node of the device's cache to be stored. O(1)."""
         self.num_dropped_blocks += self.wishes.add(node)
 
     def clear(self) -> None:
@@ -185,26 +186,26 @@ class TierPool:
         self.note_unstored(self.pool.blocks)
 
     def note_stored(self, slots: list[KVCacheBlock], prefix: Prefix, first: int) -> None:
-        """Take note that slots hold the blocks of a prefix from index `first` on. O(blocks)."""
+        """Record that slots hold the blocks of a prefix from index `first` on. O(blocks)."""
         self.copies.update(zip(prefix.blocks[first : first + len(slots)], slots))  # noqa: B905  # a found prefix has none
         if self.changes is not None:
             self.changes.note_stored(slots, prefix.identities(first, first + len(slots), self.index.block_size))
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
-        """Take note that slots hold nothing that lookups can find. O(slots)."""
+        """Record that slots hold nothing that lookups can find. O(slots)."""
         if self.changes is not None:
             self.changes.note_unstored(slots)
 
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:  # noqa: ARG002  # for subclasses
         """Attach a slot to a cached primary slot, in a column of `BlockIdentity`. Returns whether it is cached. O(1).
 
-        With one group there are no columns.
+        With one group there are no columns, so nothing is attached.
         """
         return False
 
     @property
     def part_columns(self) -> range:
-        """The columns of `BlockIdentity` for the parts of a checkpoint, where layers keep a state; else none. O(1)."""
+        """The columns of `BlockIdentity` for the parts of a checkpoint; empty unless layers keep a state. O(1)."""
         return range(0)
 
     def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:  # noqa: ARG002  # for subclasses

@@ -1,12 +1,12 @@
-"""Load or compute: whether a load is expected to be faster, by what is known of the speeds of tiers and model."""
+"""Load or compute: whether a load is expected to be faster, given what is known about the speeds of tiers and model."""
 
 from collections.abc import Sequence as Items
 
 MOST_NUMBER = 1e300
-"""Seconds and rates are below this bound, so that their sums stay finite."""
+"""An upper bound for seconds and rates, so that their sums stay finite."""
 
 SMOOTHING = 0.2
-"""The share of a new measurement in a learned rate."""
+"""The weight of a new measurement in a learned rate."""
 
 
 class Rate:
@@ -25,7 +25,7 @@ class Rate:
         return self._seconds_a_unit
 
     def note(self, num_units: int, seconds: float) -> None:
-        """Learn that num_units took so many seconds. Learns nothing from 0 units."""
+        """Learn that num_units took this many seconds. Nothing is learned from 0 units or 0 seconds."""
         if num_units <= 0 or seconds <= 0.0:
             return
         found = seconds / num_units
@@ -35,9 +35,10 @@ class Rate:
         self._is_measured = True
 
     def note_failed(self, num_units: int, seconds: float) -> None:
-        """Learn from a try that failed after so many seconds: num_units would have taken at least that.
+        """Learn from an attempt that failed after this many seconds: num_units would have taken at least that.
 
-        It can only make the rate slower: a try that failed at once says nothing. The first measurement replaces it.
+        It can only make the rate slower, since an attempt that failed at once says nothing. If there was no measurement
+        before it, the next one replaces it.
         """
         found = seconds / num_units if num_units > 0 else 0.0
         if found > self._seconds_a_unit:
@@ -45,19 +46,20 @@ class Rate:
             self._seconds_a_unit += share * (found - self._seconds_a_unit)
 
     def doubt(self) -> None:
-        """Assume that the learned speed is a little too low.
+        """Assume that the tier is a little faster than learned.
 
-        A tier that is no longer used gets no new measurements.
+        A tier that is no longer used gets no new measurements, so without this one slow load would rule it out forever.
         """
         self._seconds_a_unit *= 1.0 - SMOOTHING
 
 
 def num_worth_loading(loads: Items[tuple[int, float]], seconds_a_token: float) -> int:
-    """Return how many first `loads` to take, so that most time is saved: 0 if computing is faster in any case.
+    """Return how many of `loads`, from the first, to take so that most time is saved; 0 if computing is faster in any
+    case.
 
     loads: consecutive parts of a prefix, as (tokens, seconds to load them). A part is of no use without those before
-    it. seconds_a_token: of computing; 0.0 if not known: then all parts are taken. Of several equally good answers, the
-    least. O(loads).
+    it. seconds_a_token: that of computing; 0.0 if not known, in which case all parts are taken. Of several equally good
+    answers, the smallest. O(loads).
     """
     if seconds_a_token <= 0.0:
         return len(loads)

@@ -1,11 +1,11 @@
-"""Building a tier's map from what is known of its slots: what was remembered, or what was found there.
+"""Building a tier's map from what is known about its slots: what was remembered, or what was found there.
 
-*Remembered*: slot ids and identities, the oldest first. Nothing here makes an object for each slot where a list of
-numbers is enough, since a tier may have millions.
+*Remembered*: slot ids and identities, the oldest first. Since a tier may have millions of slots, nothing here makes an
+object for each slot where a list of numbers is enough.
 
 *Found*: what a tier has that others fill too. It may have blocks that this manager never stored, and lack some that it
-did store. Whoever moves the bytes asks the tier before a lookup counts on it, and reports the answer here. A load
-checks it.
+did store. Before a lookup counts on the tier, whoever moves the bytes asks it what it has and reports the answer here.
+A load checks the answer.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from kvblocks.wire.extra_keys import decode_extra_keys
 _EXPECTED = "pairs of a slot's id and a BlockIdentity"
 
 Remembered = tuple[list[int], list[BlockIdentity]]
-"""Slots, and which block each holds."""
+"""Slots, and the block that each holds."""
 
 
 def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> Remembered:
@@ -48,9 +48,9 @@ def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdenti
 def restore_slots(pool: TierPool, remembered: Remembered) -> int:
     """Cache what slots hold, and order them so that the slots stored first are reused first. O(slots log slots).
 
-    A block counts as stored when the last block behind it, or attached to it, was stored. So a prefix's end is reused
-    before its beginning. Of slots that hold the same one stays cached. Returns how many did; the others count as
-    forgotten.
+    A block counts as stored when the last block after it, or attached to it, was stored, so that a prefix's end is
+    reused before its beginning. Of slots that hold the same block, one stays cached. Returns how many slots did; the
+    others count as forgotten.
     """
     slots, identities = remembered
     blocks = [pool.pool.blocks[slot] for slot in slots]
@@ -98,7 +98,7 @@ class _Restoring:
                 begins += others
 
     def _sort(self) -> None:
-        """Link the blocks behind each digest, and those attached to it. The oldest comes first in each list."""
+        """Link the blocks that come after each digest, and those attached to it, the oldest first in each list."""
         size, next_number = 4 * self._pool.index.block_size, self._next
         behind, beside = self._behind, self._beside
         number = len(next_number)
@@ -121,7 +121,7 @@ class _Restoring:
         return chain
 
     def _cache_run(self, top: int, number: int) -> list[int]:
-        """Cache a run that begins with block `number` behind block `top` (-1: at the root).
+        """Cache a run that begins with block `number` after block `top` (-1: at the root).
 
         Where several blocks have the same parent, the run goes on with the oldest. Returns the numbers of the others.
         """
@@ -169,9 +169,9 @@ class _Restoring:
                 self._attached += found.values()
 
     def in_order(self) -> list[int]:
-        """Return the numbers of the cached blocks in the order in which to give them back: the last used first.
+        """Return the numbers of the cached blocks in the order in which to release them, the latest used first.
 
-        The tier had this order before. A block is as new as the newest block behind it or attached to it. The attached
+        The tier had this order before. A block is as new as the newest block after it or attached to it. The attached
         blocks that one store wrote are equally new. O(n log n).
         """
         # By number: the number of the store that makes the block that new.
@@ -193,7 +193,7 @@ class _Restoring:
 
 
 def has_keys(identity: BlockIdentity) -> bool:
-    """Whether a block's keys can be read; they may be damaged. Quotas are charged by the keys."""
+    """Whether a block's keys can be read, since they may be damaged. Quotas are charged by the keys."""
     try:
         decode_extra_keys(identity.extra_keys)
     except InvalidArgumentError:
@@ -221,12 +221,12 @@ def known_prefix(sequence: Sequence, block_size: int) -> Prefix:
 def note_found(
     pool: TierPool, prefix: Prefix, num_blocks: int, attached: list[tuple[int, int]], names: bytearray | None
 ) -> int:
-    """Have a tier's map say that it holds the first `num_blocks` blocks of a prefix, and nothing behind them.
+    """Make a tier's map say that it holds the first `num_blocks` blocks of a prefix, and nothing after them.
 
-    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column);
-    and the parts of checkpoints, in the columns behind. A checkpoint that isn't there as a whole is forgotten.
-    names: as `first_names` returned. Slots are taken as for a store, so there may be fewer than needed. Returns how
-    many first blocks the map has after the call. O(blocks).
+    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column),
+    and the parts of checkpoints, in the columns after those. A checkpoint that isn't complete there is forgotten.
+    names: as `first_names` returned them. Slots are taken as for a store, so there may be fewer than needed. Returns
+    how many blocks, from the first, the map has after the call. O(blocks).
     """
     size, tokens = pool.index.block_size, prefix.token_view()
     num_known = len(prefix.tokens) // (4 * size)

@@ -7,8 +7,8 @@ The record of a block, format 1; integers are little-endian and unsigned:
     checksum = 32 bytes over head | preimage | payload: xxh3_128 and zeros, or HMAC-SHA-256 where there is a secret
     preimage = of the block's identity: its parent's digest, its keys and its tokens, literally
 
-So a record and a payload show by themselves which block they are. Nothing else needs to be trusted: not the index that
-leads to them, and not the place where they are kept.
+A record and a payload thus show by themselves which block they are. Nothing else needs to be trusted: neither the index
+that leads to them, nor the place where they are kept.
 """
 
 import hmac
@@ -52,13 +52,13 @@ class Sealer:
                 raise _wrong_number("secret", f"at least {LEAST_SECRET_BYTES}", self._secret)
 
     def seal(self, identity: BlockIdentity, payload: Payload) -> bytes:
-        """Return the record of a block: `NUM_RECORD_BYTES`, and those of its preimage. O(bytes)."""
+        """Return the record of a block: `NUM_RECORD_BYTES` bytes, and those of its preimage. O(bytes)."""
         preimage = identity.preimage()
         head = self._head(preimage, payload)
         return head + self._checksum(head, preimage, payload) + preimage
 
     def opens(self, record: Payload, identity: BlockIdentity, payload: Payload) -> bool:
-        """Whether a record is that of this block with these bytes. Bytes behind the record are ignored. O(bytes).
+        """Whether a record is that of this block with these bytes. Bytes after the record are ignored. O(bytes).
 
         False for another format, fingerprint, secret or identity, and for any byte that differs from what was sealed.
         """

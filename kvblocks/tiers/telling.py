@@ -1,7 +1,7 @@
 """Events about tiers. They are like the device's events, with the same names of blocks, but name the tier's medium.
 
-A tier's blocks come from the device's cache, where they have names already. So a store hashes nothing. A removal
-history needs the names, too. If nobody asked for it, or for events (`EventOptions`), nothing here costs anything.
+A tier's blocks come from the device's cache, where they have names already, so a store hashes nothing. A removal
+history needs the names too. Unless somebody asked for one or for events (`EventOptions`), nothing here costs anything.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from kvblocks.tiers.tier import Tier
 
 
 def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog | None, names: Names) -> None:
-    """Have the device's event log, if there is one, record what tiers store and remove. Raises InvalidArgumentError."""
+    """If the device has an event log, also record what tiers store and remove. Raises InvalidArgumentError."""
     media: list[str] = [] if device is None else [device.medium]
     for tier, pool in zip(tiers, pools, strict=True):
         log = None if device is None else device.of_tier(tier.medium)
@@ -36,7 +36,7 @@ def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
 
 
 def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
-    """Compute the names of what may be restored. If the hash function raises, nothing has changed yet. O(tokens)."""
+    """Compute the names of what may be restored. A hash function that raises does so before any change. O(tokens)."""
     index = pool.index
     if not index.needs_digests:
         return
@@ -55,7 +55,7 @@ def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
 
 
 def note_restored(pool: TierPool) -> None:
-    """Name all that a tier holds, if names are needed, and record it as stored just now, parents first. O(blocks)."""
+    """Name all that a tier holds, if names are needed, and record it as stored now, parents first. O(blocks)."""
     if pool.index.needs_digests:
         for run in pool.index.runs():
             run.digest(len(run.blocks) - 1)

@@ -29,25 +29,25 @@ StoreWhen = Literal["computed", "freed", "reused"]
 class Tier:
     """A place that holds copies of cached blocks, in slots 0 to num_blocks - 1.
 
-    List a manager's tiers in the order of preference, the quickest first. Raises InvalidArgumentError.
+    List a manager's tiers in the order of preference, the fastest first. Raises InvalidArgumentError.
 
-    - name: of your choice.
+    - name: any non-empty text; a manager's tiers need different names.
     - num_blocks: slots, each for one block's keys and values in all layers of its group.
-    - num_block_bytes: bytes of a slot; the cost of a load is counted in them.
+    - num_block_bytes: bytes of a slot, in which the cost of a load is counted.
     - store: when blocks are stored, see `StoreWhen`. "freed" writes a block once, "reused" writes least to a disk.
-    - min_store_tokens: prefixes of at least so many tokens are stored when they are freed, whatever `store` says; None:
-      no such length.
+    - min_store_tokens: prefixes of at least this many tokens are stored when they are freed, whatever `store` says.
+      None: no such length.
     - window_store_tokens: which blocks of windows are stored. None: those that a hit at the end of the stored prefix
       needs. A number: also those that a hit at each multiple of it needs.
-    - bytes_per_second: the expected speed of loads, until it is measured; None: not known.
+    - bytes_per_second: the expected speed of loads, used until it is measured; None: not known.
     - max_transfer_blocks: the most blocks of one transfer. A transfer that fails loses all of its blocks.
     - is_persistent: whether the tier outlives the manager. `tiers.take_changes` then says what to remember, and
       `tiers.restore` takes it back.
-    - is_shared: whether others also store in the tier and delete from it. `tiers.note_found` then says what it has. A
-      shared tier isn't persistent: its slots are only what this manager knows of it. What others have found there can't
-      be taken back, so answer a store to it only when the step that wrote its blocks has ended.
-    - medium: its name in events. None: "EXTERNAL" if shared, as in SGLang; "STORAGE" if persistent, else "CPU", as in
-      vLLM.
+    - is_shared: whether others also store in the tier and delete from it. `tiers.note_found` then reports what it has.
+      A shared tier isn't persistent: its slots are only what this manager knows about it. What others have found there
+      can't be taken back, so complete a store to it only when the step that wrote its blocks has ended.
+    - medium: its name in events. None: "EXTERNAL" if shared, as in SGLang; "STORAGE" if persistent, otherwise "CPU", as
+      in vLLM.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Tier:
 
 
 def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:
-    """Return a manager's tiers. groups: its groups; none: one with full attention. Raises InvalidArgumentError."""
+    """Return a manager's tiers. groups: its groups; empty: one with full attention. Raises InvalidArgumentError."""
     given = tuple(listed("tiers", "an iterable of Tier", tiers))
     for tier in given:
         if not is_a(tier, Tier):

@@ -1,10 +1,10 @@
-"""`Tiers`: what is kept below the device, what moves between, and when. `manager.tiers`.
+"""`Tiers`, which is `manager.tiers`: what is kept below the device, what moves between, and when.
 
-The order of a step: the engine carries out the copies (`take_copies`), runs the step, and then carries out transfers.
-It asks for those (`take_transfers`) after all calls that made room for that step. The order matters: a store reads what
-the step wrote, and the step or its copies may read a block that a load writes. Transfers may run in any order, and take
-any time: no block and no slot is in two of them, unless both only read it. A sequence that is loading is in no step
-until `complete` says what arrived.
+In each step the engine first carries out the copies (`take_copies`), then runs the step, and then carries out the
+transfers. It asks for the transfers (`take_transfers`) after all calls that made room for that step. The order matters:
+a store reads what the step wrote, and the step or its copies may read a block that a load writes. Transfers may run in
+any order, and take any time: no block and no slot is in two of them, unless both only read it. A sequence that is
+loading is in no step until `complete` says what arrived.
 
 `traffic` decides what moves, and when.
 """
@@ -44,14 +44,14 @@ from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
 
 
 class Tiers:
-    """The tiers of a manager, quickest first. Iterates over their `TierStats`. Made by a manager.
+    """The tiers of a manager, the fastest first. Iterating yields their `TierStats`. Made by a manager.
 
-    Calls raise as the manager's do; a call that raised has changed nothing. num_stale_answers: calls of `complete` for
-    a transfer that had already ended.
+    Calls raise as the manager's do; a call that raised has changed nothing. num_stale_answers: how often `complete` was
+    called for a transfer that had already ended.
     """
 
     def __init__(self, change: Change, traffic: Traffic, calls: ManagerCalls) -> None:
-        """traffic: where calls are delegated. calls: what this needs of the manager."""
+        """traffic: what calls delegate to. calls: what this class needs of the manager."""
         self._change = change
         self._traffic = traffic
         self._calls = calls
@@ -68,7 +68,8 @@ class Tiers:
     def is_busy(self) -> bool:
         """Whether a transfer isn't answered, or `take_transfers` or `take_changes` may return something. O(tiers).
 
-        Does not see new blocks that a tier stores as they are computed: only `take_transfers` looks for those.
+        New blocks for a tier that stores blocks as they are computed don't count: only `take_transfers` looks for
+        those.
         """
         return self._traffic.is_busy
 
@@ -80,10 +81,10 @@ class Tiers:
     # Lookups.
 
     def find(self, hit: Given[CacheHit]) -> list[TierHit]:
-        """Return what the tiers have of a hit's sequence behind the hit, the nearest part first. Changes nothing.
+        """Return what the tiers have of a sequence after its hit, in parts, the nearest first. Changes nothing.
 
-        Each part begins where the one before it ends. You may give `allocate` any number of the first parts.
-        Raises InvalidArgumentError, and SequenceStateError for another manager's hit. A lookup in each tier.
+        Each part begins where the one before it ends, and `allocate` takes any number of the first parts. Raises
+        InvalidArgumentError, and SequenceStateError for another manager's hit. One lookup in each tier.
         """
         self._change.check_whole()
         given: Any = hit
@@ -97,9 +98,11 @@ class Tiers:
     def worth_loading(self, loads: Iterable[TierHit]) -> list[TierHit]:
         """Return the first parts of `find`'s answer that are expected to be faster to load than to compute.
 
-        Uses the tiers' bytes per second (see `Tier`, learned by `complete`) and the model's speed (learned by
+        This uses the tiers' bytes per second (see `Tier`, learned by `complete`) and the model's speed (learned by
         `note_computed`). A tier of unknown speed counts as fast, and a model of unknown speed as slow. A load begins
-        when those before it in its tier have ended, so their bytes count too.
+        when those before it in its tier have ended, so their bytes count too. Changes only what is known about a tier:
+        if a part is declined while nothing loads from its tier, the tier is assumed to be a little faster than learned.
+        Raises InvalidArgumentError, and SequenceStateError for another manager's parts. O(parts).
         """
         given = self._traffic.listed(loads)
         waits_s = [hit.pool.num_loading_bytes * hit.pool.rate.seconds_a_unit for hit in given]
@@ -111,7 +114,7 @@ class Tiers:
         return given[:number]
 
     def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
-        """Learn that a step computed so many tokens of prompts in so many seconds. Raises InvalidArgumentError."""
+        """Learn that a step computed this many tokens of prompts in this many seconds. Raises InvalidArgumentError."""
         number = check_count("num_tokens", num_tokens, 0)
         self._compute_rate.note(number, _check_seconds(seconds))
 
@@ -125,10 +128,11 @@ class Tiers:
         """Start a sequence with a hit and with tokens that tiers have: `allocate_slots` with loads.
 
         loads: what `find` returned for the hit, or the first items of it. They get slots, and so do the
-        `num_new_tokens` known tokens behind them (None: all the rest). All of these are delayed. The transfers begin
-        with the next `take_transfers`. Put the sequence in no step until `complete` says that it is loaded. Without
-        loads this is `allocate_slots`. Returns and raises as that call; StaleHitError also for loads that aren't stored
-        any more. O(blocks).
+        `num_new_tokens` known tokens after them (None: all the rest). All of these are delayed. The transfers begin
+        with the next `take_transfers`, and until `complete` says that the sequence is loaded, it must not be in any
+        step. Without loads this is `allocate_slots`.
+
+        Returns and raises what that call does; StaleHitError also for loads that are no longer stored. O(blocks).
         """
         self._change.check_whole()
         check_start(sequence, hit)
@@ -142,9 +146,9 @@ class Tiers:
     def take_transfers(self) -> list[Transfer]:
         """Return what is to be copied, loads first. These transfers count as begun: answer each with `complete`.
 
-        Call it once per step, when all steps that were given slots are launched or have ended: see the module. Begins
-        no more stores than the limit on held blocks allows. O(blocks that move, and of their prefixes), and
-        O(sequences) if a tier stores what is computed.
+        Call it once per step, when all steps that were given slots are launched or have ended: see the module. No more
+        stores begin than the limit on held blocks allows. O(blocks that move, and of their prefixes), and O(sequences)
+        if a tier stores what is computed.
         """
         self._change.begin()
         transfers = self._traffic.take()
@@ -152,12 +156,12 @@ class Tiers:
         return transfers
 
     def complete(self, transfer: Given[Transfer], ok: Flag, *, seconds: SupportsFloat | None = None) -> list[Loaded]:
-        """Say that a transfer is over. ok: whether all of its bytes arrived, are right, and are where they belong.
+        """Report that a transfer is over. ok: whether all of its bytes arrived, are right, and are where they belong.
 
-        With the last transfer of a load, its sequences are returned. What arrived is cached, the slots behind that are
-        given back, and the sequences go on from `Loaded.num_tokens`. Blocks that a load didn't bring are forgotten by
-        the tier. A second answer for a transfer changes nothing. seconds: how long it took; `worth_loading` learns from
-        it.
+        With the last transfer of a load, its sequences are returned. What arrived is cached, the slots after that are
+        released, and the sequences go on from `Loaded.num_tokens`. The tier forgets blocks that a load didn't bring. A
+        second answer for a transfer changes nothing but `num_stale_answers`. seconds: how long the transfer took, from
+        which `worth_loading` learns.
 
         Raises InvalidArgumentError. O(blocks).
         """
@@ -178,9 +182,9 @@ class Tiers:
         return ended
 
     def give_up(self, sequence: Given[Sequence]) -> int:
-        """Stop waiting for a sequence's loads. Returns how many first tokens the sequence has without them.
+        """Stop waiting for a sequence's loads. Returns how many of its tokens, from the first, it has without them.
 
-        The sequence goes on at once. Transfers that have begun keep their blocks until they are answered. Raises
+        The sequence can go on at once. Transfers that have begun keep their blocks until they are answered. Raises
         SequenceStateError if the sequence isn't loading. O(blocks).
         """
         self._change.check_whole()
@@ -193,7 +197,7 @@ class Tiers:
         return own.num_computed_tokens
 
     def is_loading(self, sequence: Given[Sequence]) -> bool:
-        """Whether a sequence waits for loads. Such a sequence must be in no step. O(1)."""
+        """Whether a sequence waits for loads. Such a sequence must not be in any step. O(1)."""
         if not is_a(sequence, Sequence):
             raise not_a_sequence("tiers.is_loading", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
@@ -208,14 +212,16 @@ class Tiers:
         num_blocks: SupportsIndex,
         attached: Iterable[tuple[SupportsIndex, SupportsIndex]] = (),
     ) -> int:
-        """Say that a shared tier has the first `num_blocks` full blocks of a sequence now, and nothing behind them.
+        """Report that a shared tier now has the first `num_blocks` full blocks of a sequence, and nothing after them.
 
         tier: its name. attached: the side groups' blocks that it has, as (index of the primary block that they are
-        attached to, column as in `BlockIdentity`), and the parts of checkpoints; it has a checkpoint if it has all of
-        the parts. From now on `find` counts on the answer, and a load checks it. Slots are taken as for a store, within
-        quotas. So the result may be less than `num_blocks`: it is the number of first blocks known to be there. Call it
-        when the tier has answered, before `find`. Blocks that `evict_blocks` took back must be deleted from the tier
-        before it is asked. Raises InvalidArgumentError. O(tokens).
+        attached to, column as in `BlockIdentity`), and the parts of checkpoints. A checkpoint counts if all of its
+        parts are there.
+
+        From now on `find` counts on the answer, and a load checks it. Slots are taken as for a store, within quotas, so
+        the result may be less than `num_blocks`: it is the number of first blocks known to be there. Call this when the
+        tier has answered, before `find`. Blocks that `evict_blocks` took back must be deleted from the tier before it
+        is asked. Raises InvalidArgumentError. O(tokens).
         """
         self._change.check_whole()
         pool = self._check_tier("note_found", tier)
@@ -237,11 +243,11 @@ class Tiers:
     # Persistent tiers.
 
     def take_changes(self) -> dict[str, dict[int, BlockIdentity | None]]:
-        """Return what became of the slots of persistent tiers since the last call, by tier.
+        """Return what became of the slots of persistent tiers since the last call, by tier, and forget it.
 
-        By slot: the block that it holds from now on, or None if it holds nothing that lookups can find. What was stored
-        last comes last. Remember all changes of a call, or none of them; `restore` takes what was remembered. At most
-        one change per slot is kept for the next call. O(tiers).
+        For each slot this is the block that it holds from now on, or None if it holds nothing that lookups can find.
+        The latest store comes last. Remember either all changes of a call or none of them; `restore` takes what was
+        remembered. At most one change per slot is kept for the next call. O(tiers).
         """
         self._change.begin()
         noted = {pool.name: pool.changes for pool in self._traffic.pools}
@@ -250,9 +256,10 @@ class Tiers:
         return changes
 
     def take_uses(self) -> dict[str, list[int]]:
-        """Return the slots of persistent tiers in which prefixes end that were used since the last call, by tier.
+        """Return, by tier, where the prefixes that were used since the last call end in persistent tiers: the last slot
+        of each.
 
-        The last used one comes last. Whoever remembers slots moves these behind all others, in this order: then
+        The latest used one comes last. Whoever remembers slots moves these after all others, in this order, so that
         `restore` knows which prefixes were used last. A slot that `take_changes` has a change for isn't among them. At
         most one note per slot is kept for the next call. O(tiers + such slots).
         """
@@ -264,18 +271,21 @@ class Tiers:
     def empty_slots(self, tier: Text) -> list[int]:
         """Return the slots of a persistent tier that hold nothing that lookups can find, and that no transfer uses.
 
-        Their bytes may still be there: whoever deletes data erases these slots. Raises InvalidArgumentError. O(slots).
+        Their bytes may still be there, so whoever deletes data erases these slots. Raises InvalidArgumentError.
+        O(slots).
         """
         self._change.check_whole()
         return self._check_tier("empty_slots", tier, persistent=True).empty_slots()
 
     def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
-        """Take a persistent tier's slots back as they were remembered, the least recently stored first.
+        """Take a persistent tier's slots back as they were remembered.
 
         tier: its name; it must be empty, as in a new manager. slots: ids, and the block that each holds, the least
         recently stored or used (`take_uses`) first. A slot can't be found if its prefix isn't among them, or its keys
-        can't be read; it counts as forgotten (`take_changes`). Returns how many can be found. The bytes are checked by
-        whoever loads them. Raises InvalidArgumentError, and SequenceStateError if the tier isn't empty. O(slots).
+        can't be read; it counts as forgotten (`take_changes`). The bytes are checked when they are loaded.
+
+        Returns how many can be found. Raises InvalidArgumentError, and SequenceStateError if the tier isn't empty.
+        O(slots log slots).
         """
         self._change.check_whole()
         pool = self._check_tier("restore", tier, persistent=True)
@@ -292,10 +302,10 @@ class Tiers:
     # Quotas.
 
     def set_quota(self, tier: Text, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
-        """Limit what one salt (None: blocks without a salt) keeps stored in a tier while others want its slots.
+        """Limit how many blocks of one salt a tier keeps stored while others want its slots.
 
-        As `manager.quotas.set`, which limits the device's blocks. tier: its name. Slots count once their bytes
-        have arrived. Raises InvalidArgumentError. O(slots of the tier).
+        Like `manager.quotas.set`, which limits the device's blocks, but blocks count once their bytes have arrived.
+        tier: its name. salt: None stands for blocks without a salt. Raises InvalidArgumentError. O(slots of the tier).
         """
         pool = self._check_tier("set_quota", tier)
         name = check_name("salt", salt)
@@ -307,7 +317,7 @@ class Tiers:
         self._calls.end()
 
     def set_default_quota(self, tier: Text, max_blocks: SupportsIndex | None) -> None:
-        """`set_quota` for each salt, other than None, that has none of its own in this tier. O(slots of the tier)."""
+        """`set_quota` for every salt that has none of its own in this tier, except None (no salt). O(slots)."""
         pool = self._check_tier("set_default_quota", tier)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = TenantQuotas() if pool.quotas is None else pool.quotas
@@ -317,7 +327,7 @@ class Tiers:
         self._calls.end()
 
     def quota_of(self, tier: Text, salt: Text | None) -> int | None:
-        """Return the quota of a salt in a tier, its own or the default; None: it has none.
+        """Return the quota of a salt in a tier, its own or the default; None if it has none.
 
         Raises InvalidArgumentError. O(1).
         """
@@ -325,7 +335,7 @@ class Tiers:
         return None if quotas is None else quotas.limit_of(name)
 
     def quotas(self, tier: Text) -> list[QuotaUsage]:
-        """Return a tier's quotas and their use, of salts that have a quota or store anything there.
+        """Return a tier's quotas and their use, for salts that have a quota or store anything there.
 
         Raises InvalidArgumentError. O(salts).
         """

@@ -33,7 +33,7 @@ STORING_SHARE = 8
 class Traffic:
     """The jobs of a manager, and its tiers' pools. Only for the manager and `Tiers`, which check the arguments.
 
-    Call methods inside a change of the manager, unless the docstring says otherwise. pools: the tiers', quickest first.
+    Call methods inside a change of the manager, unless their docstring says otherwise. pools: the fastest first.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Traffic:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything moves, is wished for, or is to be remembered. O(tiers)."""
+        """Whether anything moves, is to be stored, or is to be remembered. O(tiers)."""
         return bool(self._jobs) or any(pool.is_busy for pool in self.pools)
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier.
+        """Return what the tiers have after a hit. Changes nothing. One lookup in each tier.
 
-        If the hit is the whole prompt, the tiers have nothing behind it: its last token is computed again.
+        If the hit is the whole prompt, the tiers have nothing after it, since its last token is computed again.
         """
         size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
         if hit.num_tokens < position * size:
@@ -87,7 +87,7 @@ class Traffic:
         return found
 
     def listed(self, loads: object) -> list[TierHit]:
-        """Return loads as a list. Raises InvalidArgumentError, and SequenceStateError for another manager's."""
+        """Return loads as a list. Raises InvalidArgumentError, and SequenceStateError for another manager's loads."""
         given: list[Any] = listed("loads", "what tiers.find returned, or a first part of it", loads)
         for load in given:
             if not is_a(load, TierHit):
@@ -110,13 +110,13 @@ class Traffic:
         return transfers
 
     def job_of(self, transfer: Transfer) -> Job | None:
-        """Return the job of a transfer that has begun and isn't over, else None. O(1)."""
+        """Return the job of a transfer that has begun and isn't over; otherwise None. O(1)."""
         return self._begun.get(transfer)
 
     def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
         """Return what to cache of a load when this transfer ends, for each waiting sequence. Call it outside a change.
 
-        The answer is [] before the load's last transfer. Nothing is cached behind a hit that was lost meanwhile. If a
+        The answer is [] before the load's last transfer. Nothing is cached after a hit that was lost meanwhile. If a
         hash function raises, it does so here, and the transfer can be answered again.
         """
         if not isinstance(job, LoadJob) or job.num_open > 1:
@@ -132,7 +132,7 @@ class Traffic:
     def end(
         self, transfer: Transfer, job: Job, commits: list[Commit], seconds: float | None, *, ok: bool
     ) -> list[Loaded]:
-        """End a transfer; with the last one, end its job. Returns what became of loads. O(blocks)."""
+        """End a transfer and, if it is the last one, its job. Returns what became of loads. O(blocks)."""
         for prepared in commits:
             self._calls.commit(prepared)
         if isinstance(job, LoadJob):
@@ -148,7 +148,7 @@ class Traffic:
         return sequence in self._loading
 
     def give_up(self, sequence: Sequence) -> None:
-        """Have a loading sequence wait no more, and give back the slots of what it waited for. O(blocks)."""
+        """Stop a loading sequence from waiting, and release the slots of what it waited for. O(blocks)."""
         start = self._loading[sequence].start_for(sequence)
         self.leave(sequence)
         self._calls.rewind(sequence, start)
@@ -162,7 +162,7 @@ class Traffic:
             raise SequenceStateError(f"tiers.allocate: expected no loads, since {sequence} has blocks; got {given}")
         start = 0 if hit is None else len(hit.blocks) * self._block_size
         if given and hit is not None and hit.num_tokens != start:
-            raise StaleHitError(f"tiers.allocate: expected no loads behind {hit}, whose last token is computed again")
+            raise StaleHitError(f"tiers.allocate: expected no loads after {hit}, whose last token is computed again")
         for load in given:
             if load.sequence is not sequence:
                 raise SequenceStateError(f"tiers.allocate: expected loads of {sequence}, got {load}")
@@ -193,11 +193,11 @@ class Traffic:
                 self._queue[transfer] = job
 
     def note_use(self, hit: CacheHit) -> None:
-        """Take note that a sequence starts with a hit, which is a second use of its blocks. O(tiers)."""
+        """Record that a sequence starts with a hit, which is a second use of its blocks. O(tiers)."""
         self._wish_for_used(hit.blocks[-1])
 
     def note_end(self, sequence: Sequence) -> None:
-        """Take note that a sequence is about to give its blocks back. O(tiers); after an abort or a reset O(blocks)."""
+        """Record that a sequence is about to release its blocks. O(tiers); after an abort or a reset O(blocks)."""
         self._noted.pop(sequence, None)
         if sequence in self._loading:
             self.leave(sequence)
@@ -213,16 +213,16 @@ class Traffic:
                 pool.wish(sequence.blocks[number - 1].node)
 
     def note_fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Take note that a sequence was forked: the twin waits for the same loads. O(1)."""
+        """Record that a sequence was forked: the twin waits for the same loads. O(1)."""
         job = self._loading.get(sequence)
         if job is not None and twin.num_computed_tokens > job.start:
             job.sequences[twin] = None
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence was cut (`truncate`, `rewind`). Of a hit that was lost it keeps the part before.
+        """Record a `truncate` or `rewind` of a sequence. If a part of its hit was lost, it keeps what comes before.
 
-        Inside its load, it keeps whole blocks only: a transfer may still write to a partly kept one.
+        Inside its load it keeps whole blocks only, since a transfer may still write to a partly kept one.
         """
         job = self._loading.get(sequence)
         if job is None:
@@ -244,9 +244,9 @@ class Traffic:
     def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None, *, are_shared: bool) -> None:
         """Forget what tiers have of these lost blocks of the device. Called before the blocks stop being cached.
 
-        sequence: who was to write them: what was stored from them goes. None: they are bad: all that tiers have of
-        their prefixes goes. Loads that bring it or come behind it fail, and so do stores that read them. are_shared: if
-        one has an owner other than `sequence` and stores. O(lost blocks + prefixes); and O(blocks of loads) if so.
+        sequence: who was to write them; what was stored from them is forgotten. None: they are bad, and all that tiers
+        have of their prefixes is. Loads that bring it or come after it fail, as do stores that read them. are_shared:
+        if one has an owner other than `sequence` and stores. O(lost blocks + prefixes); and O(blocks of loads) if so.
         """
         if not self.pools:
             return
@@ -275,16 +275,16 @@ class Traffic:
     def forget_salt(self, salt: str | None) -> int:
         """Forget what all tiers have of a salt, after the device did. Returns how many slots. O(runs + those slots).
 
-        Loads that have begun go on, as after `clear`. Stores of the salt come to nothing.
+        Loads that have begun go on, as after `clear`. Stores of the salt have no effect.
         """
         return sum([pool.forget_salt(salt) for pool in self.pools])
 
     def note_restored(self, pool: TierPool) -> None:
-        """Take note that a tier's slots were taken back. O(slots)."""
+        """Record that a tier's slots were restored. O(slots)."""
         note_restored(pool)
 
     def leave(self, sequence: Sequence) -> None:
-        """Have a sequence wait for its loads no more. If no other waits, cancel what has not begun. O(blocks)."""
+        """Stop a sequence from waiting for its loads. If no other waits, cancel what has not begun. O(blocks)."""
         job = self._loading.pop(sequence)
         del job.sequences[sequence]
         if job.sequences:
@@ -355,7 +355,7 @@ class Traffic:
         return prefixes
 
     def _note_started(self, sequence: Sequence) -> None:
-        """Take note that some of a sequence's loads arrived, and that it goes on behind them."""
+        """Record that some of a sequence's loads arrived, and that it goes on after them."""
 
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
         """Return the prefix of the first `num_blocks` blocks of `run`, and lists of the slots that the tier has of it.
@@ -389,7 +389,7 @@ class Traffic:
             pool.wish(block.node)
 
     def _wish_for_computed(self) -> None:
-        """Wish for what sequences have cached since the last look, for tiers that store what is computed."""
+        """Wish for what sequences have cached since the last call, for tiers that store what is computed."""
         pools = [pool for pool in self.pools if pool.stores_computed]
         if not pools:
             return

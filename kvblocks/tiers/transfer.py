@@ -12,11 +12,12 @@ QUEUED, BEGUN, ENDED = 0, 1, 2
 
 
 class TierHit:
-    """What a tier has of a sequence at one moment, behind what the device and the tiers above it have.
+    """What a tier has of a sequence, as of a lookup: a part after what the device and the parts before it have.
 
-    sequence: whose lookup it is. tier: its name. first_token: where it begins. num_tokens: tokens whose KV it has, in
-    whole blocks. The last known token is never among them, since its logits are needed. num_bytes: what a load moves.
-    Made by `manager.tiers.find`; read-only. It owns nothing: `allocate_slots` checks that it still holds.
+    sequence: the sequence that was looked up. tier: the tier's name. first_token: where the part begins. num_tokens:
+    tokens whose KV the tier has, in whole blocks. The last known token is never among them, since its logits are
+    needed. num_bytes: how many bytes a load moves. Made by `manager.tiers.find`; read-only. It owns nothing:
+    `tiers.allocate` checks that it is still valid.
     """
 
     __slots__ = ("first_token", "num_bytes", "num_tokens", "pool", "prefix", "sequence", "tier", "version")
@@ -35,7 +36,7 @@ class TierHit:
         self.num_bytes = (end_block - first_block) * pool.num_block_bytes
 
     def seconds(self) -> float:
-        """Return how long the load is expected to take; 0.0 while the tier's speed isn't known. O(1)."""
+        """Return how many seconds the load is expected to take; 0.0 while the tier's speed isn't known. O(1)."""
         return self.num_bytes * self.pool.rate.seconds_a_unit
 
     def part(self) -> TierPart:
@@ -50,8 +51,8 @@ class TierHit:
 class Transfer:
     """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
 
-    is_load: whether bytes go from the tier to the device, or the other way. tier: its name. generation: unique to this
-    transfer within its manager; an answer for another one changes nothing. num_bytes: of all blocks. has_arrived:
+    is_load: True if the bytes go from the tier to the device, False for the other way. tier: the tier's name.
+    generation: a number that no other transfer of its manager has. num_bytes: the bytes of all blocks. has_arrived:
     whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
     """
 
@@ -126,10 +127,10 @@ class Transfer:
 
 
 class Loaded:
-    """What became of a sequence's loads, which have all ended.
+    """What became of a sequence's loads, all of which have ended.
 
-    num_tokens: how many first tokens have KV. The tokens behind them are to be computed. is_whole: whether everything
-    that was to be loaded arrived. Made by `manager.tiers`; read-only.
+    num_tokens: how many tokens, from the first, have KV. The tokens after them must be computed. is_whole: whether
+    everything that was to be loaded arrived. Made by `manager.tiers`; read-only.
     """
 
     __slots__ = ("is_whole", "num_tokens", "sequence")

@@ -1,7 +1,7 @@
 """Wishes: which prefixes of the device's cache are to be stored, by their last node.
 
-A wish owns nothing. Its blocks may be taken for something else before its store begins. Then only what is left of the
-prefix is stored, if anything. So taking a block never waits for a copy.
+A wish owns nothing. Its blocks may be taken for something else before its store begins. In that case only what is left
+of the prefix is stored, if anything, so that taking a block never waits for a copy.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
@@ -12,7 +12,7 @@ from kvblocks.tiers.identity import BlockIdentity
 MOST_WISHES = 4096
 """The most wishes of a tier. Beyond that, the oldest is dropped.
 
-So an engine that never asks for transfers loses hits, but uses no more memory.
+An engine that never asks for transfers therefore loses hits, but uses no more memory.
 """
 
 
@@ -47,7 +47,7 @@ class Prefix:
         return number
 
     def begins_with(self, other: "Prefix", block_size: int) -> bool:
-        """Whether `other` is the beginning of this prefix, by its tokens and keys. O(its tokens)."""
+        """Whether this prefix begins with `other`, by its tokens and keys. O(its tokens)."""
         num_blocks = len(other.tokens) // (4 * block_size)
         if not self.tokens.startswith(other.tokens):
             return False
@@ -60,7 +60,7 @@ class Prefix:
 
 
 def prefix_of(run: Run, num_blocks: int) -> Prefix:
-    """Return the cached prefix that ends behind the first `num_blocks` blocks of `run`. O(its blocks)."""
+    """Return the cached prefix that ends after the first `num_blocks` blocks of `run`. O(its blocks)."""
     parts = [(run, num_blocks)]
     above, position, _, _ = run.key
     while above is not None:
@@ -77,7 +77,10 @@ def prefix_of(run: Run, num_blocks: int) -> Prefix:
 
 
 def shortest_prefixes(blocks: list[KVCacheBlock]) -> list[Prefix]:
-    """Return the prefixes of those of `blocks` that are cached; of blocks of a run in a row, only the first one's."""
+    """Return the prefixes that end in those of `blocks` that are cached.
+
+    For consecutive blocks of a run, return only the first one's.
+    """
     nodes = {block.node for block in blocks if block.is_cached}
     ends = [(run, index + 1) for run, index in nodes if run is not None and (run, index - 1) not in nodes]
     return [prefix_of(run, num_blocks) for run, num_blocks in ends]
@@ -93,7 +96,8 @@ def prefix_in(sequence: Sequence, num_blocks: int, block_size: int) -> Prefix:
 class Wishes:
     """The prefixes that are to be stored in one tier, the oldest wish first.
 
-    A wish whose beginning is being stored is put aside, so that nobody looks at it before that store has ended.
+    A wish is put aside while the beginning of its prefix is being stored, so that nobody looks at it before that store
+    has ended.
     """
 
     def __init__(self) -> None:

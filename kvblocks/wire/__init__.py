@@ -1,4 +1,4 @@
-"""The formats in which engines tell routers about cached blocks: events, their transport, who has which block.
+"""The formats in which engines tell routers about cached blocks: events, their transport, and who has which block.
 
     publisher = EventPublisher("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
     publisher.publish(manager.take_events())           # in the engine, each step

@@ -24,8 +24,8 @@ _NUM_AT_ONCE: Final = 1000  # messages read from one socket before other sockets
 class Source:
     """Where a worker publishes.
 
-    replay_endpoint: where replays are asked for; None: the worker can't be asked. topic: the prefix of its batches'
-    topics.
+    endpoint: where its batches are sent. replay_endpoint: where to ask for replays; None: the worker can't be asked.
+    topic: the prefix of its batches' topics.
     """
 
     endpoint: str
@@ -45,9 +45,9 @@ class _Line:
 
 
 class MirrorClient:
-    """Feeds a mirror from the publishers of workers. Not thread-safe: one thread calls `receive`.
+    """Feeds a mirror from the publishers of workers. Not thread-safe: only one thread may call `receive`.
 
-    sources: by worker's name, where it publishes. patience: seconds without an answer after which it asks again.
+    sources: for each worker's name, where it publishes. patience: seconds without an answer after which it asks again.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class MirrorClient:
                 one.close(0)
 
     def silence(self, worker: str) -> float:
-        """Return for how many seconds nothing has come from a worker. Longer than its heartbeat: it may be gone."""
+        """Return how many seconds ago something last came from a worker. If above its heartbeat, it may be gone."""
         if worker not in self._lines:
             raise wrong("worker", f"one of {list(self._lines)[:20]}", worker)
         return time.monotonic() - self._lines[worker].heard_at
 
     def receive(self, timeout: float = 0.0) -> int:
-        """Take what has come, and ask for what is missing. Return the number of messages taken.
+        """Process the messages that have come, and ask for what is missing. Return the number of messages.
 
-        timeout: seconds to wait for the first message. Call it again and again: it also notices answers that don't
+        timeout: seconds to wait for the first message. Call this again and again: it also notices answers that don't
         come.
         """
         ready = dict(self._poller.poll(int(1000 * min(timeout, self._patience))))

@@ -4,7 +4,7 @@ The records hold the fields of vLLM 0.33's and SGLang 0.5.23's events, by those 
 (unsigned in vLLM's events, signed in SGLang's) or bytes. `unknown` holds all other fields, so that they aren't lost. An
 array's unknown fields are a list under the name "".
 
-`decode` takes all encodings: an event shows which one it is in. `CODECS` has an encoder of each:
+`decode` takes all encodings, since an event shows which one it is in. `CODECS` has an encoder of each:
 
 - "vllm": maps tagged "type", as vLLM 0.33 sends them. A field that has its default value is left out.
 - "vllm:array": arrays, as vLLM sent them before June 2026 (the last version with them is 0.23): the tag, then the
@@ -27,9 +27,9 @@ Hash: TypeAlias = int | bytes
 
 
 class BlockStored(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Consecutive blocks of one prefix became cached, on a medium.
+    """Consecutive blocks of one prefix became cached on a medium.
 
-    token_ids: of all its blocks. A pair of ids in place of an id is a bigram of speculative decoding.
+    token_ids: those of all its blocks. A pair of ids in place of an id is a bigram of speculative decoding.
     """
 
     block_hashes: list[Hash]
@@ -69,7 +69,7 @@ class AllBlocksCleared(Struct, frozen=True, omit_defaults=True, kw_only=True, gc
 
 
 class UnknownEvent(Struct, frozen=True, gc=False):
-    """An event of another type than the above. content: the whole event, as it came."""
+    """An event of a type other than those above. content: the whole event, as it came."""
 
     type: str
     content: Any
@@ -79,7 +79,7 @@ WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEv
 
 
 class EventBatch(Struct, frozen=True, gc=False):
-    """The payload of a frame. ts: seconds since 1970. more: elements behind the known ones."""
+    """The payload of a frame. ts: seconds since 1970. more: elements after the known ones."""
 
     ts: float
     events: list[WireEvent]
@@ -93,7 +93,7 @@ class EventBatch(Struct, frozen=True, gc=False):
 
 
 MAX_PAYLOAD_BYTES: Final = 1 << 26
-"""The most bytes of a payload. A batch of a million tokens takes a tenth of it."""
+"""The most bytes of a payload. A batch of a million tokens takes a tenth of this."""
 
 _Known = TypeVar("_Known", BlockStored, BlockRemoved, AllBlocksCleared)
 
@@ -131,7 +131,7 @@ class Codec:
     def __init__(
         self, name: str, fields: dict[str, tuple[str, ...]], num_always: tuple[int, int], hash_form: str
     ) -> None:
-        """num_always: how many first fields of BlockStored and BlockRemoved are sent even if they are None."""
+        """num_always: how many of the first fields of BlockStored and BlockRemoved are sent even if they are None."""
         self.name = name
         self.hash_form = hash_form
         self._fields = fields
@@ -141,7 +141,7 @@ class Codec:
     def encode(self, batch: EventBatch) -> bytes:
         """Return the payload of a batch. O(blocks + tokens).
 
-        Fields that this encoding doesn't know are written behind the known ones. Raises InvalidArgumentError for fields
+        Fields that this encoding doesn't know are written after the known ones. Raises InvalidArgumentError for fields
         that an array has no place for.
         """
         encode_event = self._as_array if self._is_array else self._as_map

@@ -53,7 +53,7 @@ class Converter:
         """Return the equivalent records, in order. O(blocks + tokens).
 
         `BlocksHit` gives no record: it changes nothing, and no format has an event for it. Raises InvalidArgumentError
-        for other objects than kvblocks' records, and for records of several groups if the format has none.
+        for objects that aren't kvblocks' records, and for records of several groups if the format has none.
         """
         return [self._one(event) for event in events if not isinstance(event, BlocksHit)]
 
@@ -63,7 +63,7 @@ class Converter:
             raise wrong("group_idx", "None, since SGLang's events have no groups", event.group_idx)
 
     def medium_of(self, event: BlockStored | BlockRemoved) -> str:
-        """Return the medium of a record's blocks in the format's words. A tier with a medium of its own keeps that."""
+        """Return the medium of a record's blocks in the format's terms. A tier with a medium of its own keeps that."""
         return _SGLANG_MEDIA.get(event.medium, event.medium) if self._is_sglang else event.medium
 
     def _one(self, event: CacheEvent) -> WireEvent:

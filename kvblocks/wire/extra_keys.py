@@ -1,8 +1,8 @@
 r"""A block's extra keys, decoded; and as vLLM has them: tagged in its hashes, untagged in its events.
 
 Imports only the core, which encodes them (`kvblocks.core.hashing` has the format). For vLLM a sequence's `lora` is an
-adapter's name, or "name\0path"; text behind another "\0" is ignored. A str position key is an image's identifier. A
-bytes key is one of embeddings; its first NUM_EMBEDDING_BYTES are the digest.
+adapter's name, or "name\0path"; text after another "\0" is ignored. A str position key is an image's identifier. A
+bytes key is one of embeddings; its first NUM_EMBEDDING_BYTES bytes are the digest.
 """
 
 from hashlib import sha256
@@ -17,19 +17,20 @@ from kvblocks.events import BlockStored
 ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
 """A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
 
-start: where the keyed span begins relative to the block's first token; length: of the whole span. In tokens.
+start: where the keyed span begins, in tokens relative to the block's first one. length: that of the whole span, in
+tokens.
 """
 
 NO_EMBEDDINGS: Final = sha256().digest()
-"""The digest of a block without embeddings, in a prompt that has some."""
+"""The digest that stands for a block without embeddings, in a prompt that has some."""
 NUM_EMBEDDING_BYTES: Final = 32
 
 
 def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
     """Return a block's extra keys in the order of their encoding; the inverse of `encode_extra_keys`.
 
-    encoded: one block's, as in `BlockStored.extra_keys`; b"" for none. Raises InvalidArgumentError for bytes that are
-    no block's encoding. O(bytes).
+    encoded: those of one block, as in `BlockStored.extra_keys`; b"" for none. Raises InvalidArgumentError for bytes
+    that are no block's encoding. O(bytes).
     """
     given: Any = encoded
     if not is_a(given, bytes):
@@ -38,7 +39,7 @@ def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
 
 
 def decode_names(encoded: bytes | None) -> tuple[str | None, str | None]:
-    """Return the salt and the LoRA name among a first block's encoded keys, None for none."""
+    """Return the salt and the LoRA name among a first block's encoded keys, each None if there is none."""
     keys = [] if encoded is None else _decoded_keys(encoded)
     names = {kind: text for kind, _, text in keys if isinstance(text, str)}
     return names.get("salt"), names.get("lora")
@@ -68,7 +69,7 @@ def _decoded_keys(encoded: bytes) -> list[ExtraKey]:
 def tagged_keys(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
     """Return a block's own keys, each with its kind, in vLLM's order: images, salt, embeddings.
 
-    encoded: the block's encoded keys, b"" for none. has_embeddings: whether the prompt is one of embeddings.
+    encoded: the block's encoded keys, b"" for none. has_embeddings: whether the prompt consists of embeddings.
     """
     decoded = decode_extra_keys(encoded)
     found: list[Any] = [("mm", key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
@@ -81,7 +82,8 @@ def tagged_keys(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
 def block_extra_keys(event: BlockStored, *, has_embeddings: bool = False) -> list[tuple[Any, ...] | None]:
     """Return the keys of each block of a record as events write them; None for a block without keys. O(blocks + keys).
 
-    The adapter's name first, then those of `tagged_keys`: (identifier, offset in tokens) of an image, salt, digests.
+    The adapter's name comes first, then the keys of `tagged_keys`: (identifier, offset in tokens) of an image, salt,
+    digests.
     """
     given = dict(event.extra_keys)
     of_all = () if event.lora is None else (split_lora(event.lora)[0],)

@@ -21,7 +21,7 @@ VERSION: Final = 1
 """Version of the snapshot's messages."""
 
 SNAPSHOT: Final = b"\0kvblocks.snapshot"
-"""Stands in a message where a replay's answer has its topic. No topic of ours begins with a NUL."""
+"""Stands where a replay's answer has its topic. None of our topics begins with a NUL."""
 
 MAX_NUMBER: Final = 2**63 - 1
 END: Final = b"\xff" * 8
@@ -32,9 +32,9 @@ _NUM_BYTES: Final = 8
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The head of a snapshot's chunk. Later versions may add fields at the end.
 
-    request: the number in the request. epoch: the number of the first batch that this publisher ever made. number: of
-    the last batch that the snapshot includes. index, total: this chunk's index, and the number of chunks. A total of 0
-    is a refusal: ask again later.
+    request: the number in the request. epoch: the number of the first batch that this publisher ever made. number: that
+    of the last batch that the snapshot includes. index, total: this chunk's index, and the number of chunks. A total of
+    0 is a refusal: ask again later.
     """
 
     version: int
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
 
 class ReplayEnd(NamedTuple):
-    """The end of a replay: all batches that are kept were sent."""
+    """The end of a replay: all batches that the publisher keeps were sent."""
 
 
 class SnapshotChunk(NamedTuple):
@@ -77,7 +77,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def pack_number(number: int) -> bytes:
-    """Return a batch's number in its bytes on the wire."""
+    """Return a batch's number as its bytes on the wire."""
     return number.to_bytes(_NUM_BYTES, "big")
 
 

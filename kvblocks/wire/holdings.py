@@ -12,7 +12,7 @@ REMOVED: Final = 2
 
 
 class Location(NamedTuple):
-    """Where blocks are cached. rank: data-parallel; medium: None if the events don't say."""
+    """Where blocks are cached. rank: the data-parallel rank; medium: None if the events don't say."""
 
     rank: int
     group: int
@@ -20,7 +20,7 @@ class Location(NamedTuple):
 
 
 Change: TypeAlias = tuple[int, Location, list[int]]
-"""CLEARED, STORED or REMOVED; the place; the hashes."""
+"""CLEARED, STORED or REMOVED, then the place, then the hashes."""
 
 
 def changes_of(batch: EventBatch) -> list[Change]:
@@ -76,9 +76,9 @@ class Holdings:
         return {place: frozenset(held) for place, held in self._sets.items()}
 
     def find(self, hashes: Iterable[Hash], rank: int, group: int, medium: str | None, states: int | None = None) -> int:
-        """Return how many first blocks of `hashes` are cached. medium None: on any. O(blocks found x media).
+        """Return how many of `hashes`, from the first, are cached. medium: None: on any. O(blocks found x media).
 
-        states: the group of recurrent states; then only blocks up to the last one with a state count.
+        states: the number of the group of recurrent states; then only blocks up to the last one with a state count.
         """
         held = self._at(rank, group, medium)
         if states is not None:

@@ -1,12 +1,12 @@
 """A publisher's bookkeeping, without input or output: batch numbers, the queue, and what is kept for replays.
 
 Batches are numbered from the epoch on. The epoch is the number of the first batch, which says that nothing is cached. A
-publisher that restarts has a higher epoch. So no two batches of a worker have the same number, and a later batch has a
-higher number. A batch that doesn't fit into the queue is not sent. Its number stays unused, which every consumer sees
-as a gap.
+publisher that restarts has a higher epoch, so no two batches of a worker have the same number, and a later batch has a
+higher one. A batch that doesn't fit into the queue is not sent. Its number stays unused, which every consumer sees as a
+gap.
 
-The ledger also follows which blocks are cached, dropped batches included. So a snapshot is the cache's contents after
-all batches up to one number, and the engine is not asked for it.
+The ledger also follows which blocks are cached, including dropped batches. A snapshot is therefore the cache's contents
+after all batches up to one number, and the engine is not asked for it.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.frames import VERSION, SnapshotHead
 
 PIECE_BLOCKS: Final = 32
-"""An event stays in memory while any of its blocks is cached. So longer events are split into pieces of this size."""
+"""An event stays in memory while any of its blocks is cached, so longer events are split into pieces of this size."""
 
 CHUNK_BLOCKS: Final = 1024
 """Blocks in a chunk of a snapshot."""
@@ -38,10 +38,11 @@ _Place = tuple[BlockStored, int]
 class Limits:
     """How much a publisher holds at most.
 
-    max_queued_batches, max_queued_bytes: waiting to be sent; further batches are dropped. num_kept_batches,
-    max_kept_bytes: for replays. num_sending: batches on their way to one slow consumer; that consumer loses further
-    ones. There is no limit in bytes, so a consumer that doesn't read may cost the memory of so many of the largest
-    batches. num_snapshots: sent at the same time; further ones are refused.
+    - max_queued_batches, max_queued_bytes: what may wait to be sent; further batches are dropped.
+    - num_kept_batches, max_kept_bytes: what is kept for replays.
+    - num_sending: batches on their way to one slow consumer; that consumer loses further ones. There is no limit in
+      bytes, so a consumer that doesn't read may cost the memory of this many of the largest batches.
+    - num_snapshots: snapshots sent at the same time; further requests are refused.
     """
 
     max_queued_batches: int = 10_000
@@ -110,8 +111,8 @@ class Ledger:
     def add(self, events: Iterable[CacheEvent], ts: float) -> bool:
         """Number a batch of events and queue it. Return False if it was dropped. O(blocks); tokens are not looked at.
 
-        Without events there is no batch. Raises InvalidArgumentError for other objects than kvblocks' records; then
-        nothing changes.
+        Without events there is no batch. Raises InvalidArgumentError, with nothing changed, for objects that aren't
+        kvblocks' records.
         """
         given: Any = events
         if not isinstance(given, Iterable):

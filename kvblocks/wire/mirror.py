@@ -1,13 +1,13 @@
 """A mirror: a consumer's picture of what many workers have cached, right in spite of lost and reordered batches.
 
 It does no input or output: it is given what arrives, and says what to ask for. A worker's batches are numbered. The
-batch with the next number is applied. One with a lower number is late or a double, and is dropped. One with a higher
+batch with the next number is applied. One with a lower number is late or a duplicate, and is dropped. One with a higher
 number is held, and the batches between are asked for. If those can't be had, a snapshot is asked for. Batches of two
 epochs never mix: all numbers of a later epoch are higher (see `kvblocks.wire.ledger`), and its first batch says that
 nothing is cached.
 
-Other publishers have no snapshots, and start again at 0 when they restart. For these, a lower number that is no double
-means a restart. What a replay lacks is then forgotten, and `is_complete` says so.
+Other publishers have no snapshots, and start again at 0 when they restart. For these, a lower number that isn't a
+duplicate means a restart. What a replay lacks is then forgotten, and `is_complete` says so.
 """
 
 from collections import OrderedDict, deque
@@ -22,7 +22,7 @@ from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
 from kvblocks.wire.holdings import CLEARED, Change, Holdings, Location, changes_of
 
 MAX_CHUNKS: Final = 1 << 16
-"""The most chunks in a snapshot. So many hold 67 million blocks."""
+"""The most chunks in a snapshot. This many hold 67 million blocks."""
 
 _NUM_RECENT: Final = 1024  # numbers that are remembered, to tell doubles of another publisher
 _NUM_TRIES: Final = 3  # after so many unanswered asks a publisher counts as one without snapshots
@@ -31,7 +31,7 @@ _NUM_SUSPICIOUS: Final = 3  # so many batches in a row from before the epoch: th
 
 
 class Ask(NamedTuple):
-    """What to ask a worker for: all batches from `number` on; or, if `number` is None, a snapshot, by `request`."""
+    """What to ask a worker for: all batches from `number` on or, if `number` is None, a snapshot, by `request`."""
 
     worker: str
     number: int | None
@@ -39,7 +39,7 @@ class Ask(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """One cache: that of a data-parallel rank of a worker."""
+    """One cache: that of one data-parallel rank of a worker."""
 
     worker: str
     rank: int
@@ -47,9 +47,10 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class MirrorStats:
-    """Counters. num_late: dropped as late, as doubles, or as chunks that were not asked for.
+    """Counters.
 
-    num_unheld: early batches for which there was no room, and held ones that were dropped without being applied.
+    num_late: messages dropped as late, as duplicates, or as chunks that were not asked for. num_unheld: early batches
+    for which there was no room, and held ones that were dropped without being applied.
     """
 
     num_applied: int = 0
@@ -64,7 +65,7 @@ class MirrorStats:
 class _Held(NamedTuple):
     """A batch that came early.
 
-    mark: equal for doubles. size: how much of `max_held` it takes. request: the last request made before it came.
+    mark: equal for duplicates. size: how much of `max_held` it takes. request: the last request made before it came.
     """
 
     changes: list[Change]
@@ -100,8 +101,8 @@ class _Worker:
 class EventMirror:
     """Knows which blocks each worker has cached, by the hashes in its events. Not thread-safe.
 
-    max_held: how many batches and blocks, added up, are held for a worker while others are missing. Memory: a few dozen
-    bytes for each block that a worker caches, and what is held.
+    max_held: how many batches and blocks, added up, are held for a worker while others are missing. It takes a few
+    dozen bytes for each block that a worker caches, plus what is held.
     """
 
     def __init__(self, *, max_held: int = 1 << 18) -> None:
@@ -128,7 +129,7 @@ class EventMirror:
         del self._workers[worker]
 
     def is_complete(self, worker: str) -> bool:
-        """Whether all that the worker had cached after the last applied batch is known: no batch is missing."""
+        """Whether everything that the worker had cached after the last applied batch is known: no batch is missing."""
         state = self._get(worker)
         return state.is_complete and state.next is not None and not state.held
 
@@ -138,7 +139,7 @@ class EventMirror:
         return None if due is None else due - 1
 
     def epoch(self, worker: str) -> int | None:
-        """Return the worker's epoch; None if no snapshot has told it."""
+        """Return the worker's epoch; None until a snapshot has told it."""
         return self._get(worker).epoch
 
     def count(self, worker: str) -> int:
@@ -165,9 +166,9 @@ class EventMirror:
     ) -> int:
         """Return how many of the first blocks of a prefix a worker has cached. O(blocks found).
 
-        hashes: of the prefix's blocks, in any form: signed, unsigned, or digests. medium: where; None: anywhere.
-        states: for models with recurrent layers, the number of their group. Then only blocks up to the last one with a
-        state count: a worker can go on from there, and from nowhere behind it.
+        hashes: those of the prefix's blocks, in any form: signed, unsigned, or digests. medium: where they are cached;
+        None: anywhere. states: for models with recurrent layers, the number of their group. Then only blocks up to the
+        last one with a state count, since a worker can't go on from any later block.
         """
         return self._get(worker).holdings.find(hashes, rank, group, medium, states)
 
@@ -188,7 +189,7 @@ class EventMirror:
         return None if holder is None or not found[holder] else (holder, found[holder])
 
     def take_asks(self) -> list[Ask]:
-        """Return what is to be asked since the last call. An ask that a later one replaces is left out."""
+        """Return what must be asked since the last call. An ask that a later one replaces is left out."""
         asks = [ask for ask in self._asks if ask.worker in self._workers and self._workers[ask.worker].ask == ask]
         self._asks.clear()
         return asks
@@ -237,7 +238,7 @@ class EventMirror:
             self.receive(worker, number, payload)
 
     def end_replay(self, worker: str) -> None:
-        """Take note that a replay has ended."""
+        """Record that a replay has ended."""
         state = self._get(worker)
         ask = state.ask
         if ask is None or ask.number is None:
@@ -275,7 +276,7 @@ class EventMirror:
             self._take_snapshot(state, head)
 
     def give_up(self, worker: str) -> None:
-        """Take note that an ask was not answered, and ask again. After a few tries, ask for the other kind.
+        """Record that an ask was not answered, and ask again. After a few attempts, ask for the other kind.
 
         The kinds are replays and snapshots. Without an open ask, nothing happens.
         """
@@ -394,10 +395,10 @@ class EventMirror:
             self._apply(state, state.next, held.changes, held.mark)
 
     def _drop_disowned(self, state: _Worker, request: int) -> None:
-        """Drop batches that were held before a request whose answer doesn't cover them.
+        """Drop batches that were held before a request and that its answer doesn't cover.
 
-        A publisher's snapshot covers all that it has sent. So such a batch's number was damaged, or its publisher is
-        gone and the clock of the next one went back. Its turn would never come.
+        A publisher's snapshot covers everything that it has sent. So either such a batch's number was damaged, or its
+        publisher is gone and the clock of the next one went back. Its turn would never come.
         """
         kept = {number: held for number, held in state.held.items() if held.request >= request}
         self.stats.num_unheld += len(state.held) - len(kept)

@@ -1,7 +1,7 @@
 r"""The hashes of blocks in vLLM, Dynamo and llm-d. A manager can use vLLM's as digests; the others are functions.
 
-As everywhere, no name decides a hit: names are for the outside. Our identity of a prefix can be finer than a name. Then
-several prefixes share one name, and `kvblocks.observe.shared_names` has events report each name once.
+As everywhere, no name decides a hit: names are for the outside. Our identity of a prefix can be finer than a name. In
+that case several prefixes share one name, and `kvblocks.observe.shared_names` has events report each name once.
 
 As of vLLM 0.32, the hash of a block is H((parent, tokens, keys)): the parent's hash, or H(seed) for a first block; a
 tuple of ints; a tuple of keys or None. H is SHA-256 or XXH3 (128 bits) over pickle or canonical CBOR. The keys:
@@ -16,8 +16,8 @@ of embeddings.
 
 The hashes equal vLLM's for images that don't overlap, which vLLM takes for granted. (If they overlap, vLLM's keys of a
 block depend on images that come later.) Pickle writes a str object that comes twice as a reference the second time.
-vLLM's strings come from a decoder, so no object comes twice there. So with pickle the names are equal unless one object
-was given to us twice, as an adapter's name and path.
+vLLM's strings come from a decoder, so no object comes twice there. With pickle the names are therefore equal unless the
+caller passed the same str object as both an adapter's name and its path.
 
 Sources: chaining, and keys beside the tokens, are vLLM's. Dynamo's and llm-d's functions follow their sources.
 """
@@ -51,7 +51,7 @@ class VllmNames(Names):
     """vLLM's names, as `KVCacheManager(hash_algorithm=...)` takes them.
 
     algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor". seed: None: the value of PYTHONHASHSEED. If that
-    isn't set: vLLM's own for the sha256 kinds, and a random one for the others, so that nobody can guess it. The
+    isn't set either, the sha256 kinds use vLLM's own seed, and the others a random one that nobody can guess. The
     attribute `seed` is what others need to compute the same names. The cbor kinds need cbor2: pip install
     'kvblocks[wire]'. Raises InvalidArgumentError.
     """
@@ -81,7 +81,7 @@ class VllmNames(Names):
         block_bytes: int,
         blocks: range,
     ) -> bytearray:
-        """Return vLLM's hashes of these blocks; as `Names.chain`."""
+        """Return vLLM's hashes of these blocks. See `Names.chain`."""
         keys, packed = extra_keys or {}, bytearray()
         of_all, has_embeddings = _keys_of_all(first_keys)
         words = Struct(f"<{block_bytes // 4}I")
@@ -169,12 +169,12 @@ def llm_d_block_hashes(
     seed: Text = "",
     images: Mapping[int, Items[str]] | None = None,
 ) -> list[int]:
-    """Return the hashes of the full blocks of tokens in llm-d's KV-cache indexer: chained, as u64.
+    """Return the hashes of the full blocks of tokens in llm-d's KV-cache indexer: chained, as u64. Salts don't enter
+    them.
 
     model: the name of the model, or of the adapter if there is one. seed: llm-d's `hashSeed`. images: by block, the
-    identifier of each image that the block touches. Salts don't enter these hashes. Needs cbor2: pip install
-    'kvblocks[wire]'. Raises InvalidArgumentError and InvalidTokensError. O(tokens); FNV-1a in Python, about 30 us a
-    block.
+    identifier of each image that the block touches. Needs cbor2: pip install 'kvblocks[wire]'. Raises
+    InvalidArgumentError and InvalidTokensError. O(tokens), with FNV-1a in Python, which takes about 30 us per block.
     """
     packed = pack_tokens(token_ids)
     size = check_count("block_size", block_size, 1)

@@ -1,4 +1,4 @@
-"""Events of an engine over ZMQ: live to all who listen; replays and snapshots to those who ask."""
+"""Events of an engine over ZMQ: live to everyone who listens; replays and snapshots to those who ask."""
 
 import logging
 import socket
@@ -41,17 +41,21 @@ _MOST_HEARTBEAT: Final = 86_400
 
 
 class EventPublisher:
-    """Publishes what `take_events` returns, from a thread of its own.
+    """Publishes what `take_events` returns, from a thread of its own. Thread-safe.
 
-    endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
-    ask for replays and snapshots; None: nowhere. topic: comes before each batch. converter: the encoding; None: vLLM's.
-    data_parallel_rank: written in batches. heartbeat: seconds without events after which an empty batch is sent; None:
-    never. allow_remote: whether it may bind an address that other machines can reach. Token ids are private, and
-    nothing here checks who listens. epoch: the first batch's number; None: made from the time and random bits. vLLM
-    begins with 0. With 0, a consumer may not notice a restart.
+    - endpoint: where consumers subscribe, such as "tcp://127.0.0.1:5557"; port 0 takes a free one.
+    - replay_endpoint: where they ask for replays and snapshots; None: nowhere.
+    - topic: sent before each batch.
+    - converter: the encoding; None: vLLM's.
+    - data_parallel_rank: the rank that is written in batches.
+    - heartbeat: seconds without events after which an empty batch is sent; None: never.
+    - allow_remote: whether it may bind an address that other machines can reach. Token ids are private, and nothing
+      here checks who listens.
+    - epoch: the first batch's number; None: made from the time and random bits. vLLM begins with 0. With 0, a consumer
+      may not notice a restart.
 
-    Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
-    also for an address that can't be bound. Thread-safe.
+    Make it before the first event is taken, because it starts by saying that nothing is cached. Raises
+    InvalidArgumentError, also for an address that can't be bound.
     """
 
     def __init__(
@@ -115,12 +119,12 @@ class EventPublisher:
         return self._ledger.num_queued
 
     def publish(self, events: Iterable[CacheEvent]) -> bool:
-        """Queue events to be sent as one batch. Return False if they were dropped; consumers see that as a gap.
+        """Queue events to be sent as one batch. Return False if they were dropped, which consumers see as a gap.
 
         It doesn't wait for consumers or sockets. O(blocks), plus the wait for a lock: when a snapshot is asked for, the
         lock is held while a pointer per cached block is copied. Without events nothing is sent. Raises
-        PublisherClosedError, and InvalidArgumentError for other objects than kvblocks' records; then nothing has
-        changed.
+        PublisherClosedError, and InvalidArgumentError for objects that aren't kvblocks' records; in both cases nothing
+        has changed.
         """
         now = time.time()
         with self._lock:
@@ -135,7 +139,7 @@ class EventPublisher:
     def snapshot(self) -> tuple[int, list[BlockStored]]:
         """Return the last batch's number, and what is cached after all batches so far, parents first. O(blocks).
 
-        Dropped batches count, as in consumers' snapshots. Any thread may call it.
+        Dropped batches are included, as in consumers' snapshots. Any thread may call it.
         """
         with self._lock:
             snapshot = self._ledger.snapshot()
@@ -283,7 +287,7 @@ class EventPublisher:
         self._snapshots.append((client, asked.request, snapshot, 0))
 
     def _send_chunks(self) -> None:
-        """Send one chunk of each snapshot. Live batches come next, so they don't wait for whole snapshots."""
+        """Send one chunk of each snapshot. Live batches come next, so they never wait for whole snapshots."""
         assert self._router is not None or not self._snapshots
         running, self._snapshots = self._snapshots, []
         for client, request, snapshot, index in running:
@@ -304,7 +308,10 @@ def new_epoch() -> int:
 
 
 def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
-    """Raise InvalidArgumentError unless `endpoint` is an endpoint, and local to this machine or allow_remote."""
+    """Raise InvalidArgumentError unless `endpoint` is a valid endpoint that only this machine can reach.
+
+    allow_remote: others may reach it too.
+    """
     if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://", "inproc://")):
         raise wrong("endpoint", "'tcp://HOST:PORT', 'ipc://PATH' or 'inproc://NAME'", endpoint)
     if not endpoint.startswith("tcp://"):
@@ -318,8 +325,9 @@ def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
         is_local = False
     if not is_local and not allow_remote:
         raise InvalidArgumentError(
-            f"endpoint: expected one of this machine alone, such as 'tcp://127.0.0.1:{port}', got {endpoint!r}: events "
-            "hold prompts' token ids, and whoever connects reads them. allow_remote=True binds it all the same"
+            f"endpoint: expected one that only this machine can reach, such as 'tcp://127.0.0.1:{port}', got"
+            f" {endpoint!r}: events hold prompts' token ids, and whoever connects reads them. allow_remote=True binds"
+            " it anyway"
         )
 
 

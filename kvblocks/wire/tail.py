@@ -1,4 +1,4 @@
-"""`python -m kvblocks.wire tail tcp://…`: shows a publisher's events as they come, a line per event."""
+"""`python -m kvblocks.wire tail tcp://…`: shows a publisher's events as they come, one line per event."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ _WORKER: Final = "publisher"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. arguments: None: those of the process. Return its exit status."""
+    """Run the command and return its exit status. arguments: None: those of the process."""
     options = make_parser().parse_args(arguments)
     try:
         tail(options, print)
@@ -141,7 +141,7 @@ def replayed(endpoint: str, number: int) -> Iterator[Batch]:
 
 
 def lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
-    """Yield a line per event of a batch; one line for an empty batch, and for one that can't be read."""
+    """Yield one line per event of a batch, and one line for an empty batch or one that can't be read."""
     topic = batch.topic.decode(errors="replace")
     try:
         said = decode(batch.payload)
@@ -205,7 +205,7 @@ def as_text(row: Any) -> str:
 
 
 def _texts(value: Any) -> Any:
-    """Return a value with all bytes, also those in keys, as hexadecimal digits."""
+    """Return a value with all bytes, including those in keys, as hexadecimal digits."""
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(_texts(key)): _texts(held) for key, held in value.items()}
     if isinstance(value, list | tuple):

@@ -152,9 +152,10 @@ def test_a_trace_without_sessions_passes_every_entrance():
 def test_delays_has_a_row_for_each_load_and_entrance():
     trace = agents(4, 6)
     options = LoadOptions(sizes=(24, 60), server=SERVER, loads=(1.0, 2.0), caps=(1, 3))
-    done = []
-    result = delays(trace, options, 1, lambda number, total: done.append((number, total)))
-    assert done[-1] == (20, 20)
+    shown = []
+    result = delays(trace, options, 1, shown.append)
+    assert [share for _, share in shown[-1]] == [1.0] * 20
+    assert shown[-1][0][0].title == "none, load 1, 24 blocks"
     names = [row.entrance.split()[0] for row in result.rows]
     assert names == ["none", "cap", "gate", "infinite"] * 4
     for row in result.rows[1::4]:

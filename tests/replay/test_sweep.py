@@ -1,5 +1,6 @@
 """A sweep, its options and its command: the same rows in one process and in several, and an end at Ctrl-C."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from kvblocks.replay.prefixes import prefix_tree
 from kvblocks.replay.readers import read_trace
 from kvblocks.replay.result import Row
 from kvblocks.replay.sample import SAMPLE
-from kvblocks.replay.sweep import SweepOptions, sweep
+from kvblocks.replay.sweep import SweepOptions, do_all, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -247,6 +248,29 @@ def test_ctrl_c_ends_it_and_its_processes(tmp_path):
         time.sleep(0.05)
     assert not [worker for worker in workers if is_alive(worker)]
     assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_garbage_collector_rests_while_a_job_runs_and_is_as_it_was_after_that(was_enabled):
+    class Source:
+        def do(self, job, progress):
+            seen.append(gc.isenabled())
+            if job == "bad":
+                raise KVBlocksError("a job that fails")
+            return job
+
+    seen = []
+    if not was_enabled:
+        gc.disable()
+    try:
+        assert do_all(Source(), ["good", "other"], 1, None) == {"good": "good", "other": "other"}
+        assert gc.isenabled() is was_enabled
+        with pytest.raises(KVBlocksError, match="a job that fails"):
+            do_all(Source(), ["bad"], 2, None)
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
+    assert seen == [False] * 3
 
 
 def test_a_process_that_is_killed_ends_the_sweep():

@@ -453,7 +453,7 @@ def test_explain_names_the_state_as_the_limit() -> None:
     explained = manager.inspect.explain(Sequence("b", range(30)))
     assert (explained.cause, explained.group, explained.missing_tokens) == ("state", 1, (0, 20))
     assert str(explained) == (
-        "20 tokens of KV are cached, but group 1 (a recurrent state) has no checkpoint behind any of them;"
+        "20 tokens of KV are cached, but group 1 (a recurrent state) has no checkpoint after any of them;"
         " one was dropped (0 blocks taken from the pool since)"
     )
     assert manager.stats.num_limited_tokens == 0
@@ -468,7 +468,7 @@ def test_explain_says_where_the_last_state_is() -> None:
     prefill(manager, "a", sequence)
     manager.evict_blocks(manager.get_computed_blocks(Sequence("b", range(40))).checkpoint_block_ids)
     assert str(manager.inspect.explain(Sequence("b", range(50)))) == (
-        "40 tokens of KV are cached, but group 1 (a recurrent state) has no checkpoint behind token 12, where the hit"
+        "40 tokens of KV are cached, but group 1 (a recurrent state) has no checkpoint after token 12, where the hit"
         " ends; as far as is remembered none was saved there"
     )
 

@@ -162,7 +162,7 @@ def test_hashes_are_of_one_prefix_and_of_one_block_each() -> None:
     manager = KVCacheManager(64, 4, hash_algorithm=lambda preimage: bytes([sum(preimage) % 2]) * 8)
     run(manager)
     answer = say(make(manager), "pin", block_hashes=[0])
-    assert answer["outcome"] == "rejected" and "two have" in answer["reason"]
+    assert answer["outcome"] == "rejected" and "two share" in answer["reason"]
     manager = make_manager(64)
     run(manager)
     run(manager, tokens=range(100, 140))

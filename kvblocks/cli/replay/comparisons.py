@@ -1,9 +1,8 @@
-"""What `kvblocks replay` compares beside policies: ways to keep recurrent states, and entrances of a server.
+"""What `kvblocks replay` compares in addition to policies: ways to keep recurrent states, and entrances of a server.
 
 Needs no torch.
 """
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ def compare_designs(
     jobs: int | None,
     files: tuple[Path | None, Path | None],
 ) -> None:
-    """Replay a trace by all designs, print a table, and write files.
+    """Replay a trace with all designs, print a table, and write files.
 
     workload: --sizes, --arrivals and --seed. model: --state-bytes, --kv-bytes and --large-block. files: --json and
     --report. Raises InvalidArgumentError.
@@ -86,7 +85,7 @@ def compare_entrances(
     jobs: int | None,
     files: tuple[Path | None, Path | None],
 ) -> None:
-    """Run all loads, and show and write what comes of it. common: --sizes, --arrivals, --seed and --host-size.
+    """Run all loads, print the results, and write files. common: --sizes, --arrivals, --seed and --host-size.
 
     times: --prefill-rate, --decode-step and --loads. files: for the rows as JSON, and the report. Raises
     InvalidArgumentError.
@@ -107,7 +106,8 @@ def compare_entrances(
     )
     if loads is not None:
         options = replace(options, loads=_parse_loads(loads))
-    result = _run(trace, options, jobs)
+    with show_progress() as progress:
+        result = delays(trace, options, jobs, progress)
     json_file, report = files
     publish(lambda: _print_loads(result), (json_file, result.to_rows), (report, lambda: render_loads(result)))
 
@@ -117,22 +117,6 @@ def _parse_loads(text: str) -> tuple[float, ...]:
         return tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise InvalidArgumentError(f"loads: expected numbers with commas, got {shown(text)}") from None
-
-
-def _run(trace: Trace, options: LoadOptions, jobs: int | None) -> LoadResult:
-    """Run all loads, with a bar if stderr is a terminal. jobs: processes."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.completed} of {task.total} runs"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        task = bars.add_task("runs", total=None)
-
-        def note(num_done: int, num_all: int) -> None:
-            bars.update(task, completed=num_done, total=num_all)
-
-        return delays(trace, options, jobs or os.cpu_count() or 1, note)
 
 
 def _print_loads(result: LoadResult) -> None:

@@ -20,7 +20,7 @@ def publish(
 ) -> None:
     """Write rows as JSON and a report, where files are named, and show the results.
 
-    Files first: the table's reader may be gone. If one file can't be written, the others still are.
+    The files come first, because the table's reader may be gone. If one file can't be written, the others still are.
     """
     json_file, make_rows = rows
     report_file, make_report = report

@@ -1,4 +1,4 @@
-"""The lines of `kvblocks cache explain`: why a prompt missed, and where it parts from the one before it."""
+"""The lines of `kvblocks cache explain`: why a prompt missed, and where it diverges from the one before it."""
 
 from collections.abc import Iterator
 from typing import Any

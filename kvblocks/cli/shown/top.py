@@ -21,7 +21,7 @@ ORDERS = {
     "pins": "num_pinned_blocks",
     "requests": "num_requests",
 }
-"""By what tenants are sorted, the largest first."""
+"""What tenants can be sorted by, the largest first."""
 
 
 def check_order(name: str) -> str:
@@ -32,7 +32,10 @@ def check_order(name: str) -> str:
 
 
 def show_top(ask: Callable[[], Json], field: str, *, seconds: float, once: bool, as_json: bool) -> None:
-    """Show a table, and again every so many seconds unless `once`. as_json: a line of JSON instead. Until Ctrl-C."""
+    """Show a table, and update it every so many seconds until Ctrl-C.
+
+    once: show it only once. as_json: a line of JSON instead.
+    """
     console = Console()
     if once or as_json or not console.is_terminal:
         while True:
@@ -53,13 +56,13 @@ def show_top(ask: Callable[[], Json], field: str, *, seconds: float, once: bool,
 
 
 def sort(values: Json, field: str) -> Json:
-    """Return the answer of the server with its tenants as a list, the largest of a field first."""
+    """Return the server's answer with its tenants as a list, those with the most of a field first."""
     rows = [{"tenant": name, **row} for name, row in values["tenants"].items()]
     return {**values, "tenants": sorted(rows, key=lambda row: (-row[field], row["tenant"]))}
 
 
 def tables(values: Json, before: Json | None) -> Group:
-    """Return the tables of tenants and of tiers. before: earlier values, for what was saved a second; None: none."""
+    """Return the tables of tenants and of tiers. before: earlier values, for what was saved per second; None: none."""
     tenants = Table("tenant", title="tenants")
     for name in (
         "requests",

@@ -1,8 +1,8 @@
 """Checkpoints: copies of states in blocks of the pool, and where they are found.
 
 A checkpoint after p tokens is attached to the node (run, position) of the primary block that ends at p, like the blocks
-of side groups. So it has no key of its own, and is found exactly as long as its whole prefix is. All of its blocks are
-cached or none is: if one of them is taken for something else, the others are reused next.
+of side groups. It needs no key of its own, and can be found exactly as long as its whole prefix can. Either all of its
+blocks are cached or none is: if one of them is taken for something else, the others are reused next.
 
 Invariants: each checkpoint is at a cached position of its run; its blocks have the `run` and `index` of that position.
 """
@@ -13,9 +13,9 @@ from kvblocks.core.block import KVCacheBlock, Run
 class Checkpoint:
     """A copy of the state after the tokens of a node (run, index). run: None once it is no longer cached.
 
-    blocks: where the copy lies, in the order of its parts. position: how many tokens it is after, 0 if nobody asks.
-    is_landmark: whether hits will probably end here, so that
-    it is reused in order of last use, and not before other cached blocks.
+    blocks: where the copy lies, in the order of its parts. position: how many tokens it is after; 0 if nobody needs to
+    know. is_landmark: whether hits will probably end here. A landmark is reused in order of last use, not before other
+    cached blocks.
     """
 
     __slots__ = ("blocks", "index", "is_landmark", "position", "run")
@@ -34,19 +34,19 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """All cached checkpoints, by run and position. num_blocks: how many blocks they have."""
+    """All cached checkpoints, by run and position. num_blocks: how many blocks they take together."""
 
     def __init__(self) -> None:
         self._by_run: dict[Run, dict[int, Checkpoint]] = {}
         self.num_blocks = 0
 
     def at(self, primary: KVCacheBlock) -> Checkpoint | None:
-        """Return the checkpoint at the end of a cached primary block, None if there is none. O(1)."""
+        """Return the checkpoint at the end of a cached primary block; None if there is none. O(1)."""
         found = None if primary.run is None else self._by_run.get(primary.run)
         return None if found is None else found.get(primary.index)
 
     def of(self, block: KVCacheBlock) -> Checkpoint | None:
-        """Return the checkpoint that `block` is a part of, None if it is of none. O(its blocks)."""
+        """Return the checkpoint that `block` is a part of; None if it isn't part of any. O(its blocks)."""
         found = self.at(block)
         if found is None or found.run is None or found.run.blocks[found.index] is block:  # mostly it is the primary one
             return None
@@ -59,7 +59,7 @@ class Checkpoints:
         return self._by_run.get(run, {})
 
     def num_with_last(self, run: Run) -> int:
-        """Return how many first blocks of a run end with its last checkpoint; 0 if it has none. O(its checkpoints)."""
+        """Return how many blocks of a run, from the first, end with its last checkpoint; 0: none. O(checkpoints)."""
         found = self._by_run.get(run)
         return max(found) + 1 if found else 0
 

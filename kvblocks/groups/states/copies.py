@@ -1,4 +1,4 @@
-"""Which copies of states an engine has to make: records of plain values."""
+"""Which copies of states an engine has to make, as records of plain values."""
 
 from typing import Literal, NamedTuple
 
@@ -6,11 +6,16 @@ CopyKind = Literal["clear", "restore", "fork", "save"]
 
 
 class StateCopy(NamedTuple):
-    """A copy of a state. position: how many tokens the state is after.
+    """A copy of a state that the engine has to make. position: how many tokens the state is after.
 
-    kind: "clear" (zeros, or whatever a new sequence begins with, to `slot`), "restore" (the blocks `block_ids` to
-    `slot`), "fork" (the slot `source` to `slot`) or "save" (`slot` to the blocks `block_ids`). A state lies in blocks
-    in the order of `block_ids`. source: -1 unless it is a fork.
+    kind is one of:
+
+    - "clear": write zeros, or whatever a new sequence begins with, to `slot`;
+    - "restore": copy the blocks `block_ids` to `slot`;
+    - "fork": copy the slot `source` to `slot`;
+    - "save": copy `slot` to the blocks `block_ids`.
+
+    A state lies in blocks in the order of `block_ids`. source: -1 unless the kind is "fork".
     """
 
     kind: CopyKind

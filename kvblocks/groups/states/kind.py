@@ -10,18 +10,23 @@ from kvblocks.groups.kinds import Group
 
 @dataclass(frozen=True, init=False, repr=False)
 class RecurrentState(Group):
-    """Layers that keep one state a sequence, rewritten at each token.
+    """Layers that keep one state per sequence, rewritten at each token.
 
-    Such are linear attention (gated delta nets, KDA), state spaces (Mamba2) and short convolutions. A running sequence
-    has a *live state* in a slot: contiguous memory of the engine's, outside the pool. A *checkpoint* is a copy of the
-    state after some tokens, in ordinary blocks of the pool, in any order. A hit ends at a checkpoint.
+    Examples are linear attention (gated delta nets, KDA), state spaces (Mamba2) and short convolutions. A running
+    sequence has a *live state* in a slot: contiguous memory of the engine's, outside the pool. A *checkpoint* is a copy
+    of the state after some number of tokens, in ordinary blocks of the pool, in any order. A hit ends at a checkpoint.
 
-    block_size: checkpoints are only after multiples of it, in tokens. num_slots: how many sequences can have a live
-    state at once. num_blocks: how many blocks of the pool a checkpoint takes, for all layers of this kind together.
-    every: also save a checkpoint each time that so many tokens are passed; None: only where a later prompt will
-    probably need one, which hit as much on the traces that were tried, with far fewer copies. It is a multiple of all
-    block sizes. num_kept: how many states before the newest one the engine keeps in each slot, so that it can go back
-    behind rejected drafts. Raises InvalidArgumentError.
+    - block_size: checkpoints are only made after multiples of this number of tokens.
+    - num_slots: how many sequences can have a live state at once.
+    - num_blocks: how many blocks of the pool a checkpoint takes, for all layers of this kind together. The attribute is
+      checkpoint_blocks.
+    - every: also save a checkpoint whenever this many tokens are passed; a multiple of all block sizes. None: only
+      where a later prompt will probably need one. On the traces that were tried this hit as much, with far fewer
+      copies.
+    - num_kept: how many states before the newest one the engine keeps in each slot, so that a sequence can go back when
+      drafts are rejected.
+
+    Raises InvalidArgumentError.
     """
 
     num_slots: int
@@ -64,11 +69,11 @@ class RecurrentState(Group):
         return False
 
     def first_seen(self, position: int) -> int:
-        """Return `position`: the state stands in for all tokens before it. Only for the manager."""
+        """Return `position`, since the state stands for all tokens before it. Only for the manager."""
         return position
 
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
-        """Return 0: a live state lies in its slot, and checkpoints are cached blocks, which nobody owns."""
+        """Return 0: a live state lies in its slot, and checkpoints are cached blocks without an owner."""
         check_count("num_step_tokens", num_step_tokens, 1)
         check_count("num_tokens", num_tokens, 0)
         return 0

@@ -1,7 +1,7 @@
 """Live states: the slots of a manager's sequences, and what is to be copied to and from them.
 
-The manager writes nothing. It says which copies the engine has to make before a step and after it. A live state is
-always after all tokens with slots once the scheduled step has run: nobody counts its position a second time.
+The manager writes nothing. It says which copies the engine has to make before a step and after it. Once the scheduled
+step has run, a live state is always the one after all tokens with slots, so its position isn't counted a second time.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,7 +13,7 @@ from kvblocks.groups.states.checkpoint import Checkpoint
 from kvblocks.groups.states.copies import StateCopy
 
 NOWHERE = 1 << 62
-"""A place that no sequence reaches."""
+"""A position that no sequence reaches."""
 
 
 class WaitingSave:
@@ -28,11 +28,11 @@ class WaitingSave:
 
 
 class ArrivingState:
-    """The state that a sequence waits for while tiers load what is behind its hit.
+    """The state that a sequence waits for while tiers load what comes after its hit.
 
-    start: the tokens of the hit. end: the tokens up to the end of the loads. blocks: of the checkpoint at `end`, on
-    their way, or on the device already. fallback: of the hit's own checkpoint, for loads that fail. The sequence owns
-    all of these.
+    start: the number of tokens of the hit. end: the number up to the end of the loads. blocks: those of the checkpoint
+    at `end`, either being loaded or on the device already. fallback: those of the hit's own checkpoint, for loads that
+    fail. The sequence owns all of these.
     """
 
     __slots__ = ("blocks", "end", "fallback", "start")
@@ -47,9 +47,9 @@ class ArrivingState:
 class PendingCopy:
     """A copy that brings a state into a slot, until the engine has taken it.
 
-    state: whose; None: of a sequence that has ended or gone back since, so that only others read what it brings.
-    parent: the copy that brings the state which this one reads, if that is pending, too. num_readers: the pending
-    copies whose parent this is.
+    state: the live state it is for; None: that of a sequence that has ended or gone back since, so that only other
+    copies read what this one brings. parent: the copy that brings the state which this one reads, if that is pending
+    too. num_readers: how many pending copies have this one as their parent.
     """
 
     __slots__ = ("copy", "num_readers", "parent", "state")
@@ -64,13 +64,13 @@ class PendingCopy:
 class LiveState:
     """A sequence's live state.
 
-    slot: where it lies. start: the first position whose state may still be there. origin: the copy that brings it
-    there, until the engine has taken that copy; then None. restoring: the checkpoint's blocks that this copy reads, or
-    a copy before it that it depends on, and that the sequence owns. arriving: what it waits for before there is such a
-    copy; None: it loads nothing. places: where to save, ascending. every: also at multiples of this; 0: nowhere else.
-    next_place: the first of these that isn't passed. waiting: saves that the engine has taken, and that aren't found
-    yet. made: the checkpoints that it restored or made. num_taken: how many of the sequence's tokens had slots when
-    copies were last taken; kept up only when debugging.
+    slot: where it lies. start: the first position whose state may still be there. origin: the copy that brings the
+    state to the slot, until the engine has taken that copy; then None. restoring: blocks of the checkpoint that this
+    copy, or one that it depends on, reads; the sequence owns them. arriving: what it waits for before there is such a
+    copy; None: it loads nothing. places: where to save, ascending. every: also save at multiples of this; 0: nowhere
+    else. next_place: the first place that isn't passed yet. waiting: saves that the engine has taken, and that lookups
+    don't find yet. made: the checkpoints that it restored or made. num_taken: how many of the sequence's tokens had
+    slots when copies were last taken; maintained only when debugging.
     """
 
     __slots__ = (
@@ -100,13 +100,13 @@ class LiveState:
         self.num_taken = self.start = copy.position
 
     def plan(self, places: Iterable[int], every: int, num_tokens: int) -> None:
-        """Set where to save. num_tokens: the state is after so many tokens."""
+        """Set where to save. num_tokens: how many tokens the state is after."""
         self.places = sorted(places)
         self.every = every
         self.go_to(num_tokens)
 
     def add_place(self, position: int, num_tokens: int) -> None:
-        """Save at `position`, too, unless the state is already after so many tokens or more. O(places)."""
+        """Save at `position` too, unless the state is already after that many tokens or more. O(places)."""
         if position not in self.places:
             self.places.insert(bisect_left(self.places, position), position)
             self.go_to(num_tokens)
@@ -116,18 +116,18 @@ class LiveState:
         self.next_place = self.first_after(num_tokens)
 
     def first_after(self, num_tokens: int) -> int:
-        """Return the first place behind `num_tokens` tokens, `NOWHERE` if there is none. O(log places)."""
+        """Return the first place after `num_tokens` tokens; `NOWHERE` if there is none. O(log places)."""
         index = bisect_right(self.places, num_tokens)
         place = self.places[index] if index < len(self.places) else NOWHERE
         return min(place, (num_tokens // self.every + 1) * self.every) if self.every else place
 
     def is_landmark(self, position: int) -> bool:
-        """Whether a place is more than a multiple of `every`. O(log places)."""
+        """Whether a place is more than just a multiple of `every`. O(log places)."""
         index = bisect_left(self.places, position)
         return index < len(self.places) and self.places[index] == position
 
     def tables(self) -> list[list[KVCacheBlock]]:
-        """Return the blocks that the sequence owns for it. O(saves that wait)."""
+        """Return the blocks that the sequence owns for its state. O(saves that wait)."""
         tables = [self.restoring, *[save.blocks for save in self.waiting]]
         return tables if self.arriving is None else [*tables, self.arriving.blocks, self.arriving.fallback]
 
@@ -136,10 +136,10 @@ class States:
     """The slots of a manager, and what is to be copied since copies were last taken.
 
     free_slots: those that no sequence has. running: the live states, by sequence. pending: the copies to make before
-    the step, in the order of the calls that asked for them. Each reads what slots hold after those before it. So a slot
-    may be given to another sequence at once, even if copies still read it. wanted: the sequences whose state is to be
-    saved after it, and at which position. num_kept: how many earlier states the engine keeps in a slot. num_blocks:
-    blocks of a checkpoint. every: 0: only at places of a sequence's own.
+    the step, in the order of the calls that asked for them. Each reads what the slots hold after the copies before it,
+    so a slot may be given to another sequence at once, even if copies still read it. wanted: the sequences whose state
+    is to be saved after the step, and at which position. num_kept: how many earlier states the engine keeps in a slot.
+    num_blocks: blocks of a checkpoint. every: as in `RecurrentState`; 0: only at places of a sequence's own.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, every: int, num_kept: int) -> None:
@@ -155,33 +155,33 @@ class States:
         self.num_without_room = self.num_present = self.num_taken_back = self.num_passed = 0
 
     def begin(self, sequence: Sequence, position: int, restoring: list[KVCacheBlock]) -> LiveState:
-        """Give a sequence a slot with a checkpoint's state, or an empty one. There must be a free slot. O(blocks)."""
+        """Give a sequence a slot with a checkpoint's state, or with an empty one. A slot must be free. O(blocks)."""
         return self._begin(sequence, _copy_into(self.free_slots.pop(), position, restoring), restoring, None)
 
     def begin_arriving(self, sequence: Sequence, arriving: ArrivingState) -> LiveState:
-        """Give a sequence a slot whose state a load brings. There must be a free slot. O(blocks)."""
+        """Give a sequence a slot whose state a load brings. A slot must be free. O(blocks)."""
         state = self.running[sequence] = LiveState(_copy_into(self.free_slots.pop(), arriving.end, arriving.blocks), [])
         state.arriving = arriving
         return state
 
     def fork(self, state: LiveState, twin: Sequence, position: int) -> LiveState:
-        """Give a sequence a slot with the same state. There must be a free slot. O(blocks).
+        """Give a sequence a slot with the same state. A slot must be free. O(blocks).
 
-        If the state isn't in its slot yet, the copy that brings it there stays until the twin's is made, even if the
-        state's own sequence ends before. The twin owns what that copy reads, too.
+        If the state isn't in its slot yet, the copy that brings it there stays until the twin's copy is made, even if
+        the state's own sequence ends before that. The twin also owns what that copy reads.
         """
         copy = StateCopy("fork", position, self.free_slots.pop(), state.slot)
         return self._begin(twin, copy, [*state.restoring], state.origin)
 
     def restart(self, state: LiveState, position: int, restoring: list[KVCacheBlock]) -> None:
-        """Bring another state into a slot. The blocks of the earlier origin must have been released. O(copies)."""
+        """Bring another state into a slot. The blocks of its earlier origin must have been released. O(copies)."""
         self.drop_origin(state)
         state.restoring = restoring
         state.num_taken = state.start = position
         self._bring(state, _copy_into(state.slot, position, restoring), None)
 
     def end(self, sequence: Sequence, state: LiveState) -> None:
-        """Give a slot back. O(1), and O(copies) if its origin isn't taken."""
+        """Give a slot back. O(1), and O(copies) if its origin isn't taken yet."""
         self.wanted.pop(sequence, None)
         self.drop_origin(state)
         del self.running[sequence]

@@ -1,9 +1,7 @@
 """Load against delay: a trace on a server that takes time, at several loads, with and without a gate."""
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.result import TraceFacts
 from kvblocks.replay.served.entrances import CAP, GATE, INFINITE, NONE
 from kvblocks.replay.served.run import Served, ServedRun, ServerModel
+from kvblocks.replay.sweep import Progress, do_all
 from kvblocks.replay.trace import Trace, arrival_times, think_times
 from kvblocks.version import __version__
 
@@ -59,8 +58,37 @@ class LoadResult:
         return [row.to_row() | {"trace": trace, "conditions": options} for row in self.rows]
 
 
-Progress = Callable[[int, int], object]
-"""Called after each run with the number of runs done, and of all runs."""
+@dataclass(frozen=True, slots=True)
+class ServedJob:
+    """A run of the trace: a `ReplayJob`. entrance: as `make_entrance` takes it."""
+
+    num_blocks: int
+    load: float
+    entrance: str
+
+    @property
+    def title(self) -> str:
+        """The text of a progress bar."""
+        return f"{self.entrance}, load {self.load:g}, {self.num_blocks:,} blocks"
+
+
+class ServedWorkload:
+    """A trace and what is run with it: a `ReplaySource`."""
+
+    def __init__(self, trace: Trace, options: LoadOptions) -> None:
+        self.trace, self.options = trace, options
+        self._arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
+        self._thinks = think_times(trace)
+
+    def do(self, job: ServedJob, progress: Callable[[float], object]) -> Served:  # noqa: ARG002  # a run tells nothing
+        """Carry out a job."""
+        times, options = (self._arrivals / job.load, self._thinks), self.options
+        run = ServedRun(self.trace, times, job.num_blocks, job.entrance, options.server, options.host_blocks)
+        return replace(run.run(), load=job.load)
+
+    def facts(self) -> TraceFacts:
+        """Return what a report says about the trace."""
+        return self.trace.facts(self._arrivals)
 
 
 def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
@@ -72,33 +100,17 @@ def caps_of(trace: Trace, num_blocks: int) -> tuple[int, ...]:
 
 
 def delays(
-    trace: Trace, options: LoadOptions, num_processes: int = 1, progress: Progress = lambda _, __: None
+    trace: Trace, options: LoadOptions, num_processes: int | None = None, progress: Progress | None = None
 ) -> LoadResult:
-    """Run a trace at all loads. num_processes: at most so many at once, a run in each."""
-    jobs: list[tuple[int, float, str]] = []
+    """Run a trace at all loads. num_processes: None: one for each core. As `do_all`."""
+    jobs: list[ServedJob] = []
     for num_blocks in options.sizes:
         caps = caps_of(trace, num_blocks) if options.caps is None else options.caps
-        for load in options.loads:
-            jobs += [(num_blocks, load, name) for name in (NONE, *[f"{CAP} {cap}" for cap in caps], GATE, INFINITE)]
-    found: dict[int, Served] = {}
-    if num_processes == 1 or len(jobs) == 1:
-        for number, job in enumerate(jobs):
-            found[number] = _run(trace, options, job)
-            progress(len(found), len(jobs))
-    else:
-        context = get_context("spawn")  # a fork could copy the caller's locks while they are held
-        with ProcessPoolExecutor(min(num_processes, len(jobs)), context, _begin, (trace, options)) as pool:
-            running = {pool.submit(_do, job): number for number, job in enumerate(jobs)}
-            try:
-                for future in as_completed(running):
-                    found[running[future]] = future.result()
-                    progress(len(found), len(jobs))
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    rows = [found[number] for number in range(len(jobs))]
-    arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
-    return LoadResult(trace.facts(arrivals), options, _with_best_cap(rows))
+        entrances = (NONE, *[f"{CAP} {cap}" for cap in caps], GATE, INFINITE)
+        jobs += [ServedJob(num_blocks, load, entrance) for load in options.loads for entrance in entrances]
+    workload = ServedWorkload(trace, options)
+    found = do_all(workload, jobs, num_processes, progress)
+    return LoadResult(workload.facts(), options, _with_best_cap([found[job] for job in jobs]))
 
 
 def _with_best_cap(rows: list[Served]) -> list[Served]:
@@ -110,23 +122,3 @@ def _with_best_cap(rows: list[Served]) -> list[Served]:
             if row.delay_mean_s < known.delay_mean_s:
                 best[row.num_blocks, row.load] = row
     return [row for row in rows if not row.entrance.startswith(CAP) or best[row.num_blocks, row.load] is row]
-
-
-def _run(trace: Trace, options: LoadOptions, job: tuple[int, float, str]) -> Served:
-    num_blocks, load, entrance = job
-    arrivals = arrival_times(trace, options.mean_arrival_s, options.seed) / load
-    times = arrivals, think_times(trace)
-    run = ServedRun(trace, times, num_blocks, entrance, options.server, options.host_blocks)
-    return replace(run.run(), load=load)
-
-
-_worker: list[Any] = []
-"""In a process of a pool: the trace, and the options."""
-
-
-def _begin(trace: Trace, options: LoadOptions) -> None:
-    _worker[:] = [trace, options]
-
-
-def _do(job: tuple[int, float, str]) -> Served:
-    return _run(_worker[0], _worker[1], job)

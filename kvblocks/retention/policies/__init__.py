@@ -1,7 +1,7 @@
 """The built-in eviction policies, by the names under which managers and caches take them.
 
-They are written as a user would write them: they import only `policy`, and nothing of the core. A new one is written in
-the same way and gets its name here.
+They are written as a user would write them: they import nothing of kvblocks outside this folder, and `policy` is the
+whole interface. A new policy is written in the same way and gets its name here.
 """
 
 from kvblocks.retention.policies.lru import LRU

@@ -12,19 +12,19 @@ class LRU:
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Put them at the end. O(blocks)."""
+        """Put the blocks at the end of the order. O(blocks)."""
         for block in blocks:
             self._order[block.block_id] = None
 
     def use(self, block_ids: list[int]) -> None:
-        """Take them out. O(blocks)."""
+        """Take the blocks out of the order. O(blocks)."""
         for block_id in block_ids:
             self._order.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Take them out. O(blocks)."""
+        """Take the blocks out of the order. O(blocks)."""
         self.use(block_ids)
 
     def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
-        """Return the first one. O(1)."""
+        """Return the first block in the order. O(1)."""
         return next(iter(self._order), None)

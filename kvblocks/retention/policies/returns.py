@@ -1,9 +1,10 @@
 """How soon a paused session comes back: a life table, learned from the pauses of one kind by the caller's clock.
 
-Pauses differ by orders of magnitude, between kinds and between sessions. So the table uses logarithms, and compares
-each pause with its rhythm: the length that is usual for its session and for how long the request before it ran. The
-table counts, in half octaves, how much longer or shorter than that pauses were. It tells what keeping a paused
-request's blocks is worth: the chance that the pause ends within a horizon, per unit of time for which they are kept.
+Pauses differ by orders of magnitude, between kinds and between sessions. The table therefore uses logarithms, and
+compares each pause with its rhythm: the length that is usual for its session and for how long the request before it
+ran. The table counts, in half octaves, how much longer or shorter than its rhythm each pause was. From this it derives
+what keeping a paused request's blocks is worth: the chance that the pause ends within a horizon, per unit of time for
+which they are kept.
 """
 
 from math import log2, sqrt
@@ -24,7 +25,7 @@ _PARTS: Final = (1 / 16, 1 / 4, 1.0)  # parts of the horizon at which the table 
 class Rhythm:
     """The usual length of pauses of one kind.
 
-    number: how many pauses. total: the sum of the base-2 logarithms of their lengths. In both, old pauses count less.
+    number: how many pauses. total: the sum of the base-2 logarithms of their lengths. Old pauses count less in both.
     """
 
     __slots__ = ("number", "total")
@@ -39,9 +40,9 @@ class Rhythm:
 
 
 class Returns:
-    """The pauses of one kind. num_open: those that haven't ended; some never will.
+    """The pauses of one kind. num_open: pauses that haven't ended; some never will.
 
-    recency_weight: the assumption that the latest to pause returns first counts as much as so many pauses seen.
+    recency_weight: the weight, in pauses seen, of the assumption that the latest to pause returns first.
     """
 
     def __init__(self, recency_weight: float) -> None:
@@ -55,7 +56,7 @@ class Returns:
     def rhythm(self, own: Rhythm | None, took: float) -> float:
         """Return the usual length of a pause, as a base-2 logarithm rounded to rhythm steps. O(1).
 
-        own: its session's rhythm. took: how long the request before it ran; 0: not known.
+        own: the rhythm of its session. took: how long the request before it ran; 0: not known.
         """
         slope = self._took_by_length / (self._took_by_took + _SLOPE_WEIGHT)
         return round((self._mean(own) + slope * self._beside(took)) * _RHYTHM_STEPS) / _RHYTHM_STEPS
@@ -71,7 +72,7 @@ class Returns:
         return log2(took) - self._took.mean() if took > 0.0 and self._took.number else 0.0
 
     def learn(self, length: float, took: float, rhythm: float, own: Rhythm | None) -> None:
-        """Learn from a pause that has ended. length: more than 0. rhythm: as it was when the pause began. O(1)."""
+        """Learn from a pause that has ended. length: more than 0. rhythm: its rhythm when the pause began. O(1)."""
         logarithm = log2(length)
         if self._usual.number:  # the first pause had no rhythm to compare with
             self._ended[min(max(int((logarithm - rhythm + _MIDDLE) * STEPS), 0), _LENGTH - 1)] += 1.0
@@ -106,9 +107,9 @@ class Returns:
     def worth(self, lasted: float, horizon: float, rhythm: float) -> float:
         """Return what it is worth to keep the blocks of a request that has paused for `lasted`. O(1).
 
-        This is the chance that the pause ends within the horizon, divided by the share of the horizon for which they
-        would be kept: at least 0, and more than 1 where most pauses end soon. lasted, horizon: more than 0. Where few
-        pauses lasted so long, the latest to pause is assumed likelier to return.
+        This is the chance that the pause ends within the horizon, divided by the share of the horizon for which the
+        blocks would be kept: at least 0, and more than 1 where most pauses end soon. lasted, horizon: more than 0.
+        Where few pauses lasted this long, the latest to pause is assumed to be likelier to return.
         """
         first = before = self._num_longer(log2(lasted) - rhythm) + self._recency_weight
         kept, end = self.num_open, 0.0
@@ -120,7 +121,7 @@ class Returns:
         return (first - before) / kept if kept > 0.0 else 0.0
 
     def _num_longer(self, octaves: float) -> float:
-        """Return how many pauses were longer than their rhythm by more than so many octaves. O(1)."""
+        """Return how many pauses were longer than their rhythm by more than this many octaves. O(1)."""
         if not self._longer:
             number, longer = 0.0, [0.0] * (_LENGTH + 1)
             for step in range(_LENGTH - 1, -1, -1):

@@ -3,8 +3,8 @@
 J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. A block
 goes to the main queue if it is hit more than once, or if its prefix is cached again soon after it was evicted. In the
 main queue each hit, up to three, gives it another round. Unlike in the paper, a block that is hit has an owner and
-can't be evicted meanwhile. It goes to the end of a queue when it is free again. So hits change the order, and the small
-queue is limited to a share of the free blocks.
+can't be evicted until it is free again, when it goes to the end of a queue. Hits therefore change the order, and the
+small queue is limited to a share of the free blocks.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class S3FIFO:
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Put them at the end of their queues. O(blocks), and a hash for each new block while there are ghosts."""
+        """Put the blocks at the end of their queues. O(blocks), and a hash per new block while there are ghosts."""
         small, main, ghosts = self._small, self._main, self._ghosts
         for block_id, _, _, _, num_hits, _ in blocks:
             if num_hits > 1:
@@ -37,7 +37,7 @@ class S3FIFO:
                 small[block_id] = None
 
     def use(self, block_ids: list[int]) -> None:
-        """Take them out of their queues. O(blocks)."""
+        """Take the blocks out of their queues. O(blocks)."""
         small, main = self._small, self._main
         for block_id in block_ids:
             if block_id in main:
@@ -46,7 +46,10 @@ class S3FIFO:
                 small.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Take them out of their queues. Those in the small queue become ghosts, at most 0.9 * num_blocks of them."""
+        """Take the blocks out of their queues. Those in the small queue become ghosts.
+
+        At most 0.9 * num_blocks ghosts are kept, the latest ones. O(blocks).
+        """
         small, ghosts = self._small, self._ghosts
         for block_id in block_ids:
             if block_id in small:
@@ -61,7 +64,8 @@ class S3FIFO:
             ghosts.popitem(last=False)
 
     def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
-        """Return the first of the small queue while that is too long, else the main queue's first without rounds left.
+        """Return the small queue's first block if that queue is too long, else the main queue's first one without
+        rounds left.
 
         O(1) on average.
         """

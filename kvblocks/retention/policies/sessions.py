@@ -3,19 +3,19 @@
 Blocks that no session wants any more are evicted first: those that a session's next request did not contain, and those
 of ended sessions. Then the policy evicts the blocks of the paused request that is least likely to come back within the
 time for which the pool can keep blocks: see `returns`. All requests without a session count as one kind of pause, and
-go least recently used first. So without any sessions the policy is LRU.
+are evicted least recently used first. Without any sessions the policy is therefore LRU.
 
-The unit is a thread: the blocks that one request gave back, which are wanted together. A session usually has one
-thread, and several with sub-agents. A request that hits at least half of a thread's blocks continues the thread; the
-blocks that it doesn't hit are superseded. A request that hits fewer (a history was compacted) leaves the thread. Such
-threads are evicted first, too, until some of them have come back. The session's other threads are set aside, all of
-them if the request hits none (a sub-agent begins). To be left and to be set aside are kinds of pauses. The policy
-learns how they end, as for any other kind.
+The unit is a thread: the blocks that one request released, which are wanted together. A session usually has one thread,
+and several with sub-agents. A request that hits at least half of a thread's blocks continues the thread; the blocks
+that it doesn't hit are superseded. A request that hits fewer (a history was compacted) leaves the thread. Threads that
+were left are evicted first too, until some of them have come back. The session's other threads are set aside; if the
+request hits none (a sub-agent begins), all of them are. Being left and being set aside are kinds of pauses, and the
+policy learns how they end as for any other kind.
 
-A block of several sessions is in the thread of the session that gave it back last. When that thread is about to lose
-the block, or no longer wants it, the block goes to another thread of the session, all of whose blocks come behind it,
-or else to the thread of another session that had it and hasn't ended. A block that many sessions had goes to a thread
-without a session.
+A block of several sessions is in the thread of the session that released it last. When that thread is about to lose the
+block, or no longer wants it, the block goes to another thread of the session, if all of that thread's blocks come after
+it, or else to the thread of another session that had it and hasn't ended. A block that many sessions had goes to a
+thread without a session.
 """
 
 from collections import OrderedDict
@@ -65,7 +65,7 @@ class SessionsPolicy:
     # Calls that tell.
 
     def begin(self, session: Hashable, tenant: str | None) -> None:
-        """Watch from now on which of the session's threads the request uses. O(threads of the last to begin)."""
+        """Watch from now on which of the session's threads the request uses. O(threads of the last one to begin)."""
         self._settle()
         self._starting = self._find(tenant, session)
         self._starting.has_ended = False
@@ -93,7 +93,7 @@ class SessionsPolicy:
                 self._pause(thread, self._kind_of(session))
 
     def use(self, block_ids: list[int]) -> None:
-        """Take them out of their threads. O(blocks)."""
+        """Take the blocks out of their threads. O(blocks)."""
         if self._others:
             for block_id in self._others.keys() & block_ids:
                 self._forget_others(block_id)
@@ -130,7 +130,7 @@ class SessionsPolicy:
             self._used.setdefault(thread, []).extend(taken)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Forget them. O(blocks)."""
+        """Forget the blocks. O(blocks)."""
         if self._others:
             for block_id in block_ids:
                 self._forget_others(block_id)
@@ -166,7 +166,8 @@ class SessionsPolicy:
     # Calls that ask.
 
     def victim(self, num_blocks: int) -> int | None:
-        """Return an unwanted block; else a block near the end of the thread that is worth the least.
+        """Return an unwanted block if there is one, otherwise a block near the end of the thread that is worth the
+        least.
 
         Choosing a thread costs O(kinds of pauses x rhythms). It is done once for each value of the clock and whenever
         the chosen thread is used up. Otherwise O(blocks evicted).
@@ -340,7 +341,7 @@ class SessionsPolicy:
         return thread
 
     def _gather(self, session: Session | None, ids: tuple[int, ...], depths: tuple[int, ...]) -> Thread:
-        """Put blocks that one sequence gave back into a thread. Returns the thread."""
+        """Put blocks that one sequence released into a thread. Returns the thread."""
         found: Thread | None = None
         if session is not None:
             for block_id in ids:
@@ -399,7 +400,7 @@ class SessionsPolicy:
         return self._kinds[reason]
 
     def _pause(self, thread: Thread, kind: PauseKind, *, is_new: bool = True) -> None:
-        """Begin a thread's pause of this kind. is_new False: the pause has begun already, and changes its kind."""
+        """Begin a thread's pause of this kind. is_new: False if the pause has begun already, and changes its kind."""
         self._resume(thread)
         session = thread.session
         thread.kind = kind
@@ -438,7 +439,7 @@ class SessionsPolicy:
             thread.kind = None
 
     def _close(self, thread: Thread) -> None:
-        """Expect a thread's return no longer."""
+        """Stop expecting a thread's return."""
         if thread.is_open and thread.kind is not None:
             thread.kind.returns.close()
         thread.is_open = False
@@ -464,7 +465,7 @@ class SessionsPolicy:
 
 
 def _changes(sessions: tuple[Hashable, ...], tenants: tuple[str | None, ...]) -> list[int]:
-    """Return the indices of blocks that another session gave back than the block before, or another tenant's."""
+    """Return the indices of blocks whose session or tenant differs from that of the block before."""
     session, tenant = sessions[0], tenants[0]
     if all(map(is_, sessions, repeat(session))) and tenants.count(tenant) == len(tenants):  # mostly
         return []

@@ -1,9 +1,9 @@
 """`SLRU`: blocks that were hit are protected from blocks that never were.
 
 Segmented LRU: R. Karedla, J. S. Love, B. G. Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
-Computer 27(3), 1994. Two LRU lists: blocks begin in the probationary one, and hits bring them to the protected one,
-whose overflow goes back. Blocks that are used once pass through the first list alone. Here both lists hold free blocks
-only, so the protected one's bound is a share of those.
+Computer 27(3), 1994. There are two LRU lists. Blocks begin in the probationary one, and hits move them to the protected
+one, whose overflow goes back. Blocks that are used once pass through the first list alone. Here both lists hold free
+blocks only, so the bound of the protected list is a share of those.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ class SLRU:
         self._protected: OrderedDict[int, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Protect those that were hit. Beyond the bound, those protected longest go back. O(blocks)."""
+        """Protect those blocks that were hit. Beyond the bound, those protected longest go back. O(blocks)."""
         probation, protected = self._probation, self._protected
         for block_id, _, _, _, num_hits, _ in blocks:
             if num_hits:
@@ -35,7 +35,7 @@ class SLRU:
             self._probation[block_id] = None
 
     def use(self, block_ids: list[int]) -> None:
-        """Take them out of their lists. O(blocks)."""
+        """Take the blocks out of their lists. O(blocks)."""
         probation, protected = self._probation, self._protected
         for block_id in block_ids:
             if block_id in protected:
@@ -44,9 +44,9 @@ class SLRU:
                 probation.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Take them out of their lists. O(blocks)."""
+        """Take the blocks out of their lists. O(blocks)."""
         self.use(block_ids)
 
     def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
-        """Return the oldest on probation; with none, the oldest that is protected. O(1)."""
+        """Return the oldest block on probation; if there is none, the oldest protected one. O(1)."""
         return next(iter(self._probation or self._protected), None)

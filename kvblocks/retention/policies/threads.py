@@ -9,7 +9,7 @@ SessionKey = tuple[str | None, Hashable]
 
 
 class PauseKind:
-    """A kind of pause. returns: what was learned of it. paused: its threads by rhythm, each in order of pausing."""
+    """A kind of pause. returns: what was learned about it. paused: its threads by rhythm, each in order of pausing."""
 
     def __init__(self, recency_weight: float = RECENCY_WEIGHT) -> None:
         self.returns = Returns(recency_weight)
@@ -17,7 +17,7 @@ class PauseKind:
 
 
 class Session:
-    """A session. reason: why it pauses, None: not known. last: the thread of its last request."""
+    """A session. reason: why it pauses; None: not known. last: the thread of its last request."""
 
     def __init__(self, key: SessionKey) -> None:
         self.key = key
@@ -33,7 +33,7 @@ class Session:
 class Thread:
     """Free blocks with their depths, the next to evict first.
 
-    kind: of its pause, None: it doesn't pause. is_open: whether its return is still expected.
+    kind: that of its pause; None: it doesn't pause. is_open: whether its return is still expected.
     """
 
     def __init__(self, session: Session | None) -> None:

@@ -1,7 +1,7 @@
 """`DiskStore`: keeps the bytes of a persistent tier in a folder, and which block each slot holds, across processes.
 
-It moves bytes when told, has no thread, and decides nothing. An engine carries out the transfers that its manager
-wants, passes the answers of `tiers.take_changes` to `remember` and of `tiers.take_uses` to `note_used`, and calls
+It moves bytes when told to, has no thread, and decides nothing. An engine carries out the transfers that its manager
+wants, passes the answers of `tiers.take_changes` to `remember` and those of `tiers.take_uses` to `note_used`, and calls
 `sync` every second.
 """
 

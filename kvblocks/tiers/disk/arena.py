@@ -59,7 +59,7 @@ class Arena:
     def erase(self, slot: int) -> None:
         """Overwrite a slot with zeros, its record last. A slot without a record holds nothing. O(its bytes).
 
-        Takes no room on the disk: only what was written is overwritten.
+        This takes no room on the disk, since only bytes that were written are overwritten.
         """
         offset, room = self._layout.offset(slot), self._layout.num_room_bytes
         if any(os.pread(self.descriptor, room, offset)):
@@ -68,17 +68,17 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """How long the file is."""
+        """The length of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     @property
     def num_slots(self) -> int:
-        """How many slots are in the file as a whole."""
+        """How many slots are completely in the file."""
         last_bytes = self._layout.num_room_bytes + self._layout.num_block_bytes
         return max(0, self.num_bytes + self._layout.stride - last_bytes) // self._layout.stride
 
     def cut(self, num_bytes: int) -> range:
-        """Give back at least so many bytes at the file's end, or all. Returns the slots that hold nothing now.
+        """Give back at least this many bytes at the file's end, or all. Returns the slots that hold nothing now.
 
         A read of such a slot finds nothing.
         """
@@ -88,7 +88,7 @@ class Arena:
         return range(left, old)
 
     def flush(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until everything that was written is on the disk."""
         flush(self.descriptor)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Arena:
 
 
 def overwrite(descriptor: int, start: int, end: int) -> None:
-    """Write zeros over all that a file has between two places. Its holes stay: zeros there would take room."""
+    """Write zeros over all data between two places of a file. Holes stay, since zeros there would take room."""
     zeros = memoryview(bytes(min(_MOST_ZEROS, end - start)))
     while True:
         try:

@@ -9,10 +9,10 @@ _LOG = logging.getLogger("kvblocks.tiers.disk")
 
 
 class Complaints:
-    """Warnings of a store. The first of a kind is logged at once, then one per interval at most, with a count.
+    """Warnings of a store. The first of a kind is logged at once, later ones at most once per interval, with a count.
 
-    clock: in seconds. logger: where warnings go; by default, that of a disk. Any thread may call it. No lock is held
-    while a logger's handlers run.
+    clock: in seconds. logger: where warnings go; by default, the logger for disks. Any thread may call it. No lock is
+    held while a logger's handlers run.
     """
 
     def __init__(

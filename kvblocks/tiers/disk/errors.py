@@ -11,15 +11,15 @@ _NO_ROOM_IN_SQLITE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
 
 
 class DiskError(KVBlocksError):
-    """A folder could not be used: it is full, gone, locked, or not ours. The message says expected and got."""
+    """A folder could not be used: it is full, gone, locked, or not ours. The message says what was expected and got."""
 
 
 class DiskFullError(DiskError):
-    """There is no room on the volume for what has to be written, and the folder has nothing left to give back."""
+    """The volume has no room for what has to be written, and the folder has nothing left to give back."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a system's or SQLite's error says that there is no room: on the volume, in a quota, or in a file."""
+    """Whether an error of the system or of SQLite says that there is no room: on the volume, in a quota, in a file."""
     if isinstance(error, OSError):
         return error.errno in _NO_ROOM
     if isinstance(error, DiskFullError):

@@ -1,11 +1,12 @@
 """`Folder`: the folder of a store: its user, the process that has it open, and its files.
 
 Invariants:
+
 - A folder with files that no DiskStore made is refused, and nothing in it is changed. The error names those files.
 - One process has the folder open at a time, from opening to `close`. The lock ends with the process and its forks.
 - The marker is written last. So a folder with a marker is complete, and a folder without one is emptied.
 - Files have mode 0600, in a folder of mode 0700, of the same user. No file is reached through a link.
-- What was made for something else is kept in folders of its own below (`Kept`).
+- Files that were made for something else are kept in folders below it (`Kept`).
 """
 
 import json
@@ -36,9 +37,9 @@ def flush(descriptor: int) -> None:
 
 
 class Folder:
-    """An open, locked folder. Creates it if it doesn't exist. Raises DiskError, and OSError.
+    """An open, locked folder. Creates it if it doesn't exist. Raises DiskError and OSError.
 
-    path: without links. descriptor: of the folder.
+    path: without links. descriptor: that of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +101,7 @@ class Folder:
         return descriptor
 
     def sync(self) -> None:
-        """Wait until the files' names are on the disk. Raises OSError."""
+        """Wait until the names of the files are on the disk. Raises OSError."""
         os.fsync(self.descriptor)
 
     def read_marker(self) -> dict[str, Any] | None:
@@ -127,17 +128,17 @@ class Folder:
         self.sync()
 
     def num_taken_bytes(self) -> int:
-        """Return how much room its files take on their volume. Raises OSError."""
+        """Return how many bytes its files take on their volume. Raises OSError."""
         found = [Path(at, name) for at, _, names in os.walk(self.path) for name in names]
         return sum([path.lstat().st_blocks for path in found]) * _BLOCK
 
     def num_free_bytes(self) -> int:
-        """Return how much room its user has left on the volume. Raises OSError."""
+        """Return how many bytes its user has left on the volume. Raises OSError."""
         found = os.fstatvfs(self.descriptor)
         return found.f_bavail * found.f_frsize
 
     def is_used(self) -> bool:
-        """Whether there is anything in it but the lock, and what is kept. Raises OSError."""
+        """Whether there is anything in it besides the lock and what is kept. Raises OSError."""
         return bool(self._names() & SET)
 
     def empty(self) -> None:
@@ -159,7 +160,7 @@ class Folder:
         self.sync()
 
     def check_there(self, arena: int) -> None:
-        """Raise DiskError if the arena or the index was taken away, because all later writes would be lost. O(1)."""
+        """Raise DiskError if the arena or the index was removed, because all later writes would be lost. O(1)."""
         try:
             found = os.stat(ARENA, dir_fd=self.descriptor, follow_symlinks=False)
             os.stat(INDEX, dir_fd=self.descriptor, follow_symlinks=False)

@@ -15,7 +15,10 @@ from kvblocks.tiers.disk.layout import MOST_WAL_BYTES, PAGE, Layout
 from kvblocks.tiers.identity import BlockIdentity
 
 Row = tuple[object, object, object, object, object]
-"""slot, number (greater for what was stored or used later), parts of an identity. A damaged file has other types."""
+"""The slot, a number (greater for what was stored or used later), and the parts of an identity.
+
+A damaged file may have other types.
+"""
 
 Read = TypeVar("Read")
 
@@ -43,7 +46,7 @@ _Failure = sqlite3.Error | UnicodeDecodeError
 
 
 class _StrangeError(sqlite3.DatabaseError):
-    """A database that isn't an index of ours."""
+    """A database that isn't one of our indices."""
 
 
 def _is_damage(error: _Failure) -> bool:
@@ -58,12 +61,11 @@ def _as_it_is(row: Row) -> Row:
 
 
 class Index:
-    """The rows of a folder's index. Its calls raise sqlite3.Error, and OSError.
+    """The rows of a folder's index. Its calls raise sqlite3.Error and OSError.
 
-    The settings of SQLite: EXCLUSIVE, so that nobody else can open the file, and no shared memory is needed. WAL with
-    FULL, so that a commit is one fsync, and is on the disk when it returns. secure_delete overwrites deleted rows.
-
-    num_slots: rows of other slots are deleted, since nothing can be read there.
+    SQLite's settings: EXCLUSIVE, so that nobody else can open the file and no shared memory is needed; WAL with FULL,
+    so that a commit is one fsync, and is on the disk when it returns; secure_delete, which overwrites deleted rows.
+    num_slots: rows of slots beyond this number are deleted, since nothing can be read there.
     """
 
     def __init__(self, folder: Folder, layout: Layout, num_slots: int) -> None:
@@ -134,7 +136,7 @@ class Index:
         self._connection.execute("COMMIT")
 
     def rows(self, read: Callable[[Row], Read]) -> list[Read]:
-        """Return what `read` makes of each row, in the order of their numbers. O(rows log rows).
+        """Return what `read` makes of each row, in the order of the rows' numbers. O(rows log rows).
 
         `read` is called row by row, so that few objects are kept: Python's garbage collector scans each kept object
         again and again.
@@ -161,7 +163,7 @@ class Index:
     def write(self, changes: Mapping[int, BlockIdentity | None], used: Collection[int]) -> None:
         """Commit all changes or none. They are on the disk when the call returns. O((changes + used) log rows).
 
-        used: slots that come last from now on, in their order, if there are rows for them.
+        used: slots that come last from now on, in this order, if there are rows for them.
         """
         try:
             self._commit(changes, used)

@@ -1,10 +1,10 @@
 """`Kept`: what a store's folder holds for other fingerprints: other models, block sizes, dtypes or threads.
 
 A server that comes back to a former configuration finds its blocks again. All sets of files share one budget. As the
-set in use grows, the set that was used longest ago gives room: its arena is cut at its end, and blocks that were there
+set in use grows, the set that was used longest ago gives way: its arena is cut at its end, and blocks that were there
 are misses. A set without an arena is removed.
 
-Invariants: a set with a marker is complete, one without is removed. Sets are moved by renaming, so nothing is copied.
+Invariants: a set with a marker is complete; one without is removed. Sets are moved by renaming, so nothing is copied.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _LEAST_CUT_SHARE = 32  # an arena is cut by at least this part of it, so that it
 class Kept:
     """The kept sets of an open folder. Not thread-safe. Raises OSError, and DiskError for files that aren't ours.
 
-    num_bytes: how long all their files are together.
+    num_bytes: the length of all their files together.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -45,11 +45,11 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """How long all files are together."""
+        """The length of all files together, in bytes."""
         return sum(self._sets.values())
 
     def put_away(self, marker: dict[str, Any]) -> None:
-        """Move the folder's set, with this marker, to the kept ones."""
+        """Move the folder's set, which has this marker, to the kept ones."""
         name = _name(marker)
         if name in self._sets:
             self._remove(name)
@@ -81,7 +81,7 @@ class Kept:
         return True
 
     def shrink(self, num_bytes: int) -> None:
-        """Give back at least so many bytes, or all; first of the set that was used longest ago. O(sets)."""
+        """Give back at least this many bytes, or all, first those of the set that was used longest ago. O(sets)."""
         while num_bytes > 0 and self._sets:
             name = next(iter(self._sets))
             before = self._sets[name]
@@ -94,7 +94,7 @@ class Kept:
             num_bytes -= before - self._sets.get(name, 0)
 
     def erase(self) -> None:
-        """Overwrite and remove all sets. Takes no room on the disk. O(bytes)."""
+        """Overwrite and remove all sets. This takes no room on the disk. O(bytes)."""
         for name in [*self._sets]:
             with self._open(f"{KEPT}/{name}") as there:
                 for file in sorted(SET, key=lambda file: file == MARKER):
@@ -149,7 +149,7 @@ def _move(file: str, new: str, source: int, target: int) -> None:
 
 
 def _cut(there: int, num_bytes: int) -> int:
-    """Cut a set's arena at its end, by at least so many bytes or to nothing. Return how long it is now."""
+    """Cut a set's arena at its end, by at least this many bytes or to nothing. Return its new length."""
     try:
         arena = os.open(ARENA, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=there)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`Layout`: the maximal size of each file in a store's folder, and where each slot begins. Also `DiskStats`."""
+"""`Layout`: the largest size of each file in a store's folder, and where each slot begins. Also `DiskStats`."""
 
 from dataclasses import dataclass
 
@@ -20,11 +20,11 @@ def _pages_up(number: int) -> int:
 
 @dataclass(frozen=True)
 class DiskStats:
-    """What a store did since it was opened.
+    """What a store did since it was opened. Bytes are those of payloads.
 
     num_damaged_blocks: slots that didn't hold the expected block when they were read, and rows of the index that
     couldn't be used. num_failed_writes: calls of `write` and `erase` that raised. num_failed_syncs: calls of `sync`
-    that raised. Bytes are those of payloads.
+    that raised.
     """
 
     num_written_blocks: int = 0
@@ -38,12 +38,12 @@ class DiskStats:
 
 
 class Layout:
-    """Sizes in bytes. A slot is the room of a record, then that of a payload; each begins at a page.
+    """Sizes in bytes. A slot has room for a record, then for a payload; each begins at a page.
 
     num_slots: how many fit, so that all files together never exceed max_bytes. most_index_pages: the most pages of the
     index, and of its log. most_preimage_bytes: the longest preimage in a record.
 
-    The index is sized for its worst case: the longest identities, in pages of a B-tree that are a third full.
+    The index is sized for its worst case: the longest identities, in pages of a B-tree that are only a third full.
     """
 
     def __init__(self, num_block_bytes: int, block_size: int, max_bytes: int) -> None:

@@ -14,8 +14,8 @@ _LOG = logging.getLogger("kvblocks.tiers.disk")
 class Room:
     """The room of an open folder. Any thread may call it. Raises OSError.
 
-    max_bytes: the budget of all files. The index of the set in use has room of its own in it; the arena, and what is
-    kept for others, share the rest.
+    max_bytes: the budget of all files. The index of the set in use has its own part of it; the arena and what is kept
+    for others share the rest.
     """
 
     def __init__(self, folder: Folder, layout: Layout, arena: Arena, kept: Kept, max_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Room:
         self._cover(max(1, arena.num_bytes))
 
     def cover(self, slot: int) -> None:
-        """Let the arena be written up to this slot's end. What is kept gives way. O(1) on average."""
+        """Allow the arena to be written up to this slot's end. What is kept gives way. O(1) on average."""
         self._cover(self._layout.offset(slot + 1))
 
     def _cover(self, end: int) -> None:
@@ -39,9 +39,9 @@ class Room:
                 self._end = max(end, self._end)
 
     def give_back(self, num_bytes: int) -> range | None:
-        """Give back so many bytes, if there are any: what is kept for others, then the arena's last blocks.
+        """Give back this many bytes, if possible: first what is kept for others, then the arena's last blocks.
 
-        Returns the slots that hold nothing now; None if there was nothing to give.
+        Returns the slots that hold nothing now; None if there was nothing to give back.
         """
         with self._lock:
             before = self._kept.num_bytes
@@ -59,7 +59,7 @@ class Room:
             self._kept.erase()
 
     def warn_if_little(self) -> None:
-        """Warn if the volume has less room than the folder may take. Then writes fail one day."""
+        """Warn if the volume has less room than the folder may take, because writes would then fail one day."""
         taken, free = self._folder.num_taken_bytes(), self._folder.num_free_bytes()
         if taken + free < self._max_bytes:
             _LOG.warning(

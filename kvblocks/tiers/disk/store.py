@@ -1,12 +1,13 @@
 """`DiskStore`: keeps the bytes of a persistent tier in a folder, and which block each slot holds.
 
 Invariants:
+
 - `read` accepts a block only if the slot's own record names this block and its checksum is right.
 - The index never names bytes that are not on the disk: `sync` flushes the arena, then commits the index.
-- All files together never exceed max_bytes, also those that are kept for other fingerprints (`Kept`).
+- All files together never exceed max_bytes, including those that are kept for other fingerprints (`Kept`).
 
 The folder is a cache. If it can't be used, it is emptied with a warning; it never gives wrong bytes. If its volume is
-full, what has to be written takes the place of the arena's last blocks: opening, and erasing.
+full, opening and erasing, which have to write, take their room from the arena's last blocks.
 """
 
 import logging
@@ -44,17 +45,17 @@ _ROWS_LEFT = "expected room for the index (the blocks' bytes are gone, their tok
 class DiskStore:
     """Slots on a disk, for the blocks of one tier.
 
-    folder: used by nothing else. It is created if it doesn't exist, and refused if it holds other files. fingerprint:
-    32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV. num_block_bytes: of
-    a block. block_size: tokens of a block of the primary group. max_bytes: all files in the folder together never
-    exceed this. secret: at least 16 bytes; a block that was written without it is then a miss. None: records only show
-    damage. What was stored with other values (except max_bytes), or in another format, is kept below the folder for
-    whoever comes back to them, as long as there is room.
+    folder: a folder that nothing else uses. It is created if it doesn't exist, and refused if it holds other files.
+    fingerprint: 32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV.
+    num_block_bytes: bytes of a block. block_size: tokens of a block of the primary group. max_bytes: the most bytes of
+    all files in the folder together. secret: at least 16 bytes; a block that was written without it is then a miss.
+    None: records only show damage. What was stored with other values (except max_bytes), or in another format, is kept
+    below the folder for a store with those values, as long as there is room.
 
     num_slots: how many blocks fit. stats: see `DiskStats`.
 
-    `write` and `read` of different slots may run at the same time, also beside `remember` and `sync`. `close` must be
-    the last call. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it;
+    `write` and `read` of different slots may run at the same time, also while `remember` and `sync` run. `close` must
+    be the last call. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it;
     DiskFullError if its volume has no room even for an empty store.
     """
 
@@ -91,13 +92,13 @@ class DiskStore:
 
     @property
     def stats(self) -> DiskStats:
-        """Counters of what was done since the store was opened."""
+        """Counters since the store was opened."""
         with self._lock:
             return self._stats
 
     @property
     def needs_sync(self) -> bool:
-        """Whether `sync` has bytes or changes to put on the disk. Uses alone can wait."""
+        """Whether `sync` has bytes or changes to put on the disk. A new order of use alone doesn't count."""
         with self._lock:
             return self._is_unflushed or bool(self._changes)
 
@@ -110,7 +111,8 @@ class DiskStore:
     def remembered(self) -> list[tuple[int, BlockIdentity]]:
         """Return which slots hold which blocks, as far as that is on the disk, the least recently stored or used first.
 
-        The answer is what `manager.tiers.restore` takes. The bytes are not read. Raises DiskError. O(slots log slots).
+        The answer is what `manager.tiers.restore` takes. The blocks' bytes are not read. Raises DiskError. O(slots log
+        slots).
         """
         with self._syncing, _as_disk_error("DiskStore.remembered: expected a disk that can be read"):
             self._check_open("remembered")
@@ -124,8 +126,8 @@ class DiskStore:
         """Write blocks. They are on the disk after the next `sync`.
 
         payload: the blocks' bytes one after another, num_block_bytes each, in any C-contiguous buffer. Raises
-        InvalidArgumentError, and DiskError if not all were written; then answer `complete(transfer, ok=False)`. A block
-        with more than 512 bytes of extra keys isn't stored: the call raises DiskError and writes nothing. O(bytes).
+        InvalidArgumentError, and DiskError if not all were written; then call `complete(transfer, ok=False)`. If a
+        block has more than 512 bytes of extra keys, the call raises DiskError and writes nothing. O(bytes).
         """
         pairs = self._check_blocks("write", slots, identities)
         if len({slot for slot, _ in pairs}) < len(pairs):
@@ -149,11 +151,11 @@ class DiskStore:
         self._count(num_written_blocks=len(pairs), num_written_bytes=len(data))
 
     def read(self, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity], out: Payload) -> int:
-        """Fill a buffer with blocks, and return how many of the first ones are right.
+        """Fill a buffer with blocks, and return how many of them, from the first, are right.
 
-        The rest of the buffer means nothing. Reading ends at a block that isn't what was asked for. Such a block is
-        counted and logged, not raised. out: writable, as `write` takes. Raises InvalidArgumentError, and DiskError
-        after `close`. O(bytes).
+        The rest of the buffer means nothing. Reading ends at a block that isn't what was asked for, which is counted
+        and logged rather than raised. out: a writable buffer, laid out as for `write`. Raises InvalidArgumentError, and
+        DiskError after `close`. O(bytes).
         """
         pairs = self._check_blocks("read", slots, identities)
         data = self._check_buffer("read: out", out, len(pairs))
@@ -176,10 +178,10 @@ class DiskStore:
         return number
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Take note of what `manager.tiers.take_changes` returned for this tier.
+        """Record what `manager.tiers.take_changes` returned for this tier.
 
-        changes: by slot, the block that it holds; None: no block. All of it or none is on the disk after the next
-        `sync`. Raises InvalidArgumentError. O(changes).
+        changes: by slot, the block that it holds; None: no block. After the next `sync` either all of it is on the disk
+        or nothing is. Raises InvalidArgumentError. O(changes).
         """
         given: Any = changes
         if not isinstance(given, Mapping):
@@ -197,10 +199,10 @@ class DiskStore:
                 self._changes[slot] = None if is_too_long else identity
 
     def note_used(self, slots: Iterable[SupportsIndex]) -> None:
-        """Take note of slots that were used, the last used one last. They come last in `remembered` then.
+        """Record slots that were used, the latest used one last. `remembered` then returns them last.
 
-        Of a prefix that was used, its last slot is enough for `manager.tiers.restore`. It is on the disk after the next
-        `sync`; nothing but this order is lost with it. Raises InvalidArgumentError. O(slots).
+        For a prefix that was used, its last slot is enough for `manager.tiers.restore`. The order is on the disk after
+        the next `sync`; if it gets lost, nothing else does. Raises InvalidArgumentError. O(slots).
         """
         checked = [self._check_slot("note_used", slot) for slot in listed("DiskStore.note_used", "slots", slots)]
         with self._lock:
@@ -210,10 +212,10 @@ class DiskStore:
                 self._used[slot] = None
 
     def sync(self) -> None:
-        """Put all that was written and remembered before the call on the disk: first the bytes, then the index.
+        """Put everything that was written and remembered before the call on the disk: first the bytes, then the index.
 
-        Call it every second while `needs_sync`. When it returns, forgotten blocks are gone for good. Raises DiskError;
-        then nothing is lost except what the disk lost, and the next call tries again. O(what is new).
+        Call it every second while `needs_sync`. When it returns, forgotten blocks are gone for good. If it raises
+        DiskError, nothing is lost except what the disk lost, and the next call tries again. O(what is new).
         """
         with self._syncing, self._counting_failures("num_failed_syncs"):
             self._check_open("sync")
@@ -222,10 +224,10 @@ class DiskStore:
     def erase(self, slots: Iterable[SupportsIndex]) -> None:
         """Forget slots, overwrite their bytes, and delete their rows of the index. All is on the disk when it returns.
 
-        For data that must go, so all that is kept for other fingerprints goes too. Copies that the file system or the
-        device make on their own are not reached. Overwriting takes no room. The index and its log need some; on a full
-        volume the arena's last blocks give it. Raises InvalidArgumentError, and DiskError, which says what is left:
-        then call it again. O(bytes).
+        For data that must go, so everything kept for other fingerprints is erased too. Copies that the file system or
+        the device makes on its own are not reached. Overwriting takes no room. The index and its log need some; on a
+        full volume they get that of the arena's last blocks. Raises InvalidArgumentError, and DiskError, which says
+        what is left; in that case call it again. O(bytes).
         """
         checked = [self._check_slot("erase", slot) for slot in listed("DiskStore.erase", "slots", slots)]
         with self._syncing, self._counting_failures("num_failed_writes"):
@@ -247,7 +249,7 @@ class DiskStore:
         self._index.checkpoint()
 
     def close(self) -> None:
-        """`sync`, then unlock the folder. A second call does nothing. Raises DiskError if the sync did."""
+        """Call `sync`, then unlock the folder. A second call does nothing. Raises DiskError if the sync did."""
         with self._syncing:
             if self._is_closed:
                 return
@@ -293,7 +295,7 @@ class DiskStore:
             raise
 
     def _choose_files(self, marker: dict[str, object], kept: Kept) -> None:
-        """Put away files that were made for something else, and take back those that were made for this."""
+        """Put away files that were made for another configuration, and take back those that were made for this one."""
         found = self._folder.read_marker()
         if found == marker:
             return

@@ -11,18 +11,17 @@ from kvblocks.tiers.transfer import TierHit
 Piece = tuple[int, int, TierPool, KVCacheBlock]
 """A block to load: its table's number, its index there, its tier and its slot.
 
-The primary table comes behind those of side groups. Behind that comes the checkpoint, whose parts have an index each.
+The primary table comes after those of side groups. After that comes the checkpoint, each part of which has an index.
 """
 
 
 class GroupTierHit(TierHit):
-    """A `TierHit` of several groups.
+    """A `TierHit` of several groups. A load of this part also moves the parts before it.
 
-    A load of this part also moves the parts before it. num_bytes: how many bytes this part adds to the load; the sum
-    over all parts is what is moved. pieces: all blocks that the load moves, the primary group's first. prefix: the
-    slots of `pieces` in this part's tier. checkpoint: the number of the place that has the state at the end of this
-    part, and the checkpoint; None: no layer keeps a state. places: what the device and each tier have of the primary
-    group's blocks up to the end of this part.
+    num_bytes: how many bytes this part adds to the load; the sum over all parts is what is moved. pieces: all blocks
+    that the load moves, the primary group's first. prefix: the slots of `pieces` in this part's tier. checkpoint: the
+    number of the place that has the state at the end of this part, and the checkpoint; None: no layer keeps a state.
+    places: what the device and each tier have of the primary group's blocks up to the end of this part.
     """
 
     __slots__ = ("before", "checkpoint", "hit", "layout", "num_all_bytes", "pieces", "places", "tables", "versions")
@@ -77,9 +76,9 @@ class GroupTierHit(TierHit):
         return sum([pool.num_block_bytes * pool.rate.seconds_a_unit for _, _, pool, _ in self.pieces])
 
     def is_there(self) -> bool:
-        """Whether all blocks are where they were found.
+        """Whether all blocks are still where they were found.
 
-        O(1) while nothing left the device or the tiers, else O(blocks).
+        O(1) while nothing left the device or the tiers, otherwise O(blocks).
         """
         sequence = self.sequence
         if not sequence.was_truncated and self.versions == [place.index.version for place in self.places]:

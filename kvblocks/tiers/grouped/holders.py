@@ -14,7 +14,7 @@ Found = list[tuple[int, KVCacheBlock]]
 
 
 class PrefixHolder:
-    """The device or a tier: its index, and the primary blocks of one prefix that it has, from the beginning on."""
+    """The device or a tier: its index, and the primary blocks of one prefix that it has, from the first one on."""
 
     def __init__(self, index: GroupIndex, blocks: list[KVCacheBlock]) -> None:
         self.index = index
@@ -35,9 +35,9 @@ class PrefixHolder:
         )
 
     def last_checkpoint(self, end: int) -> int:
-        """Return after how many tokens, at most `end`, its last checkpoint of the prefix is; 0: it has none.
+        """Return how many tokens, at most `end`, its last checkpoint of the prefix is after; 0: it has none.
 
-        As `Checkpoints.num_up_to_last`.
+        See `Checkpoints.num_up_to_last`.
         """
         checkpoints, size = self.index.checkpoints, self.index.block_size
         most = min(end // size, len(self.blocks))
@@ -56,10 +56,11 @@ def find_checkpoint(places: list[PrefixHolder], end: int) -> tuple[int, Checkpoi
 def find_needed(
     places: list[PrefixHolder], side_group: SideGroup, end: int, num_tokens: int | None
 ) -> tuple[int, Found | None]:
-    """Return the blocks that a hit of `end` tokens needs of a side group: the number of the first, and all of them.
+    """Return the blocks that a hit of `end` tokens needs of a side group: the number of the first one, and all of them.
 
     If blocks are missing, return the number of the last missing one, and None. If several places have a block, the
-    first place counts. num_tokens: how many tokens the sequence has; None: not known, it may end at `end`. O(blocks).
+    first of these places counts. num_tokens: how many tokens the sequence has; None: not known, so it may end at `end`.
+    O(blocks).
     """
     first, last = side_group.kind.needed_blocks(end, end if num_tokens is None else num_tokens)
     found: Found = []
@@ -93,8 +94,8 @@ def find_longest(
     """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
     The blocks may be in different places. Where layers keep a state, the hit ends where one of the places has a
-    checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the
-    answer is 0 and []. O(blocks seen x groups).
+    checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the answer is 0 and []. O(blocks seen x
+    groups).
     """
     end = num_blocks * layout.block_size // layout.alignment * layout.alignment
     groups = [*layout.side_groups]

@@ -14,7 +14,8 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
-    """Return a sequence's primary blocks up to a load's end, then side groups' blocks for the load, and its state's.
+    """Return a sequence's primary blocks up to a load's end, then side groups' blocks for the load, then its state's
+    blocks.
 
     O(blocks).
     """
@@ -41,12 +42,12 @@ class GroupLoadJob(LoadJob):
     """A `LoadJob` of several groups. The primary group's blocks come before the others.
 
     If one block is bad, all count as bad. The load also relies on blocks of the tables that were cached on the device;
-    if one of these is lost, all count as bad. end_token: where the load ends. A sequence that is cut before
-    end_token no longer waits.
+    if one of these is lost, all count as bad. end_token: where the load ends. A sequence that is cut before end_token
+    no longer waits.
     """
 
     def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int) -> None:
-        """prefix: as `moved_prefix` returns. start: how many tokens the sequence's hit has."""
+        """prefix: as `moved_prefix` returns it. start: how many tokens the sequence's hit has."""
         pieces = load.pieces
         num_held = len(load.places[0].blocks)
         pools = [pool for _, _, pool, _ in pieces]
@@ -70,7 +71,7 @@ class GroupLoadJob(LoadJob):
         self._relied_on = set(held)
 
     def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
-        """As `LoadJob.note_lost`. The load is also bad if a block is lost that it doesn't bring, but relies on."""
+        """As `LoadJob.note_lost`. The load is also bad if a block that it relies on, but doesn't bring, is lost."""
         brought = [number for number, block in enumerate(self.blocks) if block in blocks]
         for number in brought:
             self.pools[number].drop([self.slots[number]])
@@ -79,17 +80,18 @@ class GroupLoadJob(LoadJob):
             self.num_good = 0
 
     def start_for(self, sequence: Sequence) -> int:
-        """Return how many first tokens a waiting sequence has without this load: 0 if a part of its hit was lost.
+        """Return how many tokens, from the first, a waiting sequence has without this load: 0 if a part of its hit was
+        lost.
 
         With windows there is no shorter hit to go back to. O(1).
         """
         return self.start if super().start_for(sequence) == self.start else 0
 
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
-        """Return up to which token all groups' blocks have arrived, so that a sequence may go on from there.
+        """Return the token up to which all groups' blocks have arrived, so that a sequence may go on from there.
 
-        If a window lacks a block that this token sees, the answer is the end of the hit before the load. So it is where
-        layers keep a state, if anything is missing: the state that is loaded is the one at the load's end.
+        If a window lacks a block that this token sees, the answer is the end of the hit before the load. The same holds
+        where layers keep a state, if anything is missing, because the loaded state is the one at the load's end.
         """
         if self.num_good < len(self.blocks):
             return self.start_for(sequence)
@@ -106,7 +108,7 @@ class GroupLoadJob(LoadJob):
         return max(end, self.start)
 
     def waits_behind(self, sequence: Sequence, end: int) -> bool:  # noqa: ARG002  # all that wait have all
-        """Whether a sequence has a block of this job behind token `end`. O(1)."""
+        """Whether a sequence has a block of this job after token `end`. O(1)."""
         return end < self.end_token
 
 
@@ -129,7 +131,7 @@ class GroupStoreJob(StoreJob):
         return [] if run is None else [prefix_of(run, index + 1).blocks, side]
 
     def finish(self) -> int:
-        """Cache in the tier what arrived and is good, give all slots back, and return how many blocks were stored."""
+        """Cache in the tier what arrived and is good, release all slots, and return how many blocks were stored."""
         self._leave_uncached()
         prefix, parents, index = self._group_prefix, self.above[0], self.pool.index
         assert isinstance(index, GroupIndex), f"{self.pool.name}: not a tier of several groups"
@@ -163,7 +165,7 @@ class GroupStoreJob(StoreJob):
         return num_stored
 
     def _note_stored(self, number: int) -> None:
-        """Take note of which of the first slots are stored, if the tier is persistent."""
+        """Record which of the first slots are stored, if the tier is persistent."""
         for i, slot in enumerate(self.slots[:number]):
             if slot.is_cached:
                 self.pool.note_stored([slot], self.prefix, self.first + i)

@@ -18,7 +18,7 @@ from kvblocks.tiers.wishes import Prefix, prefix_in
 
 
 class PersistentGroupSlots(GroupPool):
-    """`GroupPool` that reports slots whose contents were detached, as `PersistentSlots` does."""
+    """A `GroupPool` that reports slots whose contents were detached, as `PersistentSlots` does."""
 
     def __init__(self, num_blocks: SupportsIndex, index: GroupIndex, changes: SlotChanges) -> None:
         super().__init__(num_blocks, index)
@@ -31,7 +31,7 @@ class PersistentGroupSlots(GroupPool):
 
 
 class GroupTierPool(TierPool):
-    """`TierPool` whose slots hold any group's blocks. group_index: what they hold."""
+    """A `TierPool` whose slots hold any group's blocks. group_index: what they hold."""
 
     def __init__(self, tier: Tier, layout: GroupLayout, max_storing: int) -> None:
         """layout: of the manager's groups."""
@@ -54,7 +54,7 @@ class GroupTierPool(TierPool):
         return prefixes
 
     def drop_states(self, sequence: Sequence, lost: set[KVCacheBlock]) -> None:
-        """Forget what was stored of a sequence's checkpoints that are lost, or whose last tokens are. A lookup.
+        """Forget what was stored of a sequence's checkpoints that are lost, or whose last tokens are. One lookup.
 
         As in `drop_copies`, another copy of the same state stays.
         """
@@ -72,7 +72,7 @@ class GroupTierPool(TierPool):
 
     @property
     def part_columns(self) -> range:
-        """As `TierPool`. They come behind those of side groups."""
+        """As `TierPool`. They come after those of side groups."""
         layout = self.group_index.layout
         first, kind = layout.row_size + 1, layout.state_kind
         return range(first, first + (0 if kind is None else kind.checkpoint_blocks))

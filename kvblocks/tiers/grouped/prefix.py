@@ -1,4 +1,4 @@
-"""`GroupPrefix`: the blocks of all groups of a cached prefix in one list, so that jobs handle them as one group's."""
+"""`GroupPrefix`: the blocks of all groups of a cached prefix in one list, so that jobs handle them like one group's."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.tiers.identity import BlockIdentity
@@ -12,7 +12,7 @@ class GroupPrefix(Prefix):
     """A `Prefix` whose first num_primary blocks are the primary group's, and whose other blocks are side groups'.
 
     homes: where the side groups' blocks are attached, in the same order. The last of them may be parts of checkpoints,
-    num_parts each, whose columns come behind those of side groups. num_attached: how many come before these.
+    num_parts each, whose columns come after those of side groups. num_attached: how many homes come before these.
     """
 
     def __init__(self, prefix: Prefix, side_blocks: list[KVCacheBlock], homes: list[Home], num_parts: int = 1) -> None:
@@ -24,19 +24,20 @@ class GroupPrefix(Prefix):
         self.num_parts = num_parts
 
     def add_states(self, checkpoints: dict[int, list[KVCacheBlock]], row_size: int) -> None:
-        """Add checkpoints, by how many primary blocks end there. row_size: of a row of side groups. O(blocks)."""
+        """Add checkpoints, by the number of primary blocks before each. row_size: of side groups' rows. O(blocks)."""
         for number, blocks in checkpoints.items():
             self.blocks += blocks
             self.homes += [(number - 1, row_size + index) for index in range(len(blocks))]
 
     def whole_states(self, num_side: int) -> range:
-        """Return where the checkpoints begin that are whole in the first num_side blocks behind the primary ones."""
+        """Return where the checkpoints begin that are complete in the first num_side blocks after the primary ones."""
         return range(self.num_attached, num_side - self.num_parts + 1, self.num_parts)
 
     def num_whole(self, first: int, number: int) -> int:
-        """Return how many blocks from index `first` on may move together: at most `number`, no part of a checkpoint.
+        """Return how many blocks from index `first` on may move together: at most `number`, without splitting a
+        checkpoint.
 
-        What lies before `first` has moved. O(1).
+        What comes before `first` has moved. O(1).
         """
         begin = self.num_primary + self.num_attached
         over = max(0, first + number - max(first, begin))

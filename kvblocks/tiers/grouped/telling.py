@@ -17,7 +17,7 @@ def note_attached(index: GroupIndex, chain: list[KVCacheBlock], tokens: bytes | 
 def attach_checkpoint(
     index: GroupIndex, chain: list[KVCacheBlock], slots: list[KVCacheBlock], tokens: bytes | bytearray
 ) -> bool:
-    """Attach the slots of a checkpoint to the last primary slot of a chain, unless it has one; and record that.
+    """Attach the slots of a checkpoint to the last primary slot of a chain, unless it has one, and record that.
 
     Returns whether it had none. O(slots).
     """
@@ -39,7 +39,7 @@ def note_checkpoint(
 
 
 def note_restored_rows(index: GroupIndex) -> None:
-    """Record all blocks that are attached in a tier, as stored just now. O(blocks of the prefixes that have some)."""
+    """Record all blocks that are attached in a tier as stored just now. O(blocks of the prefixes that have some)."""
     for run in index.runs():
         rows = index.rows_of(run)
         checkpoints = {} if index.checkpoints is None else index.checkpoints.in_run(run)

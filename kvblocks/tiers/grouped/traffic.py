@@ -1,7 +1,7 @@
 """`GroupTraffic`: `Traffic` of a manager with several groups.
 
 A prefix is stored with the blocks of each group that a hit at its end needs. Lookups ask the device and the tiers
-together. So a load moves only what the device lacks.
+together, so a load moves only what the device lacks.
 """
 
 from kvblocks.core.block import KVCacheBlock, Run
@@ -26,17 +26,15 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 class GroupTraffic(Traffic):
-    """`Traffic` for several groups, one of them with full attention at least."""
+    """`Traffic` for several groups, at least one of them with full attention."""
 
     # What `Tiers` asks.
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers and the device have together behind a hit. A lookup in each of them.
-
-        The hit learns how much K and V the tiers have, even if they lack its state. Nothing else changes.
+        """Return what the tiers and the device have together after a hit. One lookup in each of them.
 
         Each part ends where all groups have what the next token sees. A part is left out if it moves more than a longer
-        one.
+        one. The hit learns how much K and V the tiers have, even if they lack its state. Nothing else changes.
         """
         size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
         if hit.num_tokens < position * size:
@@ -72,7 +70,7 @@ class GroupTraffic(Traffic):
     # What the manager tells.
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence was cut. If inside its load, it keeps nothing of the load, and waits no more."""
+        """Record that a sequence was cut. If cut inside its load, it keeps nothing of the load and no longer waits."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
             start = job.start_for(sequence)
@@ -81,13 +79,13 @@ class GroupTraffic(Traffic):
                 self._calls.rewind(sequence, start)
 
     def note_restored(self, pool: TierPool) -> None:
-        """Take note that a tier's slots were taken back. O(slots)."""
+        """Record that a tier's slots were restored. O(slots)."""
         super().note_restored(pool)
         if pool.index.events is not None:
             note_restored_rows(_index_of(pool))
 
     def note_lost(self, blocks: list[KVCacheBlock], sequence: Sequence | None, *, are_shared: bool) -> None:
-        """As `Traffic.note_lost`. What was stored of checkpoints behind lost tokens goes, too."""
+        """As `Traffic.note_lost`. What was stored of checkpoints after lost tokens is forgotten too."""
         super().note_lost(blocks, sequence, are_shared=are_shared)
         if self._group_index().checkpoints is not None:
             lost = set(blocks)
@@ -133,9 +131,10 @@ class GroupTraffic(Traffic):
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
         """Return what is to be stored with a prefix, and what the tier has of it.
 
-        Blocks of windows are stored that one of these hits needs: the longest hit that device and tier can serve
-        together, a hit at each multiple of `window_store_tokens`, and one at each checkpoint that is stored. These are
-        the device's last one, and all but those that are saved at regular distances and were of no use yet.
+        The stored blocks of windows are those that one of these hits needs: the longest hit that device and tier can
+        serve together, a hit at each multiple of `window_store_tokens`, and one at each checkpoint that is stored. The
+        checkpoints are the device's last one, and all others except those that are saved at regular distances and were
+        of no use yet.
         """
         prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
@@ -169,7 +168,7 @@ class GroupTraffic(Traffic):
     def _find_states(
         self, places: list[PrefixHolder], num_blocks: int
     ) -> tuple[dict[int, list[KVCacheBlock]], list[KVCacheBlock]]:
-        """Return the device's checkpoints to be stored, by how many blocks are before each, and slots to keep.
+        """Return the device's checkpoints to be stored, by the number of blocks before each, and slots to keep.
 
         places: the tier and the device. The slots are those of the tier's last checkpoint. O(blocks).
         """
@@ -206,7 +205,7 @@ def _index_of(pool: TierPool) -> GroupIndex:
 
 
 def _last_of(loads: list[TierHit]) -> GroupTierHit:
-    """Return the last of a sequence's loads. Its `pieces` are those of all of them."""
+    """Return the last of a sequence's loads, whose `pieces` are those of all of them."""
     load = loads[-1]
     assert isinstance(load, GroupTierHit), f"{load}: not of several groups"
     return load
@@ -215,7 +214,7 @@ def _last_of(loads: list[TierHit]) -> GroupTierHit:
 def _column_of(index: GroupIndex, block: KVCacheBlock) -> int | None:
     """Return the column in which a cached block is attached; None for one of the primary group. O(columns).
 
-    For a part of a checkpoint: the first column behind those of a row.
+    For a part of a checkpoint, this is the first column after those of a row.
     """
     for column, other in enumerate(index.row(block) or []):
         if other is block:

@@ -1,6 +1,6 @@
 """`SharedStore`: blocks in a Valkey or Redis that several servers share, under names that all of them know.
 
-It moves bytes when told, and asks what is there. It decides nothing, and each call has a time limit. What is read is
+It moves bytes when told to, and asks what is there. It decides nothing, and each call has a time limit. What is read is
 checked as a disk's bytes are: nothing in the store is trusted.
 """
 

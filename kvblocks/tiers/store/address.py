@@ -15,7 +15,7 @@ SCHEMES = {
     for name, is_tls in (("valkey", False), ("redis", False), ("valkeys", True), ("rediss", True))
     for kind in ("", "+cluster")
 }
-"""What URLs begin with: whether there is TLS, and a cluster."""
+"""What URLs begin with, and whether that means TLS and a cluster."""
 
 _COUNTS = {
     "connections": (1, 64),
@@ -31,11 +31,12 @@ _FILES = ("ca_file", "password_file")
 class StoreAddress:
     """Where a store is.
 
-    nodes: hosts and ports: some of a cluster's, or the only one. connections: for loads, and as many for stores.
-    timeout_s: for all calls except lookups, in addition to the time for their bytes. lookup_timeout_s: how long a
-    request may be delayed by asking a store that doesn't answer. ttl_s: after how long the store deletes a block that
-    nobody has stored again; None: as long as the store keeps it. ca_file: the authority that signs the store's
-    certificates; None: those that the system trusts.
+    - nodes: hosts and ports: some of a cluster's, or the only one.
+    - connections: how many for loads, and as many for stores.
+    - timeout_s: the time limit of all calls except lookups, in addition to the time for their bytes.
+    - lookup_timeout_s: how long a request may be delayed by asking a store that doesn't answer.
+    - ttl_s: how long after its last store the store deletes a block; None: it keeps blocks as long as it can.
+    - ca_file: the authority that signs the store's certificates; None: those that the system trusts.
     """
 
     nodes: tuple[tuple[str, int], ...]
@@ -60,7 +61,7 @@ def parse_address(url: str) -> StoreAddress:
     """Return what a URL says: `SCHEME://[USER:PASSWORD@]HOST[:PORT][,HOST:PORT...][/DB][?OPTION=VALUE&...]`.
 
     Schemes: valkey, redis; with TLS valkeys, rediss; each also with the suffix +cluster. Options: connections,
-    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads these files. Raises InvalidArgumentError; its
+    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. These files are read. Raises InvalidArgumentError, whose
     message never shows a password.
     """
     if not isinstance(url, str) or not url:
@@ -77,7 +78,7 @@ def parse_address(url: str) -> StoreAddress:
     netloc, _, path = front.partition("/")
     login, at, hosts = netloc.rpartition("@")
     if sharp or "@" in path or ("@" in query and not at):
-        raise InvalidArgumentError("store: expected / ? # in a name or password as %2F %3F %23, got them as they are")
+        raise InvalidArgumentError("store: expected / ? # in a name or password as %2F %3F %23, got them unescaped")
     user, _, password = login.partition(":")
     options = _read_options(query)
     counts = {name: _count(name, options[name]) for name in _COUNTS if name in options}
@@ -89,7 +90,9 @@ def parse_address(url: str) -> StoreAddress:
     if is_cluster and counts.get("db"):
         raise InvalidArgumentError(f"store: expected db 0, which is all that a cluster has, got {counts['db']}")
     if options.get("ca_file") and not is_tls:
-        raise InvalidArgumentError("store: ca_file: expected valkeys:// or rediss://, since it is of TLS, got neither")
+        raise InvalidArgumentError(
+            "store: ca_file: expected valkeys:// or rediss://, since only TLS uses it, got neither"
+        )
     if options.get("ca_file"):
         _check_certificates(options["ca_file"])
     file = options.get("password_file")
@@ -121,7 +124,7 @@ def _read_options(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
-        raise InvalidArgumentError("store: expected OPTION=VALUE behind ?, got something else") from None
+        raise InvalidArgumentError("store: expected OPTION=VALUE after ?, got something else") from None
     options = dict(pairs)
     unknown = sorted(options.keys() - _COUNTS.keys() - set(_FILES))
     if unknown or len(options) < len(pairs):
@@ -160,7 +163,7 @@ def _node(text: str) -> tuple[str, int]:
 
 
 def _check_certificates(file: str) -> None:
-    """Raise InvalidArgumentError for an unreadable file, which would look like an unreachable store later."""
+    """Raise InvalidArgumentError for an unreadable file, which would later look like an unreachable store."""
     try:
         ssl.create_default_context().load_verify_locations(file)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors

@@ -1,8 +1,8 @@
 """`ValkeyClient`: commands to a Valkey or Redis, a single server or a cluster, with a time limit for each batch.
 
-The only module that imports `valkey`. Each command has one key, or keys in one slot of a cluster. A batch is split by
-node, and over several connections. Each part is one pipeline on a thread of a pool, and the caller waits for all
-parts until a deadline. Unanswered parts count as lost, and their connections are closed. So a server that hangs or
+This is the only module that imports `valkey`. Each command has one key, or keys in one slot of a cluster. A batch is
+split by node, and over several connections. Each part is one pipeline on a thread of a pool, and the caller waits for
+all parts until a deadline. Unanswered parts count as lost, and their connections are closed. So a server that hangs or
 sends slowly keeps no thread, and no late answer is taken for that of another command.
 
 valkey's own cluster pipeline isn't used: when a node is gone, it asks for the cluster's layout for each command again,
@@ -24,14 +24,14 @@ from kvblocks.tiers.store.address import StoreAddress
 from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
 
 Command = tuple[Any, ...]
-"""A command's name, its key, and what follows. Or EVAL, a script, the number of its keys, these, and what follows."""
+"""A command's name, its key, and its arguments. Or EVAL, a script, the number of its keys, these, and the arguments."""
 
 CONNECT_S = 0.5
 LEAST_PART = 8
-"""A connection gets at least so many commands before another one gets any."""
+"""A connection gets at least this many commands before another one gets any."""
 
 LAYOUT_PAUSE_S = 1.0
-"""The cluster is asked for its layout at most once in so many seconds."""
+"""The cluster is asked for its layout at most once in this many seconds."""
 
 _NUM_SCANNED = 1000
 
@@ -43,7 +43,7 @@ class Client(Protocol):
     """
 
     def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-        """Return the answers in order. If an answer didn't come or is a refusal, a StoreError stands in its place.
+        """Return the answers in order, with a StoreError in place of an answer that didn't come or is a refusal.
 
         Raises StoreError if no answer came, or not all came in time.
         """
@@ -55,7 +55,7 @@ class Client(Protocol):
         """Return all matching keys on the nodes that answer. Raises StoreError if none does."""
 
     def delete_matching(self, patterns: Sequence[str], timeout_s: float) -> int:
-        """Delete all keys that match on all nodes, pattern by pattern on each node, and return how many.
+        """Delete all matching keys on all nodes, pattern by pattern on each node, and return how many.
 
         Raises StoreError if some remain. The message says where, and how many were deleted.
         """
@@ -70,14 +70,14 @@ class Client(Protocol):
 def open_clients(address: StoreAddress) -> tuple[Client, Client, Client]:
     """Return clients for lookups, loads and stores, so that none of these waits for another. Opens no connection.
 
-    Raises InvalidArgumentError without the package.
+    Raises InvalidArgumentError if the package isn't installed.
     """
     one = ValkeyClient(address, 1)
     return one, ValkeyClient(address, address.connections), ValkeyClient(address, address.connections)
 
 
 class ValkeyClient:
-    """See the module. Call it from one thread. It connects at its first use.
+    """The client that this module describes. It connects on first use, and must be called from one thread.
 
     Raises InvalidArgumentError if the package isn't installed, or its certificate file can't be read.
     """
@@ -171,7 +171,7 @@ class ValkeyClient:
         return number
 
     def drop_connections(self) -> None:
-        """As `Client`. Also ends calls that threads of the pool wait in."""
+        """As `Client`. Also ends the calls that threads of the pool are waiting for."""
         with suppress(Exception):  # those threads may have closed some already
             if self._single is not None:
                 self._single.connection_pool.disconnect()
@@ -188,7 +188,8 @@ class ValkeyClient:
     # Nodes, one after another.
 
     def _on_each_node(self, end_s: float, function: Callable[[Any], None]) -> tuple[int, list[tuple[str, StoreError]]]:
-        """Call a function for each node that may have keys. Return on how many it succeeded, and each failure's node.
+        """Call a function for each node that may have keys. Return on how many it succeeded, and the failure of each
+        other node.
 
         Raises StoreError if the nodes aren't known.
         """
@@ -203,7 +204,7 @@ class ValkeyClient:
         return len(nodes) - len(failures), failures
 
     def _scan(self, node: Any, pattern: str, end_s: float) -> Iterator[list[bytes]]:
-        """Yield the keys of a node that match, in parts. A key that is there all the time is in one at least."""
+        """Yield the keys of a node that match, in parts. A key that exists the whole time is in at least one."""
         cursor = b"0"
         while True:
             scan: list[Command] = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
@@ -218,7 +219,7 @@ class ValkeyClient:
                 return
 
     def _run_soon(self, node: Any, commands: Sequence[Command], end_s: float) -> list[Any]:
-        """Run commands on one node, which takes `timeout_s` of the address at most: a store that hangs is noticed."""
+        """Run commands on one node, within `timeout_s` of the address, so that a store that hangs is noticed."""
         soon_s = self._soon(end_s)
         found: list[Any] = self._wait(self._submit(self._run_part, node, commands, soon_s), soon_s)
         return found
@@ -246,7 +247,7 @@ class ValkeyClient:
         return self._package.Valkey(host=host, port=port, db=self._address.db, **self._options())
 
     def _open_cluster(self) -> Any:
-        """Return the cluster. Asks for its layout at first, and again when it may have changed. May wait."""
+        """Return the cluster. Asks for its layout the first time, and again when it may have changed. May wait."""
         with self._opening:
             now_s = time.monotonic()
             if self._cluster is None:
@@ -349,5 +350,5 @@ def _checked(answer: Any) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    """Return an error's text, without what a command holds."""
+    """Return an error's text, without anything from a command."""
     return f"{type(error).__name__}: {str(error)[:200]}"

@@ -1,6 +1,6 @@
 """`StoreNames`: the keys of a store. All servers with the same model, configuration and secret make the same keys.
 
-    kvblocks:1:SPACE:TENANT:DIGEST        a block: its record, and its bytes behind it
+    kvblocks:1:SPACE:TENANT:DIGEST        a block: its record, and its bytes after it
     kvblocks:1:w:{that key}               somebody is about to write it
     kvblocks:1:SPACE:TENANT:q             a tenant's blocks by the time they were used, if it has a quota
     kvblocks:1:f:SPACE.TENANT, ...:SPACE  a tombstone: when the tenant, or everything, was last deleted
@@ -20,18 +20,18 @@ _NUM_NAME_CHARS = 32
 
 
 class StoreNames:
-    """The names of one sealer's blocks. salt: None stands for blocks without one."""
+    """The names of one sealer's blocks. In all calls, salt None stands for blocks without one."""
 
     def __init__(self, sealer: Sealer) -> None:
         self._sealer = sealer
         self._space = self._digest(BlockIdentity(b"", b"", b""))
 
     def _digest(self, identity: BlockIdentity) -> str:
-        """Return a digest that nobody can make without the secret, if there is one."""
+        """Return a digest that, if there is a secret, nobody can make without it."""
         return hashlib.sha256(self._sealer.seal(identity, b"")).hexdigest()[:_NUM_NAME_CHARS]
 
     def tenant(self, salt: str | None) -> str:
-        """Return what all blocks of a salt begin with. O(its length)."""
+        """Return what all keys of a salt's blocks begin with. O(its length)."""
         keys = b"none" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
         return f"{_PREFIX}:{self._space}:{self._digest(BlockIdentity(b'', keys, b''))}"
 
@@ -40,7 +40,7 @@ class StoreNames:
         return f"{tenant}:{digest.hex()}"
 
     def digest(self, tenant: str, key: bytes) -> bytes | None:
-        """Return the digest of a block's key; None for a key that is not a block of this tenant. O(1)."""
+        """Return the digest in a block's key; None for a key that is not a block of this tenant. O(1)."""
         front, _, name = key.rpartition(b":")
         if front != tenant.encode() or len(name) == 1:
             return None
@@ -50,7 +50,7 @@ class StoreNames:
             return None
 
     def claim(self, block: str) -> str:
-        """Return the key that says that somebody writes this block. O(1)."""
+        """Return the key that says that somebody is writing this block. O(1)."""
         return f"{_PREFIX}:w:{{{block}}}"
 
     def index(self, tenant: str) -> str:
@@ -62,9 +62,9 @@ class StoreNames:
         return f"{_PREFIX}:f:{self._space}" + ("" if tenant is None else f".{tenant.rpartition(':')[2]}")
 
     def patterns(self, tenant: str | None) -> tuple[str, str]:
-        """Return the glob patterns of a tenant's claims, and of its other keys but tombstones; None: of all tenants.
+        """Return the glob patterns of a tenant's claims, and of its other keys except tombstones; None: of all tenants.
 
-        Whoever deletes a tenant deletes claims first, so that no write comes any more, and then what was written. O(1).
+        To delete a tenant, delete claims first, so that no more writes come, and then what was written. O(1).
         """
         begin = f"{_PREFIX}:{self._space}:" if tenant is None else f"{tenant}:"
         return f"{_PREFIX}:w:{{{begin}*", f"{begin}*"

@@ -1,9 +1,9 @@
 """`StoreQuotas`: what a tenant may have in the whole store, whichever server stored it.
 
 An index in the store orders a tenant's blocks by their last use. A block enters it before it is written, and leaves it
-after it was deleted. So the index has at least what the store has, whoever is killed in between. The store's clock says
-when a block was used, since servers' clocks differ. An index that was lost, because the store evicts any key, is made
-again from the names of the tenant's blocks. Its last entry, "", says that it is whole.
+after it was deleted. The index thus has at least what the store has, whoever is killed in between. The store's clock
+says when a block was used, since servers' clocks differ. If the store evicted an index, which it may do with any key,
+the index is made again from the names of the tenant's blocks. Its last entry, "", says that it is complete.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from kvblocks.tiers.store.names import StoreNames
 from kvblocks.tiers.store.scripts import DROP, NOTE_USES
 
 SCAN_S = 30.0
-"""How long making an index again may take."""
+"""How many seconds making an index again may take."""
 
 WRITE_S = 60
-"""So much longer than a block lives its entry, which is made before the block is written."""
+"""How many seconds a block's entry, which is made before the block is written, lives longer than the block."""
 
 _MOST_TOGETHER = 1000
 
 
 class StoreQuotas:
-    """The quotas of a store's tenants. client: that of stores."""
+    """The quotas of a store's tenants. client: the one for stores."""
 
     def __init__(self, address: StoreAddress, names: StoreNames, client: Client) -> None:
         self._address = address
@@ -33,18 +33,18 @@ class StoreQuotas:
         self._client = client
 
     def note_used(self, tenant: str, digests: Sequence[bytes]) -> None:
-        """Count those blocks of a tenant as used that its index has. Raises StoreError. O(digests)."""
+        """Count as used those blocks of a tenant that its index has. Raises StoreError. O(digests)."""
         self._run([("EVAL", NOTE_USES, 1, self._names.index(tenant), "", "", 0, len(digests), *digests)])
 
     def admit(
         self, tenant: str, max_blocks: int, digests: Sequence[bytes], first: int = 0, before: Sequence[bytes] = ()
     ) -> list[bytes] | None:
-        """Enter blocks that are about to be written, and delete the least recently used beyond the quota.
+        """Enter blocks that are about to be written, and delete the least recently used ones beyond the quota.
 
         first: the position of the first of them in its prefix. before: the digests of the blocks before it, which count
         as used now. Returns the digests that were deleted, perhaps some of those that were given: don't write these.
-        Returns None if the index goes as often as it is made, as during a deletion: write nothing then. Raises
-        StoreError. O(digests); O(keys of the store) if there is no index.
+        Returns None if the index disappears as often as it is made, as during a deletion: in that case, write nothing.
+        Raises StoreError. O(digests); O(keys of the store) if there is no index.
         """
         index = self._names.index(tenant)
         life = "" if self._address.ttl_s is None else self._address.ttl_s + WRITE_S
@@ -64,7 +64,7 @@ class StoreQuotas:
         return gone
 
     def take_back(self, tenant: str, digests: Sequence[bytes]) -> None:
-        """Take blocks out of the index that were entered, but not written. Raises StoreError. O(digests)."""
+        """Take blocks that were entered, but not written, out of the index. Raises StoreError. O(digests)."""
         self._run([("ZREM", self._names.index(tenant), *digests)])
 
     def _unlink(self, keys: list[str]) -> None:

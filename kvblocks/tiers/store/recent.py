@@ -1,24 +1,25 @@
-"""`RecentUses`: whose uses a store was told of a moment ago."""
+"""`RecentUses`: prefixes whose use was reported to a store a moment ago."""
 
 from collections.abc import Hashable
 
 TOUCH_EVERY_S = 10.0
-"""A store is told of the uses of one prefix once in so many seconds. It keeps blocks much longer than that."""
+"""A store is told about uses of one prefix once in this many seconds. It keeps blocks much longer than that."""
 
 MOST_KEPT = 4096
 
 
 class RecentUses:
-    """Prefixes whose use was told, and when. So a prompt that comes a thousand times a second costs one message in ten.
+    """Prefixes whose use was reported, and when. A prompt that comes a thousand times a second costs one message in
+    ten.
 
-    It knows no clock, so that a replay can have its own.
+    It reads no clock, so that a replay can have its own.
     """
 
     def __init__(self) -> None:
         self._told: dict[Hashable, float] = {}
 
     def is_due(self, prefix: Hashable, now_s: float) -> bool:
-        """Whether a prefix that is used now is to be told. Then it counts as told. O(1)."""
+        """Whether a use of a prefix is to be reported now. If so, it counts as reported. O(1)."""
         told_s = self._told.get(prefix)
         if told_s is not None and now_s - told_s < TOUCH_EVERY_S:
             return False
@@ -29,5 +30,5 @@ class RecentUses:
         return True
 
     def forget(self, prefix: Hashable) -> None:
-        """Count a prefix as not told. O(1)."""
+        """Count a prefix as not reported. O(1)."""
         self._told.pop(prefix, None)

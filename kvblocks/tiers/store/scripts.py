@@ -6,10 +6,10 @@ redis.call('DEL', KEYS[1])
 if ARGV[2] == '' then redis.call('SET', KEYS[2], ARGV[3]) else redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[2]) end
 return 1
 """
-"""Write a block, if the claim is still the caller's. A deletion takes claims away, too, so no late write follows it.
+"""Write a block, if the claim is still the caller's. A deletion removes claims too, so that no late write follows it.
 
 KEYS: claim, block. ARGV: the claim's token, after how many seconds the block expires ('': never), and the value.
-Returns whether it did.
+Returns whether the block was written.
 """
 
 DELETE_VALUE = """
@@ -45,12 +45,12 @@ local excess = redis.call('ZCARD', index) - 1 - most
 if excess <= 0 then return {} end
 return redis.call('ZRANGE', index, 0, excess - 1, 'WITHSCORES')
 """
-"""Count a tenant's blocks as used now, by the store's clock, in tenths of a second, and of one moment by position.
+"""Count a tenant's blocks as used now, by the store's clock in tenths of a second, and within one tenth by position.
 
-KEYS: the index. ARGV: the quota ('': only note), the life of an entry in seconds ('': no end), the position of the
-first new block, the number of blocks before it, the digests of those, which count only if they are in the index, and
-the digests of the new ones. Returns nil if there is a quota and the index isn't whole. Otherwise it returns digests and
-scores of the blocks beyond the quota.
+KEYS: the index. ARGV: the quota ('': only record the uses), the life of an entry in seconds ('': no end), the position
+of the first new block, the number of blocks before it, the digests of those, which count only if they are in the index,
+and the digests of the new ones. Returns nil if there is a quota and the index isn't complete. Otherwise it returns
+digests and scores of the blocks beyond the quota.
 """
 
 DROP = """

@@ -1,6 +1,7 @@
 """`SharedStore`: blocks in a store that several servers share.
 
 Invariants:
+
 - `read` gives a block's bytes only if the record before them names this block, and the checksum is right.
 - Each call has a time limit: what the store doesn't give in time counts as missing. After a failure no call is made
   until a probe has succeeded.
@@ -45,17 +46,17 @@ TOMBSTONE_MS = 24 * 3600 * 1000
 """How long a deletion is remembered: longer than any write that it meets may take."""
 
 TRIES = 3
-"""How often a block is claimed whose claim is gone before it is written: the store may evict any key."""
+"""How often to claim a block again whose claim is gone before it is written, since the store may evict any key."""
 
 SHUN_S = 60.0
-"""How long a bad value that couldn't be deleted is not looked up."""
+"""For how many seconds a bad value that couldn't be deleted is not looked up."""
 
 _LOG = logging.getLogger("kvblocks.tiers.store")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The salt whose blocks are written. max_blocks: its quota in the whole store, None without one."""
+    """The salt whose blocks are written. max_blocks: its quota in the whole store; None without one."""
 
     salt: str | None
     max_blocks: int | None = None
@@ -66,9 +67,9 @@ class SharedStore:
 
     Any thread may call it, but no two at a time for the same kind of call: lookups, loads, or stores.
 
-    address: of the store. sealer: makes and checks the records of blocks. clients: for lookups, loads, and stores with
-    deletions; `close` closes them. on_failure: called when the store failed, on the thread that saw it, so that
-    somebody schedules `probe`.
+    address: that of the store. sealer: makes and checks the records of blocks. clients: one each for lookups, loads,
+    and stores with deletions; `close` closes them. on_failure: called when the store failed, on the thread that
+    noticed, to have `probe` scheduled.
     """
 
     def __init__(self, address: StoreAddress, sealer: Sealer, clients: tuple[Client, Client, Client]) -> None:
@@ -88,13 +89,13 @@ class SharedStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Counters of what was done so far."""
+        """Counters since this client was made."""
         with self._lock:
             return replace(self._stats, is_away=self._breaker.is_open)
 
     @property
     def is_away(self) -> bool:
-        """Whether calls are of no use: the store failed and hasn't answered since, or all of it is to be deleted."""
+        """Whether calls are useless now: the store failed and hasn't answered since, or all of it is to be deleted."""
         with self._lock:
             return self._breaker.is_open or None in self._undeleted
 
@@ -104,7 +105,7 @@ class SharedStore:
         """Return which blocks are there, for each salt and its digests. What isn't answered in time counts as missing.
 
         Blocks that are there count as used. Sends a command per block, in batches. No batch begins after
-        `lookup_timeout_s`, since a store that answers slowly hasn't failed. O(digests).
+        `lookup_timeout_s`, but a store that only answers slowly doesn't count as failed. O(digests).
         """
         tenants = [self._names.tenant(salt) for salt, _ in asked]
         nothing = [[False] * len(digests) for _, digests in asked]
@@ -132,7 +133,7 @@ class SharedStore:
         ]
 
     def read(self, salt: str | None, identities: Sequence[BlockIdentity], num_bytes: int) -> list[memoryview | None]:
-        """Return blocks' bytes; None for one that isn't there, or isn't what it should be. num_bytes: of all.
+        """Return blocks' bytes, with None for a block that isn't there or isn't what it should be. num_bytes: of all.
 
         A value that isn't its block is deleted from the store. Raises StoreError if the store doesn't answer in time.
         O(bytes).
@@ -169,10 +170,10 @@ class SharedStore:
     ) -> bool:
         """Store the blocks that the store lacks and nobody else is storing. Returns whether all are there, or will be.
 
-        first: the position of the first of them in its prefix. before: the digests of the blocks before it; under a
-        quota, these count as used now, and blocks beyond it are left out, whatever is returned. If the tenant is
-        deleted meanwhile, by any server, nothing is written after that. Raises StoreError if the store doesn't answer
-        in time. O(bytes); for a quota whose index was lost, also O(keys of the store).
+        first: the position of the first of them in its prefix. before: the digests of the blocks before it. Under a
+        quota these count as used now, and blocks beyond the quota are left out, whatever is returned. If any server
+        deletes the tenant meanwhile, nothing is written after that. Raises StoreError if the store doesn't answer in
+        time. O(bytes); for a quota whose index was lost, also O(keys of the store).
         """
         tenant = self._names.tenant(owner.salt)
         if self._is_forbidden(tenant):
@@ -207,9 +208,9 @@ class SharedStore:
         return not num_refused + len(left)
 
     def touch(self, owner: Owner, digests: Sequence[bytes]) -> list[bool]:
-        """Count blocks as used. Returns which are there. For what needn't be known soon: it is a call of the stores.
+        """Count blocks as used, also for their quota if there is one, and return which are there. Raises StoreError.
 
-        Under a quota the blocks also count as used for it. Raises StoreError. O(digests).
+        This is a call of the stores rather than a lookup, for what needn't be known soon. O(digests).
         """
         tenant = self._names.tenant(owner.salt)
         if self._is_forbidden(tenant):
@@ -232,14 +233,14 @@ class SharedStore:
     def forget(self, salt: str | None, timeout_s: float) -> int:
         """Delete all blocks of a salt, whoever stored them, and return how many keys these were.
 
-        Leaves a tombstone, so that no server writes afterwards what it was writing. Takes `timeout_s` at most, and less
-        if the store hangs. Raises StoreError if that failed; then this client uses nothing of the salt until a deletion
-        has succeeded. The message says what is left. O(keys of the store).
+        Leaves a tombstone, so that no server writes afterwards what it was writing. Takes at most `timeout_s`, and less
+        if the store hangs. Raises StoreError if it failed. In that case the message says what is left, and this client
+        uses nothing of the salt until a deletion has succeeded. O(keys of the store).
         """
         return self._delete(self._names.tenant(salt), timeout_s)
 
     def forget_all(self, timeout_s: float) -> int:
-        """Delete all blocks of this fingerprint and secret. As `forget`."""
+        """Delete all blocks of this fingerprint and secret. See `forget`."""
         return self._delete(None, timeout_s)
 
     def forbid_all(self) -> None:
@@ -294,7 +295,7 @@ class SharedStore:
     # Coming back.
 
     def seconds_to_probe(self) -> float | None:
-        """Return how long it is until `probe` is to be called; None if it needn't be called."""
+        """Return how many seconds remain until `probe` should be called; None if it needn't be called."""
         with self._lock:
             return self._breaker.seconds_to_probe()
 
@@ -313,7 +314,7 @@ class SharedStore:
         return True
 
     def close(self) -> None:
-        """Close the clients, and wait for nothing. Calls in progress fail."""
+        """Close the clients without waiting. Calls in progress fail."""
         for client in (self._lookups, self._loads, self._stores):
             client.close()
 
@@ -334,9 +335,9 @@ class SharedStore:
         return [answer if answer is None or isinstance(answer, bytes) else b"" for answer in answers]
 
     def _was_deleted(self, tenant: str, seen: list[bytes | None]) -> bool:
-        """Whether a tenant was deleted since `_tombstones` returned `seen`. A tombstone that ended is no deletion.
+        """Whether a tenant was deleted since `_tombstones` returned `seen`. A tombstone that expired is no deletion.
 
-        If the tombstone's node was gone before, and is still, then nobody can have deleted the tenant without an error.
+        If the tombstone's node was gone before, and still is, then nobody can have deleted the tenant without an error.
         """
         found = self._tombstones(tenant)
         return any(now is not None and now != then for now, then in zip(found, seen, strict=True))
@@ -381,7 +382,7 @@ class SharedStore:
         return lacking, num_refused
 
     def _give_up(self, keys: Sequence[str], token: str) -> None:
-        """Give back claims, so that others needn't wait for their end."""
+        """Give back claims, so that others needn't wait until they expire."""
         commands: list[Command] = [
             ("EVAL", DELETE_VALUE, 1, self._names.claim(key), _sha1(token.encode())) for key in keys
         ]
@@ -405,7 +406,7 @@ class SharedStore:
     def _delete_bad(self, tenant: str, identities: Sequence[BlockIdentity], values: Sequence[Any]) -> None:
         """Delete blocks whose values are bad, so that somebody writes them again. Other values under their names stay.
 
-        What can't be deleted is not looked up for a while, since a lookup would renew its age.
+        What can't be deleted is not looked up for a while, since a lookup would renew it.
         """
         keys = [self._names.block(tenant, identity.digest()) for identity in identities]
         commands: list[Command] = [
@@ -427,7 +428,7 @@ class SharedStore:
         return b"".join((self._sealer.seal(identity, payload), payload))
 
     def _open(self, value: Any, identity: BlockIdentity) -> memoryview | None:
-        """Return the payload of a value, None if it isn't this block's."""
+        """Return the payload of a value; None if it isn't this block's."""
         if not isinstance(value, bytes):
             return None
         start = NUM_RECORD_BYTES + len(identity.preimage())
@@ -440,7 +441,7 @@ class SharedStore:
 
     @contextmanager
     def _calling(self, *, moves: bool = False) -> Iterator[None]:
-        """Guard calls of the store. Raises StoreError, and makes no call, while it is away. moves: blocks' bytes."""
+        """Guard calls of the store. While it is away, raises StoreError and makes no call. moves: blocks' bytes."""
         with self._lock:
             is_away = self._breaker.is_open
             if is_away:
@@ -481,7 +482,7 @@ class SharedStore:
 
 
 def _is_bad(value: Any) -> bool:
-    """Whether an answer that isn't the block is a bad value, rather than none: also a list or another type."""
+    """Whether an answer that isn't the block is a bad value (a list or another type, too) rather than none."""
     return isinstance(value, bytes) or (isinstance(value, StoreRefusedError) and "WRONGTYPE" in str(value))
 
 

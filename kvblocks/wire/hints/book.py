@@ -14,7 +14,7 @@ from kvblocks.wire.hints.prefix import NamedPrefix
 
 
 class Standing:
-    """What an action left in effect, until `ends_at`. is_deferred: whether it is to be answered again.
+    """What an action left in effect, until `ends_at`. is_deferred: whether another answer to it will come.
 
     action: without its payload. prefix: the prefix that it concerns.
     """
@@ -56,7 +56,7 @@ class StandingPrefetch(Standing):
 
 
 class Book:
-    """One tenant's hints. pins, prefetches: oldest first. num_pins_made: so far; the pins' ids contain it."""
+    """One tenant's hints. pins, prefetches: oldest first. num_pins_made: the number so far, which pins' ids contain."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
@@ -72,7 +72,7 @@ class Book:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """The number of blocks that its pins are for. O(its pins)."""
+        """How many blocks its pins are for. O(its pins)."""
         return sum([standing.pin.num_wanted_blocks for standing in self.pins])
 
     def recall(self, message_id: str, action_id: str) -> tuple[bytes, HintAnswer] | None:
@@ -92,7 +92,10 @@ class Book:
             self._answers[message_id, answer.action.action_id] = kept[0], answer
 
     def named_by_id(self, payload: Mapping[str, Any]) -> list[Standing]:
-        """Return what stands under a pin_id, or an action_id with or without a message_id. O(pins and prefetches)."""
+        """Return the pins and prefetches with this pin_id, or this action_id with or without a message_id.
+
+        O(pins and prefetches).
+        """
         if "pin_id" in payload:
             return [standing for standing in self.pins if standing.pin_id == payload["pin_id"]]
         return [
@@ -113,7 +116,7 @@ def without_payload(action: HintAction) -> HintAction:
 
 
 def fingerprint(action: HintAction) -> bytes:
-    """Return bytes that tell an action from another one with the same ids. O(its payload).
+    """Return bytes that distinguish an action from another one with the same ids. O(its payload).
 
     Raises InvalidArgumentError for a payload that doesn't consist of plain values.
     """

@@ -43,7 +43,7 @@ class HintAction:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the action as plain values, to be sent."""
+        """Return the action as plain values, for sending."""
         return {
             "action_id": self.action_id,
             "action_type": self.action_type,
@@ -61,7 +61,7 @@ class HintsEnvelope:
     protocol_version: str = PROTOCOL_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the envelope as plain values, to be sent."""
+        """Return the envelope as plain values, for sending."""
         return {
             "protocol_version": self.protocol_version,
             "message_id": self.message_id,
@@ -73,9 +73,15 @@ class HintsEnvelope:
 class HintAnswer:
     """What became of an action.
 
-    outcome: accepted: done in full. clipped: done in part, see numbers. deferred: not done yet; another answer will
-    come. rejected: not done. missing: what the action names is not known here. reason: in words; None if accepted.
-    numbers: what was done, such as num_blocks, and the pin's id.
+    outcome is one of:
+
+    - accepted: done in full.
+    - clipped: done in part, see numbers.
+    - deferred: not done yet; another answer will come.
+    - rejected: not done.
+    - missing: what the action names is not known here.
+
+    reason: in words; None if accepted. numbers: what was done, such as num_blocks, and the pin's id.
     """
 
     action: HintAction
@@ -99,13 +105,13 @@ class HintAnswers:
     answers: tuple[HintAnswer, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the answers as an envelope of plain values, to be sent. The tenant isn't in it."""
+        """Return the answers as an envelope of plain values, for sending. The tenant isn't in it."""
         actions = [answer.to_dict() for answer in self.answers]
         return {"protocol_version": PROTOCOL_VERSION, "message_id": self.message_id, "actions": actions}
 
 
 def parse_envelope(value: object, max_actions: int) -> HintsEnvelope:
-    """Return the envelope in plain values. A malformed action says so in its `problem`.
+    """Return the envelope in plain values. A malformed action is returned with its `problem`.
 
     Raises InvalidArgumentError for values that are no envelope, for another protocol version, and for more than
     `max_actions` actions. O(actions).

@@ -5,13 +5,14 @@ The envelope is that of vLLM and Dynamo (`envelope`). The payloads of `pin`, `re
 
 A hint is a wish, and no request ever waits for one. Pins of hints have a priority below 100, so they give up blocks
 before a call is refused. Loads hold at most a share of the pool, and leave a share of it free. Each caller is one
-tenant. It names prefixes of its own salt only, within its own budget. Any other name gets the same answer as a name
+tenant. It can name only prefixes of its own salt, within its own budget. Any other name gets the same answer as a name
 that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
 
 Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants:
+
 - A tenant's pins are for at most as many blocks as its budget allows.
 - A tenant has at most max_pins pins, max_deferred prefetches (waiting or loading) and max_remembered kept answers.
-- A deferred action is answered again, once, unless the executor is closed first.
+- A deferred action gets exactly one more answer, unless the executor is closed first.
 
 A call that an interrupt ends (KeyboardInterrupt) may leave a pin or a loading sequence that only the manager knows.
 """
@@ -33,7 +34,7 @@ from kvblocks.wire.hints.prefetch import Begun, Prefetches
 from kvblocks.wire.hints.prefix import NAMING_FIELDS, NamedPrefix, PrefixNames, UnknownPrefixError
 
 PIN_PRIORITY = 50
-"""The priority of a pin whose hint names none."""
+"""The priority of a pin if its hint names none."""
 
 _MOST_CHARACTERS = 1000  # of a reason, which is kept with its answer
 _IDS = frozenset({"pin_id", "action_id", "message_id"})
@@ -48,7 +49,8 @@ class HintExecutor:
     """Carries out hints on `manager`. Other code may go on using the manager, on the same thread.
 
     max_pinned_blocks: how many blocks each tenant's pins may be for; all pins together share the manager's
-    `pin_budget`. budgets: of tenants with another budget. limits: other limits. Raises InvalidArgumentError.
+    `pin_budget`. budgets: for tenants with another budget, that budget. limits: the other limits. Raises
+    InvalidArgumentError.
     """
 
     def __init__(
@@ -101,11 +103,12 @@ class HintExecutor:
     def carry_out(self, envelope: object, tenant: Text | None, now: SupportsFloat) -> HintAnswers:
         """Carry out the actions of an envelope in their order, and return an answer to each.
 
-        envelope: plain values, see `envelope`. tenant: the salt (None: none) that the caller acts for. now: the time on
-        the caller's clock. An action is known by its message_id and action_id. While its answer is kept, an action that
-        comes again is answered as before, and not carried out again; one with other content is rejected.
+        envelope: plain values, see `envelope`. tenant: the salt that the caller acts for (None: no salt). now: the time
+        on the caller's clock. An action is identified by its message_id and action_id. While its answer is kept, an
+        action that comes again is answered as before rather than carried out again; if its content differs, it is
+        rejected.
 
-        Raises InvalidArgumentError for values that are no envelope; then nothing was done. O(tokens named + pins and
+        Raises InvalidArgumentError, with nothing done, for values that are no envelope. O(tokens named + pins and
         prefetches). If hashes are named, also O(pool), and again after each prefetch that began or ended.
         """
         self._check_open("carry_out")
@@ -164,7 +167,7 @@ class HintExecutor:
         self._later = deque([later for later in self._later if later[0] is not book], self._later.maxlen)
 
     def close(self) -> None:
-        """End all pins and loads of hints. Later hints are not carried out. A second call does nothing."""
+        """End all pins and loads of hints. Later hints are not carried out, and a second call does nothing."""
         if self._is_closed:
             return
         for book, standing in self._standing():
@@ -393,7 +396,7 @@ class HintExecutor:
         return book
 
     def _seconds(self, payload: Mapping[str, Any]) -> float:
-        """Return the time limit of a pin or a waiting prefetch: at most the allowed time, which is also the default."""
+        """Return the time limit of a pin or a waiting prefetch, at most the longest allowed, which is the default."""
         seconds = payload.get("ttl_s")
         if seconds is None:
             return self._limits.max_ttl_s

@@ -11,18 +11,18 @@ from kvblocks.arguments import check_count, check_flag, check_number, wrong
 class HintLimits:
     """Limits of a `HintExecutor`. Raises InvalidArgumentError.
 
-    - max_actions: in an envelope.
-    - max_tokens: that an envelope names. A token id or a hash counts as one. A span of extra_keys counts as the tokens
-      of the blocks that it touches, and once more for each 256 characters of its key.
+    - max_actions: the most actions in an envelope.
+    - max_tokens: the most tokens that an envelope names. A token id or a hash counts as one. A span of extra_keys
+      counts as the tokens of the blocks that it touches, and once more for each 256 characters of its key.
     - max_tenants: how many tenants are remembered.
-    - max_pins: of a tenant.
-    - max_deferred: a tenant's prefetches that wait or load.
-    - max_remembered: a tenant's actions whose answers are kept.
+    - max_pins: the most pins of a tenant.
+    - max_deferred: the most prefetches of a tenant that wait or load.
+    - max_remembered: how many of a tenant's answers are kept.
     - max_ttl_s: the longest time that a pin stays, or a prefetch waits, in seconds of the caller's clock.
-    - max_priority: of pins. It is below 100, since pins from 100 on never give up blocks.
-    - max_prefetch_share: the share of the pool that all prefetches together hold.
+    - max_priority: the highest priority of pins. It is below 100, since pins of priority 100 never give up blocks.
+    - max_prefetch_share: the share of the pool that all prefetches together may hold.
     - reserved_share: the share of the pool that a prefetch leaves free.
-    - may_evict: whether prefetches evict least recently used blocks of any tenant, as requests do. Otherwise they take
+    - may_evict: whether prefetches evict least recently used blocks of any tenant, as requests do. If not, they take
       only blocks that hold nothing.
     """
 
@@ -59,13 +59,14 @@ def _most(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class HintStats:
-    """A snapshot. Counters count from when the executor was made.
+    """A snapshot. Counters start when the executor is made.
 
-    num_answers: by outcome, with later answers to deferred actions. num_repeated: actions that came again and were
-    answered as before; they are not in num_answers. num_dropped_answers: later answers that were dropped because `step`
-    was not called in time. num_loaded_blocks: that prefetches brought. num_failed_prefetches: whose load didn't bring
-    everything. num_pins, num_pinned_blocks (blocks that pins are for), num_waiting and num_loading (prefetches): as of
-    now.
+    - num_answers: by outcome, including later answers to deferred actions.
+    - num_repeated: actions that came again and were answered as before; they are not in num_answers.
+    - num_dropped_answers: later answers that were dropped because `step` was not called in time.
+    - num_loaded_blocks: blocks that prefetches brought.
+    - num_failed_prefetches: prefetches whose load didn't bring everything.
+    - num_pins, num_pinned_blocks (blocks that pins are for), num_waiting and num_loading (prefetches): as of now.
     """
 
     num_answers: Mapping[str, int] = field(default_factory=dict)

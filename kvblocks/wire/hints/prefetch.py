@@ -2,9 +2,9 @@
 
 Each prefetch is a sequence of the manager that holds what it hits and loads. It takes part in no step, and is freed
 when its loads have ended. What arrived is then cached as most recently used. All prefetches together hold at most a
-share of the pool, and each leaves a share of it free. So they don't block requests for long, and pins give up nothing
+share of the pool, and each leaves a share of it free, so they don't block requests for long, and pins give up nothing
 for them. Unless they may evict, they take only blocks that hold nothing. Where layers keep a state, each takes a slot
-for its time, but never the last one.
+while it lasts, but never the last free one.
 """
 
 from bisect import bisect_right
@@ -31,9 +31,10 @@ class LoadId:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """A load under way.
+    """A load in progress.
 
-    num_held_blocks: what it counts for the limit on all loads. num_expected_tokens: of the prefix, if all arrives.
+    num_held_blocks: how many blocks it counts towards the limit on all loads. num_expected_tokens: how many tokens of
+    the prefix are there if everything arrives.
     """
 
     sequence: Sequence
@@ -46,8 +47,8 @@ class Load:
 class Begun:
     """What was found of a prefix, in blocks.
 
-    num_cached: on the device. num_loading: that are now loaded. num_found: on the device and in tiers, even without
-    room for them. load: None if there is nothing to load.
+    num_cached: those on the device. num_loading: those that are now being loaded. num_found: those on the device and in
+    tiers, even without room for them. load: None if there is nothing to load.
     """
 
     num_cached: int
@@ -59,8 +60,8 @@ class Begun:
 class Prefetches:
     """The prefetches of a manager.
 
-    loads: those under way, oldest first. num_changes: how many have begun or ended. After each, other blocks may be
-    cached on the device.
+    loads: those in progress, oldest first. num_changes: how many have begun or ended. After each of these, other blocks
+    may be cached on the device.
     """
 
     def __init__(self, manager: KVCacheManager, limits: HintLimits) -> None:
@@ -74,9 +75,10 @@ class Prefetches:
         self.num_loaded_blocks = self.num_failed = self.num_changes = 0
 
     def begin(self, prefix: NamedPrefix) -> Begun | None:
-        """Begin to load what tiers have of a prefix behind what the device has; None: not now.
+        """Begin to load what tiers have of a prefix after what the device has. None: that isn't possible now.
 
-        Not now: somebody else brings or computes it, or there is no room for any of it. O(blocks + tiers).
+        It isn't possible while somebody else brings or computes it, or when there is no room for any of it. O(blocks +
+        tiers).
         """
         hit, loads = self._look(prefix, prefix.num_blocks)
         if hit.pending_tokens or (self._state is not None and self._manager.states.num_free_slots < 2):
@@ -114,7 +116,7 @@ class Prefetches:
         return finished
 
     def end(self, load: Load) -> None:
-        """Free a load's sequence, finished or not. A begun transfer keeps its blocks until it is answered."""
+        """Free a load's sequence, finished or not. A transfer that has begun keeps its blocks until it is answered."""
         del self.loads[load]
         self.num_changes += 1
         self._num_held -= load.num_held_blocks
@@ -143,7 +145,7 @@ class Prefetches:
         )
 
     def _num_new_blocks(self, start: int, end: int) -> int:
-        """Return how many blocks it takes at most to load tokens start to end - 1. It never decreases with `end`.
+        """Return the most blocks that loading tokens start to end - 1 takes. It never decreases as `end` grows.
 
         Layers that don't see everything take the blocks that the next token sees. Those may begin before `start` if the
         device lacks them. Layers that keep a state take those of a checkpoint.

@@ -1,11 +1,12 @@
 """How a hint's payload names a prefix: by its tokens, or by the hashes of its blocks.
 
-By tokens: "token_ids", and if the KV depends on more, "cache_salt", "lora_name" and "extra_keys", a list of [start,
-end, key]. By hashes: "block_hashes", of blocks that are cached on the device: those of a whole prefix, or its last
+By tokens: "token_ids" and, if the KV depends on more, "cache_salt", "lora_name" and "extra_keys", a list of [start,
+end, key]. By hashes: "block_hashes" of blocks that are cached on the device, either those of a whole prefix or its last
 ones. A hash is the digest in events, as hexadecimal text or bytes, or its low 64 bits as an integer, signed or not, as
 in events of vLLM and SGLang. The prefix ends with the last of these blocks that is cached.
 
-Only full blocks count. Nothing here finds what another salt has: its names get the same answer as unknown ones.
+Only full blocks count. Nothing here finds what another salt has: names of its prefixes get the same answer as unknown
+ones.
 """
 
 import hashlib
@@ -31,20 +32,20 @@ _FREE_CHARACTERS = 256  # of a span's key: the hash of an image is much shorter
 
 
 class UnknownPrefixError(Exception):
-    """No prefix of this tenant is known by this name: it never was, is no longer, or belongs to somebody else."""
+    """No prefix of this tenant has this name: there never was one, it is gone, or it belongs to somebody else."""
 
 
 class NamedPrefix:
     """A prefix's tokens and what else its KV depends on.
 
-    num_blocks: its full blocks, as many as are kept. num_named_blocks: how many the hint named; some may be unknown, or
-    more than the pool has. key: equal if the full blocks that were named are equal.
+    num_blocks: how many of its full blocks are kept here. num_named_blocks: how many the hint named; some may be
+    unknown, or there may be more than the pool has. key: equal if the named full blocks are equal.
     """
 
     def __init__(
         self, tokens: bytes, salt: str | None, lora: str | None, extra_keys: tuple[PositionKey, ...], block_size: int
     ) -> None:
-        """tokens: packed, as `pack_tokens` does."""
+        """tokens: packed, as by `pack_tokens`."""
         self.salt = salt
         self.lora = lora
         self._tokens = tokens
@@ -65,7 +66,7 @@ class NamedPrefix:
     def packed(self, num_blocks: int) -> tuple[bytes, list[PositionKey]]:
         """Return the tokens of the first blocks, and at least one more, with the keys that touch those blocks.
 
-        The further tokens let a lookup find all of these blocks, and keep spans whole. They are made up, so a lookup
+        The additional tokens let a lookup find all of these blocks, and keep spans whole. They are made up, so a lookup
         almost never finds more than these blocks.
         """
         end = num_blocks * self._block_bytes // 4
@@ -82,7 +83,7 @@ class NamedPrefix:
 
 
 class PrefixNames:
-    """Reads the names of prefixes in one envelope's payloads, of one tenant.
+    """Reads the names of prefixes in the payloads of one envelope, for one tenant.
 
     num_tokens_left: how many tokens and hashes the envelope may still name. A span of extra_keys counts as the tokens
     of the blocks that it touches, since its key is written to each of them. A long key counts more, see `HintLimits`.
@@ -101,7 +102,7 @@ class PrefixNames:
         """Return the prefix that a payload names.
 
         Raises UnknownPrefixError, and InvalidArgumentError for a payload that names none. O(tokens). If hashes are
-        named, also O(pool), the first time and after `forget_hashes`.
+        named, also O(pool) for the first time and after `forget_hashes`.
         """
         by_tokens, by_hashes = "token_ids" in payload, "block_hashes" in payload
         if by_tokens == by_hashes:
@@ -177,7 +178,7 @@ class PrefixNames:
             number += num_blocks * size * (1 + len(key) // _FREE_CHARACTERS)
         if number > self.num_tokens_left:
             raise InvalidArgumentError(
-                f"extra_keys: expected spans whose blocks have at most {self.num_tokens_left} tokens more, got {number}"
+                f"extra_keys: expected spans whose blocks have at most {self.num_tokens_left} more tokens, got {number}"
             )
         self.num_tokens_left -= number
 
@@ -199,7 +200,7 @@ class PrefixNames:
             raise wrong("block_hashes", "an integer of 64 bits, hexadecimal text or bytes", given)
         found = [digest for digest in digests if digest in self._by_digest]
         if len(found) > 1 or not self._ambiguous.isdisjoint(found):
-            raise InvalidArgumentError("block_hashes: expected hashes of one prefix each, got one that two have")
+            raise InvalidArgumentError("block_hashes: expected hashes of one prefix each, got one that two share")
         return found[0] if found else None
 
     def _look(self) -> None:
