@@ -398,8 +398,8 @@ class Engine:
                 for generation in generations:
                     while generation.pieces:
                         yield generation.pieces.popleft()
-                if all(generation.finish_reason is not None for generation in generations):
-                    return
+                if all(one.finish_reason is not None and not one.pieces for one in generations):
+                    return  # others may have taken steps, and pieces have come, since the last look
                 self.step()
                 self._wait_for_gate()
         finally:

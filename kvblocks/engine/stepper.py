@@ -90,12 +90,13 @@ class Stepper:
         self._only_answered = bool(answered) and not self._only_answered
         if self._only_answered:
             return told
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None and not pending.is_wanted:
             pending = None
         written = written_tokens(self.scheduler) | ({} if pending is None else pending.starts)
         chunks: list[ScheduledChunk] | None = None
         try:
+            self._pending = None  # only here, where an interruption is heard
             scheduled, after = self._schedule(pending, runner)
             chunks = scheduled
             return list(dict.fromkeys([*told, *self._run(pending, chunks, runner, after)]))
@@ -136,12 +137,16 @@ class Stepper:
         try:
             step = self._launch(chunks, runner, after, None if pending is None else pending.draws.tokens)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
-            told = [] if pending is None else self._finish(pending, chunks)
+            try:
+                told = [] if pending is None else self._finish(pending, chunks, is_launched=False)
+            except Exception:
+                self.scheduler.abort(chunks)
+                raise
             return [*told, *self._undo(chunks, error)]
         if pending is not None:
+            self._pending = step  # first, since the next line raises if the text of a stream can't be told
             told = self._finish(pending, chunks)
             step.start_s = time.perf_counter()
-            self._pending = step
             return told
         if self.overlaps and step.may_be_followed and may_plan(self.scheduler.manager, self.scheduler.remembered):
             self._pending = step
@@ -192,10 +197,14 @@ class Stepper:
         draws = [one.next_draw(unknown[row]) for one, row in zip(generations, rows, strict=True)]
         return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
 
-    def _finish(self, step: PendingStep, planned: Sequence[ScheduledChunk] = ()) -> list[Generation]:
+    def _finish(
+        self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True
+    ) -> list[Generation]:
         """Read a launched step's tokens, and record them. Returns the generations that got a piece or ended.
 
-        planned: the step behind it, if it is scheduled. It is undone, too, if this step has died.
+        planned: the step behind it, if it is scheduled. It is undone, too, if this step has died. is_launched: whether
+        that step was launched. Otherwise nobody writes the new tokens' KV, and they get no slots: an answer may end
+        here, by a stop string, and its full blocks stay cached.
         """
         both = [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
         try:
@@ -210,13 +219,12 @@ class Stepper:
             if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
                 self.scheduler.manager.reset_prefix_cache()
             self._raise_if_streamed(results, both)
-        self.scheduler.complete(step.chunks, tokens, planned)
+        self.scheduler.complete(step.chunks, tokens, planned if is_launched else ())
         self.num_steps += 1
         if step.scorer is not None:
             self._note_scores(step.scorer, step.chunks)
         now_s = time.perf_counter()
-        for generation, outcome in results:
-            self._record(generation, outcome, now_s)
+        self._record_all(results, now_s)
         ended = [self._generations.pop(chunk.request) for chunk in step.chunks if chunk.is_all]
         for generation in ended:
             generation.end(now_s)
@@ -233,6 +241,7 @@ class Stepper:
 
     def _undo(self, chunks: Sequence[ScheduledChunk], error: Exception) -> list[Generation]:
         """Undo steps that died, and fail their generations, which are returned, or raise the error."""
+        self._pending = None
         self.scheduler.abort(chunks)
         if isinstance(error, BrokenLogitsError):
             self.scheduler.manager.reset_prefix_cache()
@@ -264,8 +273,20 @@ class Stepper:
         """Undo the steps with these chunks and raise if a generation that wasn't submitted got no token."""
         for generation, outcome in results:
             if isinstance(outcome, Exception) and not generation.is_submitted:
+                self._pending = None
                 self.scheduler.abort(chunks)
                 raise outcome
+
+    def _record_all(self, results: Outcomes, now_s: float) -> None:
+        """Record the outcomes of a step. If some can't be told to streams, raise the first error, at the end."""
+        errors = []
+        for generation, outcome in results:
+            try:
+                self._record(generation, outcome, now_s)
+            except Exception as error:  # noqa: BLE001  # raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _record(self, generation: Generation, outcome: Outcome, now_s: float) -> None:
         """Record the step's outcome for a generation."""

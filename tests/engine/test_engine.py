@@ -168,6 +168,16 @@ def test_pieces_are_the_completion(engine, prompts):
         assert own[-1].completion.ttft_s > 0
 
 
+def test_a_stream_loses_nothing_if_another_takes_steps_between_its_pieces(engine, prompts):
+    expected = engine.generate(prompts[:2], max_tokens=4)
+    slow, quick = engine.stream(prompts[:2], max_tokens=4), engine.stream(prompts[2:3], max_tokens=6)
+    pieces = [next(slow), next(slow)]  # the first tokens of both answers
+    assert len(list(quick)) == 6
+    pieces += slow
+    for number, answer in enumerate(expected):
+        assert [piece.token_id for piece in pieces if piece.prompt_index == number] == answer.token_ids
+
+
 def test_closing_a_stream_drops_its_requests_and_no_others(engine, prompts):
     expected = engine.generate(prompts[1:2], max_tokens=6)[0].token_ids
     dropped, kept = engine.stream(prompts[:1], max_tokens=6), engine.stream(prompts[1:2], max_tokens=6)

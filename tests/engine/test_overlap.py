@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from engine.small_models import EVEN, QWEN3, random_tokens, random_weights
-from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.engine import Engine, LoadedModel, StepLimits, stepper
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling import batch_sampler
 from kvblocks.engine.sampling.host_copy import HostCopy
+from kvblocks.engine.text.tokenizer import StreamDecoder
+from kvblocks.engine.undoing import written_tokens
 from kvblocks.errors import InvalidArgumentError
 
 TINY = replace(
@@ -437,3 +439,64 @@ def test_broken_logits_in_flight_fail_their_own_request(model):
     assert [generations[place].completion.token_ids for place in (0, 2)] == [
         expected[place].token_ids for place in (0, 2)
     ]
+
+
+@pytest.mark.parametrize("length", [11, 12])
+def test_a_token_that_ends_a_text_is_not_cached_if_the_step_that_was_to_write_it_died(tiny_folder, length):
+    """The stop string ends with the fourth token, which fills a block if the prompt has 12 tokens."""
+    text_model = LoadedModel.load(tiny_folder)
+    for seed in range(40):
+        prompt = random_tokens(text_model.config, length, seed=seed)
+        free = [piece.text for piece in make(text_model, overlap=False).stream([prompt], **GREEDY)]
+        if free[3]:
+            break
+    engine = make(text_model, overlap=True)
+    (generation,) = engine.submit(prompt, **GREEDY, stop=["".join(free[:4])])
+    breaking(engine, 5, RuntimeError("the step died"))
+    run(engine)
+    assert (generation.finish_reason, len(generation.completion.token_ids)) == ("stop", 4)
+    assert cached_tokens(engine, [generation]) == [0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_a_stream_whose_text_cannot_be_told_takes_no_token_from_others(tiny_folder, overlap, is_submitted, monkeypatch):
+    class BadDecoder(StreamDecoder):
+        def feed(self, token_ids):
+            if len(bad.pieces) == 3:
+                raise UnicodeError("no text today")
+            return super().feed(token_ids)
+
+    text_model = LoadedModel.load(tiny_folder)
+    prompts = [random_tokens(text_model.config, 20, seed=seed) for seed in range(2)]
+    expected = make(text_model, overlap=False).generate(prompts, **GREEDY)
+    engine = make(text_model, overlap)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvblocks.engine.intake.StreamDecoder", BadDecoder)
+        (bad,) = engine.submit(prompts[0], **GREEDY)
+    (good,) = engine.submit(prompts[1], **GREEDY)
+    bad.is_submitted, good.is_submitted = False, is_submitted
+    with pytest.raises(UnicodeError, match="no text today"):
+        run(engine)
+    engine.cancel(bad)
+    run(engine)
+    assert [piece.token_id for piece in good.pieces] == good.completion.token_ids == expected[1].token_ids
+
+
+def test_an_interruption_before_a_step_is_scheduled_loses_nothing(model, monkeypatch):
+    prompts = [random_tokens(TINY, 20, seed=seed) for seed in range(2)]
+    expected = make(model, overlap=False).generate(prompts, **GREEDY)
+    engine, calls = make(model, overlap=True), []
+    generations = [engine.submit(prompt, **GREEDY)[0] for prompt in prompts]
+
+    def breaks(scheduler):
+        calls.append(scheduler)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return written_tokens(scheduler)
+
+    monkeypatch.setattr(stepper, "written_tokens", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    run(engine)
+    assert [one.completion.token_ids for one in generations] == [one.token_ids for one in expected]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from kvblocks.arguments import check_one_of, pip_install
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
@@ -220,14 +221,19 @@ class Backend:
             cascade = CascadePlanner(found, manager.block_size, device, group=full[0], token_bytes=token_bytes)
         capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
         runner = DeviceRunner(model, *sizes, scales=self.scales, capture=capture, cascade=cascade)
-        runner.draw_tokens = _draws_on(device)
+        runner.draw_tokens = draws_on(device)
         return runner
 
 
-def _draws_on(device: torch.device) -> DrawTokens | None:
+def draws_on(device: torch.device) -> DrawTokens | None:
     """The kernel that draws tokens on a GPU. In the interpreter it takes a second for each."""
     if device.type != "cuda":
         return None
     from kvblocks.kernels.draw import draw_tokens
 
-    return draw_tokens
+    def draw(logits: Tensor, parameters: Tensor) -> Tensor:
+        with torch.cuda.device(device):  # kernels are launched on the current one, which may be another
+            drawn: Tensor = draw_tokens(logits, parameters)
+        return drawn
+
+    return draw

@@ -259,11 +259,11 @@ class Scheduler:
     def abort(self, chunks: Items[ScheduledChunk]) -> None:
         """Undo a failed step. Nothing that it should have written stays cached. Its requests wait again, at the front.
 
-        They keep all their tokens, and hit blocks that earlier steps wrote. Requests that have ended are left alone.
-        O(blocks of the step's sequences).
+        They keep all their tokens, and hit blocks that earlier steps wrote. Those without blocks, since they have ended
+        or wait already, are left as they are. O(blocks of the step's sequences).
         """
         self.lookups.forget()
-        for chunk in reversed([chunk for chunk in chunks if chunk.request.finish_reason is None]):
+        for chunk in reversed([chunk for chunk in chunks if chunk.request.sequence.is_allocated]):
             self.long_prompts.drop(chunk.request)
             self.manager.abort(chunk.request.sequence, chunk.start)
             self.running.remove(chunk.request)

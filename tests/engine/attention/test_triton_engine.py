@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -434,7 +435,7 @@ def test_on_a_gpu_a_kernel_draws_tokens_and_is_compiled_by_the_warm_up(model, mo
         drawn.append(len(parameters))
         return torch.tensor([[7.0, 0.0, 1.0]] * len(parameters), dtype=torch.float64)
 
-    monkeypatch.setattr(backends_module, "_draws_on", lambda _device: draw_sevens)
+    monkeypatch.setattr(backends_module, "draws_on", lambda _device: draw_sevens)
     engine = Engine(model, num_blocks=64, attention="triton", device="cpu")
     dict(engine.runner.warm_up_steps(1))["draws"]()
     assert drawn == [1]
@@ -449,3 +450,18 @@ def test_on_a_gpu_a_kernel_draws_tokens_and_is_compiled_by_the_warm_up(model, mo
 def test_without_a_gpu_plain_torch_draws_tokens(model):
     assert Engine(model, num_blocks=64, attention="triton", device="cpu").runner.draw_tokens is None
     assert Engine(model, num_blocks=64, attention="torch", device="cpu").runner.draw_tokens is None
+
+
+def test_the_kerneldraws_on_the_models_device_whichever_is_the_current_one(monkeypatch):
+    current = ["cuda:0"]
+
+    @contextmanager
+    def entered(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr("kvblocks.kernels.draw.draw_tokens", lambda *given: (current[-1], *given))
+    draw = backends_module.draws_on(torch.device("cuda:1"))
+    assert (draw(1, 2), current) == (("cuda:1", 1, 2), ["cuda:0"])
