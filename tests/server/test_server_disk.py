@@ -68,6 +68,6 @@ def test_a_deletion_that_fails_says_what_is_left_and_what_to_do(server, monkeypa
             response = forget(http, "ann")
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (503, "forget_incomplete")
-        assert "disk: expected room for the index, got none. Ask for it again" in error["message"]
+        assert "disk: expected room for the index, got none. Try again" in error["message"]
         assert complete(http, "ann") == 0
         assert forget(http, "ann").status_code == 200

@@ -63,5 +63,5 @@ class Forgetting:
         if left:
             raise ForgetError(
                 "forget_salt: expected all bytes to be deleted, got some that are left, though nothing finds them any"
-                f" more: {'; '.join(left)}. Call it again: it continues where it failed"
+                f" more: {'; '.join(left)}. Try again: it continues where it failed"
             )

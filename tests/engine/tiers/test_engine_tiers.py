@@ -335,7 +335,7 @@ def test_a_disk_that_cannot_be_overwritten_is_told_of(make, tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(DiskPlace, "forget", fail)
-        with pytest.raises(ForgetError, match=r"disk: expected a disk that can be written, got none\. Ask for"):
+        with pytest.raises(ForgetError, match=r"disk: expected a disk that can be written, got none\. Try again"):
             engine.forget_salt("ann")
     assert engine.forget_salt("ann") == 0
     content = b"".join(path.read_bytes() for path in (tmp_path / "kv").iterdir())
