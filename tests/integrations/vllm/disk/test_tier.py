@@ -419,7 +419,7 @@ def test_hashes_of_another_kind_are_refused_at_the_first_request(tmp_path, monke
     with Stand(tmp_path) as stand:
         stand.tier.on_new_request(CONTEXT)
         begin_hashing("sha256_cbor")
-        with pytest.raises(UnsupportedEngineError, match=r"expected hashes by 'sha256' .*, got 'sha256_cbor'; say"):
+        with pytest.raises(UnsupportedEngineError, match=r"expected hashes by 'sha256' .*, got 'sha256_cbor'; set"):
             stand.tier.on_new_request(CONTEXT)
         begin_hashing("xxhash")
         with pytest.raises(UnsupportedEngineError, match="got 'xxhash'"):
