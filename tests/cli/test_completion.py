@@ -31,8 +31,8 @@ def bin_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def script(bin_folder):
-    """What `--install-completion` puts into a shell's settings."""
-    command = [bin_folder / "kvblocks", "--show-completion", "bash"]
+    """What `--install-completion` puts into a shell's settings. The command asks which shell called it."""
+    command = [BASH, "-c", f"'{bin_folder}/kvblocks' --show-completion; exit $?"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
