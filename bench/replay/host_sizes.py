@@ -99,7 +99,7 @@ def main() -> None:
     outcomes = []
     for device in given.device:
         for host in given.host:
-            sizes = parse_size(device, unique), 0 if host == "0" else parse_size(host, unique)
+            sizes = parse_size("--device", device, unique), 0 if host == "0" else parse_size("--host", host, unique)
             one = measure(trace, sizes, given.policy, mean_s)
             outcomes.append(one)
             print(

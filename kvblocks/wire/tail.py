@@ -176,7 +176,7 @@ def describe(event: WireEvent) -> str:
         return f"removed    {_blocks(event)}"
     notes = [f"{len(event.token_ids)} tokens"]
     if event.parent_block_hash is not None:
-        notes.append(f"behind {_name(event.parent_block_hash)}")
+        notes.append(f"after {_name(event.parent_block_hash)}")
     named: dict[str, Any] = {"lora": event.lora_name, "window": event.kv_cache_spec_sliding_window}
     named |= {"session": event.session_id, "locality": event.locality}
     notes += [f"{name} {value}" for name, value in named.items() if value is not None]

@@ -120,7 +120,7 @@ def test_a_hit_that_takes_as_long_as_a_new_prompt_tells_nothing():
 
     patient = Patient(Fast(tells_time=1.0))
     assert CASES["timing"].find(patient, "1") is None
-    assert "times tell nothing" in patient.measured["timing"]
+    assert "times show nothing" in patient.measured["timing"]
 
 
 def test_longer_prompts_are_timed_where_short_ones_are_answered_too_fast():
