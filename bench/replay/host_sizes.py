@@ -69,7 +69,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, keep and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.replay.host_sizes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--sessions")
     parser.add_argument("--block-size", type=int)

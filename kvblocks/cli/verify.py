@@ -61,7 +61,7 @@ def verify(
     """
     from contextlib import nullcontext
 
-    from kvblocks.cli.files import check_can_write
+    from kvblocks.cli.replay.files import check_can_write
     from kvblocks.verify.server.checkup import Checkup, CheckupOptions
     from kvblocks.verify.server.page import as_html, as_text
     from kvblocks.verify.server.patient import Patient

@@ -493,9 +493,7 @@ def choose_device(device: str, loaded: torch.device | None = None) -> torch.devi
     if chosen.type not in {"cpu", "cuda"}:
         raise InvalidArgumentError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise InvalidArgumentError(
-            f"device: expected one of this machine's {torch.cuda.device_count()} CUDA devices, got {device!r}"
-        )
+        raise InvalidArgumentError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
     if loaded is not None and (chosen.type, chosen.index or 0) != (loaded.type, loaded.index or 0):
         raise InvalidArgumentError(f"device: expected {str(loaded)!r}, where the loaded model is, got {device!r}")
     return chosen

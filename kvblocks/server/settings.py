@@ -98,9 +98,7 @@ class CacheSettings:
         _CACHE,
     )
     remember_next_token: bool = flag(
-        "At temperature 0, give the first token of an exactly repeated prompt without a forward pass.",
-        _CACHE,
-        default=False,
+        "At temperature 0, begin the answer to a repeated prompt without a forward pass.", _CACHE, default=False
     )
     host_cache: str | None = flag("CPU memory for evicted blocks: 2GiB, or 0.5 for half of what is free.", _TIERS)
     disk_cache: str | Path | None = flag("A folder that keeps blocks across restarts.", _TIERS, kind=Path)
@@ -147,9 +145,7 @@ class CacheSettings:
         _WORK,
         default=False,
     )
-    deterministic: bool = flag(
-        "Compute the same logits to the last bit, whether a prompt is cached or not. Slower.", _WORK, default=False
-    )
+    deterministic: bool = flag("Compute the same logits, cached or not, to the last bit. Slower.", _WORK, default=False)
     device: str = flag("cpu, cuda, cuda:1 or auto.", _WORK, default="auto")
     attention: str = flag("torch, triton, flash-attn, flashinfer or auto.", _WORK, default="auto")
     warm_up: bool | None = flag(
@@ -341,10 +337,7 @@ class ServerSettings:
     max_body_bytes: int = flag("Requests with larger bodies get 413.", _SERVER, default=4 * 2**20, least=1)
     max_connections: int = flag("The most connections; further ones get 503.", _SERVER, default=512, least=1)
     request_timeout_s: float = flag(
-        "The most seconds that a request may take, including its time in the queue.",
-        _SERVER,
-        default=600.0,
-        name="--request-timeout",
+        "The most seconds for a request, waiting included.", _SERVER, default=600.0, name="--request-timeout"
     )
     grace_s: float = flag(
         "Seconds that running requests have to finish after SIGTERM.", _SERVER, default=30.0, name="--grace-period"

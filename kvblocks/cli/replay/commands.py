@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvblocks.cli.files import check_can_write, check_differ
+from kvblocks.cli.replay.files import check_can_write, check_differ
 from kvblocks.cli.replay.output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.policies import NAMED
@@ -27,7 +27,7 @@ def replay(
     trace: Annotated[
         str | None,
         typer.Argument(
-            help="A file in Mooncake's format, kvblocks' own, or of agents' sessions; also .gz. Default: a made-up sample.",
+            help="A file in Mooncake's format, kvblocks' own, or of agents' sessions, also .gz. Default: a sample.",
             show_default=False,
         ),
     ] = None,
@@ -93,8 +93,8 @@ def replay(
     state_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Compare ways to keep recurrent states, with the same memory. The bytes of one sequence's state, such as"
-            " 39.5MB. --sizes then takes bytes, too: 60GB.",
+            help="Compare ways to keep recurrent states, with the same memory. The value is the bytes of one sequence's"
+            " state, such as 39.5MB. --sizes then takes bytes, too: 60GB.",
             rich_help_panel=_STATES,
         ),
     ] = None,
@@ -174,7 +174,11 @@ def replay(
         read = read.take_sessions(*parse_range(sessions))
     read = read.with_durations(decode_time)
     num_unique = read.num_unique_blocks
-    others = {"--policies": policies != _ALL_POLICIES, "--closed-loop": closed_loop, "--session-ends": session_ends}
+    others: dict[str, object] = {
+        "--policies": policies != _ALL_POLICIES,
+        "--closed-loop": closed_loop,
+        "--session-ends": session_ends,
+    }
     others |= {"--groups": groups, "--quick": quick}
     if state_bytes is not None or kv_bytes is not None or large_block is not None:
         _check_absent("--state-bytes", {**others, "--host-size": host_size, "--gate": gate})

@@ -32,8 +32,13 @@ def explain_lines(entry: dict[str, Any]) -> Iterator[str]:
     yield f"  compared with {compared['request_id']}: the first {compared['num_common_tokens']} tokens are equal"
     yield f"  {compared['text']}" + (f", in {compared['item']}" if compared["item"] else "")
     if compared["differs"] is not None:
-        before, after = compared["before"]["text"], compared["after"]["text"]
-        yield f"  first different token, after {compared['context']!r}: {before!r} before, {after!r} now"
+        before, after = [_shown(compared[side]["text"]) for side in ("before", "after")]
+        yield f"  first different token, after {compared['context']!r}: {before} before, {after} now"
+
+
+def _shown(text: str | None) -> str:
+    """A token's text; None: the prompt ends there."""
+    return "the end" if text is None else repr(text)
 
 
 def _lost(loss: dict[str, Any]) -> str:
