@@ -53,8 +53,8 @@ def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
         "hit rate": f"{values['hit_rate']:.1%} of {values['num_queried_tokens']} tokens,"
         f" {values['request_hit_rate']:.1%} of {values['num_queries']} requests",
         "recently": f"{values['recent']['hit_rate']:.1%} of {values['recent']['num_queried_tokens']} tokens",
-        "memory": f"{_mb(memory['pool_bytes'])}: {_mb(memory['used_bytes'])} in use,"
-        f" {_mb(memory['cached_bytes'])} cached",
+        "memory": f"{_mib(memory['pool_bytes'])}: {_mib(memory['used_bytes'])} in use,"
+        f" {_mib(memory['cached_bytes'])} cached",
         "average lookup": "none yet"
         if mean_s is None
         else f"{mean_s * 1e6:.1f} us in {lookups['num_lookups']} lookups",
@@ -179,7 +179,7 @@ def reset(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
     """Remove all that is cached. Pins stay."""
     with _client(url, api_key) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/reset", {})
-    print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+    print(json_module.dumps(values) if json else _removed(values))
 
 
 @cache_commands.command()
@@ -192,7 +192,7 @@ def forget(
     """Delete what is cached under a salt, on the device and in all tiers. Bytes on a disk are overwritten."""
     with _client(url, api_key, timeout_s=_FORGET_S) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/forget", {"cache_salt": salt})
-    print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+    print(json_module.dumps(values) if json else _removed(values))
 
 
 @cache_commands.command()
@@ -319,6 +319,11 @@ def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[
     return values
 
 
+def _removed(values: dict[str, Any]) -> str:
+    number = values["num_removed_entries"]
+    return f"removed {number} {'entry' if number == 1 else 'entries'}"
+
+
 def _prefix(text: str | None, file: Path | None, tokens: str | None, kind: str) -> dict[str, Any]:
     """Return the prefix that a command names, as the server takes it. Raises InvalidArgumentError."""
     if (text is not None) + (file is not None) + (tokens is not None) != 1:
@@ -356,8 +361,8 @@ def _tier_line(tier: dict[str, Any]) -> str:
     moved, place = tier["num_bytes"], tier["place"] or {}
     line = (
         f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
-        f" loaded {tier['num_loaded_blocks']} blocks ({_mb(moved['load'])}),"
-        f" stored {tier['num_stored_blocks']} ({_mb(moved['store'])});"
+        f" loaded {tier['num_loaded_blocks']} blocks ({_mib(moved['load'])}),"
+        f" stored {tier['num_stored_blocks']} ({_mib(moved['store'])});"
         f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
         f" {tier['num_failed_blocks']} failed"
     )
@@ -385,5 +390,5 @@ def _pin_line(entry: dict[str, Any]) -> str:
     return f"{line}  {entry['description']}".rstrip()
 
 
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MB"
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

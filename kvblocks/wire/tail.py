@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader of the lines has gone; otherwise Python would report that once more
         return 0
     except (zmq.ZMQError, ConnectionError, MalformedFrameError) as error:
-        print(f"kvblocks.wire: {options.endpoint}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, zmq.ZMQError) and error.errno in _NO_ENDPOINT else 1
+        is_wrong = isinstance(error, zmq.ZMQError) and error.errno in _NO_ENDPOINT
+        said = f"expected tcp://HOST:PORT, got {error}" if is_wrong else str(error)
+        print(f"kvblocks.wire: {options.endpoint}: {said}", file=sys.stderr)
+        return 2 if is_wrong else 1
     return 0
 
 

@@ -230,7 +230,7 @@ def test_the_commands_pin_list_and_unpin(kvblocks, tmp_path, http):
     assert len(json.loads(kvblocks("list-pinned", "--json")[1])["pins"]) == 3
     code, _, error = kvblocks("unpin", pin_id)
     assert code == 1
-    assert error == f"kvblocks: expected the id of a pin that stands, got '{pin_id}'\n"
+    assert error == f"kvblocks: expected the id of an existing pin, got '{pin_id}'\n"
 
 
 def test_all_pins_of_some_tokens_end_together_and_those_of_others_stand(kvblocks):

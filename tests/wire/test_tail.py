@@ -114,7 +114,7 @@ def test_gaps_and_restarts_are_shown(capsys):
 
 def test_bad_endpoints_are_one_line(capsys):
     assert main(["tail", "nowhere"]) == 2
-    assert capsys.readouterr().err.startswith("kvblocks.wire: nowhere: ")
+    assert capsys.readouterr().err.startswith("kvblocks.wire: nowhere: expected tcp://HOST:PORT, got ")
     with pytest.raises(SystemExit):
         main(["head"])
 
