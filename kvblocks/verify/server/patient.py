@@ -78,8 +78,8 @@ class Patient:
         if 2 * TIMES_NOISE * rounding > self.tolerance.nats:
             self.tolerance = Tolerance(2 * rounding)  # all of a beginning is computed otherwise, not one token
             self.notes.append(
-                f"tokens that are computed one by one get answers up to {rounding:.4f} nats apart from tokens computed"
-                " at once. This is rounding; faults that change less aren't seen"
+                f"computing tokens one by one changes answers by up to {rounding:.4f} nats, compared with computing"
+                " them at once. This is rounding; faults that change less aren't seen"
             )
         if not self.tolerance.is_known:
             self.notes.append(
