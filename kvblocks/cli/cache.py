@@ -236,11 +236,13 @@ def explain(
         has_more = (
             (text, file, tokens, system) != (None,) * 4 or raw or (request is not None) + bool(conversation) + last > 1
         )
-        if has_more or (request is not None and salt is not None):
+        if has_more:
             raise InvalidArgumentError(
-                "expected one of --request, --conversation and --last, without a prompt and --system, since the server"
-                " knows the prompt, and --salt only without --request; got more"
+                "expected one of --request, --conversation and --last, without a prompt, since the server knows it;"
+                " got more"
             )
+        if request is not None and salt is not None:
+            raise InvalidArgumentError("--request: expected no --salt with it, since an id names one request, got one")
         body: dict[str, Any] = {
             "request_id": request,
             "prompt_cache_key": conversation,
@@ -354,7 +356,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"expected a readable file of UTF-8 text, got {str(path)!r}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgumentError(f"expected a readable file of UTF-8 text, got {str(path)!r}: {why}") from error
 
 
 def _tier_line(tier: dict[str, Any]) -> str:

@@ -282,6 +282,7 @@ def test_a_pin_says_why_it_holds_nothing_yet_and_a_warm_one_holds_all(kvblocks):
         (["unpin", "pin-1", "--salt", "a"], "got an id with --salt"),
         (["unpin", "--tokens", "1,a"], "--tokens: expected token ids"),
         (["explain", "a", "--request", "x"], "expected one of --request, --conversation and --last, without a prompt"),
+        (["explain", "--request", "x", "--salt", "y"], "--request: expected no --salt with it"),
         (["explain", "--tokens", "1", "--system", "x"], "--system with a message only"),
         (["explain", "--request", "x"], "expected that of one of the last requests"),
     ],
