@@ -14,8 +14,10 @@ from kvblocks.kernels.table import Key, Launch, find
 INTERPRETED = is_interpreted()
 CHUNK = 1024
 """How many units' ends (`device.shares`) a program computes at once."""
+MERGING_PROGRAMS = 8
+"""How many programs merge a tile's head at most. Each first searches for the head, which takes longer than to merge."""
 MERGED_ROWS = 4
-"""How many rows of a tile a program merges."""
+"""How many rows of a tile a program merges at least."""
 
 
 Prepared = TypeVar("Prepared")
@@ -153,6 +155,17 @@ def empty_parts(query: Tensor, num_programs: int, part_rows: int) -> tuple[Tenso
     parts = torch.empty(num_programs, 2, part_rows, query.shape[-1], dtype=torch.float32, device=query.device)
     part_lse = torch.empty(num_programs, 2, part_rows, dtype=torch.float32, device=query.device)
     return parts, part_lse
+
+
+def merge_options(device: torch.device) -> dict[str, int | bool]:
+    """The constant `PDL` and the launch options of a kernel that merges parts of the launch before it."""
+    options: dict[str, int | bool] = {"PDL": table.launches_early(device), "num_warps": 4}
+    return options | {"launch_pdl": True} if options["PDL"] else options
+
+
+def merged_rows(tile_rows: int) -> int:
+    """How many rows of a tile of so many rows a program merges."""
+    return max(MERGED_ROWS, tile_rows // MERGING_PROGRAMS)
 
 
 def parts_at_once(rows: int, head_dim: int) -> int:

@@ -6,7 +6,13 @@ A unit of `shares` is a tile of a cohort's members: `tiles.find_segment` finds t
 import triton
 import triton.language as tl
 
-from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
+from kvblocks.kernels.device.shares import (
+    find_cut,
+    find_heads,
+    find_tiles,
+    merge_rows,
+    wait_for_parts,
+)
 from kvblocks.kernels.device.tiles import (
     attend_pages,
     begin_rows,
@@ -220,10 +226,12 @@ def merge_cut_rows(
     TILE_M: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the parts of rows of a unit's head, if the share of program `cut` begins within. packed: int32 [ROWS]."""
     TILE_Q: tl.constexpr = TILE_M // GROUP
     unit, kv_head, first_part, num_parts = find_cut(end_ptr, num_units, num_programs, cut, NUM_KV_HEADS)
+    wait_for_parts(PDL)
     if num_parts > 0:
         cohort, cohort_start, num_members, first = find_members(start_ptr, unit, num_cohorts, TILE_Q)
         member = first + packed // GROUP
