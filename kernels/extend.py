@@ -21,16 +21,17 @@ from torch import Tensor
 
 from kvblocks.kernels import table
 from kvblocks.kernels.device.extend import extend_ends_kernel, extend_kernel, extend_merge_kernel
-from kvblocks.kernels.device.pieces import SPREAD, piece_kernel, piece_merge_kernel
+from kvblocks.kernels.device.pieces import piece_kernel, piece_merge_kernel
+from kvblocks.kernels.device.shares import SPREAD
 from kvblocks.kernels.launching import (
     CHUNK,
+    MERGED_ROWS,
     Shares,
     empty_parts,
     empty_results,
     facts_of,
     find_launch,
     merge_options,
-    merged_rows,
     parts_at_once,
     scaling,
     strides,
@@ -164,7 +165,7 @@ def _attend_shared(
         **call.constants,
     )
     if call.merging:
-        extend_merge_kernel[(call.num_programs - 1, part_rows // call.merging["ROWS"])](
+        extend_merge_kernel[(call.num_programs - 1, SPREAD.value)](
             *(*units, *results, *parts, *sizes, call.num_programs), **call.merging
         )
     return results
@@ -189,7 +190,7 @@ def _attend_pieces(
         **call.constants,
     )
     if call.merging:
-        piece_merge_kernel[(call.num_units, call.constants["NUM_KV_HEADS"], SPREAD)](
+        piece_merge_kernel[(call.num_units, call.constants["NUM_KV_HEADS"], SPREAD.value)](
             *(query_start, seq_lens, *results, parts, part_lse, *sizes, call.num_slots, window),
             **call.merging,
         )
@@ -259,8 +260,7 @@ def _check_shares(
 def _merging(device: torch.device, constants: dict[str, int | bool], shape: AttentionShape) -> dict[str, int | bool]:
     """The constants and launch options of a merge, most of which are its call's."""
     names = ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "TILE_M")
-    rows = merged_rows(constants["TILE_M"])
-    sizes = {"ROWS": rows, "PARTS": parts_at_once(rows, shape.cache.head_dim)}
+    sizes = {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)}
     return {name: constants[name] for name in names} | sizes | merge_options(device)
 
 

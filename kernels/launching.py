@@ -14,10 +14,8 @@ from kvblocks.kernels.table import Key, Launch, find
 INTERPRETED = is_interpreted()
 CHUNK = 1024
 """How many units' ends (`device.shares`) a program computes at once."""
-MERGING_PROGRAMS = 8
-"""How many programs merge a tile's head at most. Each first searches for the head, which takes longer than to merge."""
 MERGED_ROWS = 4
-"""How many rows of a tile a program merges at least."""
+"""How many rows of a tile a program merges at once."""
 
 
 Prepared = TypeVar("Prepared")
@@ -66,7 +64,7 @@ class Shares:
 class Merge:
     """The arguments of a kernel such as `stream_merge_kernel`, which merges the parts of heads that programs split.
 
-    grid: (programs of the call minus 1, tiles of a head's rows). A single program splits no head.
+    grid: (programs of the call minus 1, how many merge a head). A single program splits no head.
     """
 
     grid: tuple[int, int]
@@ -161,11 +159,6 @@ def merge_options(device: torch.device) -> dict[str, int | bool]:
     """The constant `PDL` and the launch options of a kernel that merges parts of the launch before it."""
     options: dict[str, int | bool] = {"PDL": table.launches_early(device), "num_warps": 4}
     return options | {"launch_pdl": True} if options["PDL"] else options
-
-
-def merged_rows(tile_rows: int) -> int:
-    """How many rows of a tile of so many rows a program merges."""
-    return max(MERGED_ROWS, tile_rows // MERGING_PROGRAMS)
 
 
 def parts_at_once(rows: int, head_dim: int) -> int:

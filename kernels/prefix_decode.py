@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvblocks.kernels.device.prefix import prefix_ends_kernel, prefix_kernel
+from kvblocks.kernels.device.shares import SPREAD
 from kvblocks.kernels.launching import (
     CHUNK,
+    MERGED_ROWS,
     Merge,
     Shares,
     empty_parts,
     find_launch,
-    merged_rows,
     parts_at_once,
     scaling,
     strides,
@@ -83,15 +84,14 @@ def attend_runs(
         **constants,
     )
     kept = {name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")}
-    rows = merged_rows(constants["TILE_M"])
     return output, Merge(
-        (num_programs - 1, constants["TILE_M"] // rows),
+        (num_programs - 1, SPREAD.value),
         (
             *(runs.members, runs.cohort_start, runs.level, shares.ends, *results),
             *(runs.num_cohorts, num_units, shape.num_rows, num_programs),
         ),
         {"NUM_KV_HEADS": shape.cache.num_kv_heads, **kept}
-        | {"ROWS": rows, "PARTS": parts_at_once(rows, shape.cache.head_dim)},
+        | {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)},
     )
 
 

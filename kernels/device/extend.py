@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvblocks.kernels.device.shares import (
+    SPREAD,
     find_cut,
     find_heads,
     find_tiles,
@@ -291,9 +292,9 @@ def extend_merge_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the parts of ROWS rows of a unit's head, if a share begins within it.
+    """Merge the parts of a unit's head, ROWS rows at a time, if a share begins within it.
 
-    Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `extend_kernel`.
+    Grid: (num_programs - 1, SPREAD); the rest as in `extend_kernel`.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     unit, kv_head, first_part, num_parts = find_cut(
@@ -303,13 +304,15 @@ def extend_merge_kernel(
     wait_for_parts(PDL)
     if num_parts == 0:
         return
-    packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = first + packed // GROUP
-    is_row = (packed < TILE_Q * GROUP) & (row < seq_rows)
-    output, lse = merge_rows(
-        part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
-    )  # fmt: skip
-    head_at = (seq_start + row).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
-    output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
-    tl.store(lse_ptr + head_at, lse, mask=is_row)
+    num_packed = tl.minimum(seq_rows - first, TILE_Q) * GROUP
+    for begin in tl.range(tl.program_id(1) * ROWS, num_packed, SPREAD * ROWS):
+        packed = begin + tl.arange(0, ROWS)
+        is_row = packed < num_packed
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+        )  # fmt: skip
+        head_at = (seq_start + first + packed // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP)
+        head_at += kv_head * GROUP + packed % GROUP
+        output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
+        tl.store(lse_ptr + head_at, lse, mask=is_row)

@@ -20,11 +20,8 @@ import triton
 import triton.language as tl
 
 from kvblocks.kernels.device.extend import find_rows, first_key
-from kvblocks.kernels.device.shares import find_work, let_merge_begin, share_begin, wait_for_parts
+from kvblocks.kernels.device.shares import SPREAD, find_work, let_merge_begin, share_begin, wait_for_parts
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E, attend_pages, begin_rows, finish_rows, head_scale, narrow_rows
-
-SPREAD = tl.constexpr(4)
-"""How many programs merge a tile's head."""
 
 
 @triton.jit

@@ -25,6 +25,8 @@ from kvblocks.kernels.device.tiles import LN_2, LOG2_E
 _SEARCHED = tl.constexpr(128)
 """How many ends a search loads at once. It takes one load for up to this many units, and two for up to their square."""
 _FAR = tl.constexpr(0x7FFFFFFF)
+SPREAD = tl.constexpr(4)
+"""How many programs merge a head of a tile of many rows. To search for the head takes a program longer than a merge."""
 
 
 @triton.jit
