@@ -247,9 +247,7 @@ def piece_kernel(
         tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_whole[:, None])
         tl.store(lse_ptr + head_at, lse, mask=is_whole)
         if (number > 0) | (tl.max(last_piece, 0) > piece):
-            slot = head_at * 2 + 1
-            if num_slots > 0:
-                slot = head_at * num_slots + piece - first_piece
+            slot = tl.where(num_slots > 0, head_at * num_slots + piece - first_piece, head_at * 2 + 1)
             tl.store(part_ptr + (slot * HEAD_DIM)[:, None] + element[None, :], output, mask=is_part[:, None])
             tl.store(part_lse_ptr + slot, find_lse(row_max, row_sum), mask=is_part)
             if num_slots == 0:
