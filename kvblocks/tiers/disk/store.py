@@ -236,9 +236,7 @@ class DiskStore:
                 self._changes.update(dict.fromkeys(checked))
                 self._is_unflushed = True
             with _as_disk_error(f"DiskStore.erase: {_BYTES_LEFT}"):
-                for slot in checked:
-                    self._arena.erase(slot)
-                self._arena.flush()
+                self._arena.erase(checked)
                 self._room.erase_kept()
             with _as_disk_error(f"DiskStore.erase: {_ROWS_LEFT}"):
                 self._with_room(self._sync_whole)

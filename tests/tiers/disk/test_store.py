@@ -234,6 +234,30 @@ def test_what_is_erased_stays_so_without_a_close(tmp_path):
         assert remembered(store) == [(4, 4), (6, 6), (7, 7)]
 
 
+def test_bytes_whose_record_was_lost_are_erased(tmp_path):
+    """A loss of power may leave a block's bytes without its record, as when it comes while the block is written."""
+    with open_store(tmp_path) as store:
+        fill(store, {2: 5})
+        with (tmp_path / "kvblocks.arena").open("r+b") as arena:
+            arena.seek(store._layout.offset(2))  # noqa: SLF001
+            arena.write(bytes(store._layout.num_room_bytes))  # noqa: SLF001
+        store.erase([2])
+        assert not any((tmp_path / "kvblocks.arena").read_bytes())
+
+
+def test_what_was_erased_is_not_overwritten_again(tmp_path, monkeypatch):
+    with open_store(tmp_path) as store:
+        fill(store, {1: 1, 2: 2})
+        store.erase([1, 2])
+        stores.write(store, {2: 22})
+        offset, places = store._layout.offset, []  # noqa: SLF001
+        real = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda *given: places.append(given[2]) or real(*given))
+        store.erase([1, 2])
+        assert places and all(offset(2) <= place < offset(3) for place in places)
+        assert not any((tmp_path / "kvblocks.arena").read_bytes())
+
+
 # Sizes.
 
 
