@@ -2,9 +2,10 @@
 
 Blocks are stored under their `BlockIdentity`. A piece takes as many slots as it needs. Their identities have the digest
 of the last block before the piece's end, and a hash of the tail after that block. A piece is found while all its slots
-are there, and begins with a checksum of the whole, so slots that were written at different times are no piece. A store serves one model and layout
-at a time; the folder keeps what was stored for others as long as there is room. `layout.txt` has the layout of the
-model that was stored last, so that a new process can read blocks before it has computed any.
+are there, and begins with a checksum of the whole, so slots that were written at different times are no piece. A store
+serves one model and layout at a time; the folder keeps what was stored for others as long as there is room.
+`layout.txt` has the layout of the model that was stored last, so that a new process can read blocks before it has
+computed any.
 
 A separate thread writes. If the process is killed, only what isn't synced yet is lost.
 """
@@ -23,11 +24,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import cache as theirs
 from xxhash import xxh3_128_digest
 
 from kvblocks import BlockIdentity, InvalidArgumentError
 from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
-from kvblocks.integrations.mlx_lm.layers import NAME, Layer, Stack, theirs
+from kvblocks.integrations.mlx_lm.layers import NAME, Layer, Stack
 from kvblocks.tiers.disk import DiskError, DiskStore
 
 _LOG = logging.getLogger(NAME)
@@ -66,7 +68,7 @@ Placed = tuple[int, BlockIdentity, bytes]
 
 
 class _Chunk(NamedTuple):
-    """Which piece a chunk is of: the digest of the block above, the tail's length and hash; and its number of chunks."""
+    """Which piece a chunk is of: the digest of the block above, the tail's length and hash, and how many chunks."""
 
     above: bytes
     tail: tuple[int, bytes]
