@@ -446,6 +446,8 @@ def test_bad_arguments_are_refused_and_change_nothing(store, tmp_path, call, arg
         ({"folder": 5}, "DiskStore: folder: expected a path, got 5"),
         ({"folder": ""}, "DiskStore: folder: expected a path, got ''"),
         ({"folder": None}, "DiskStore: folder: expected a path, got None"),
+        ({"folder": "a\0b"}, "DiskStore: folder: expected a path, got 'a\\x00b'"),
+        ({"folder": "a\ud800b"}, "DiskStore: folder: expected a path, got 'a\\ud800b'"),
         ({"fingerprint": b"a"}, "fingerprint: expected 32 bytes, got 1"),
         ({"secret": b"a"}, "secret: expected at least 16 bytes, got 1"),
         ({"num_block_bytes": 0}, "num_block_bytes: expected an int of at least 1, got 0"),
