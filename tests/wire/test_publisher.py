@@ -434,6 +434,23 @@ def test_clients_check_what_they_are_given():
         assert client.mirror.workers == [] and client.receive(0.01) == 0
 
 
+@pytest.mark.parametrize(
+    ("timeout", "waits"), [(-0.5, 0), (-float("inf"), 0), (0.05, 50), (9, 1000), (float("inf"), 1000)]
+)
+def test_a_wait_ends(timeout, waits, monkeypatch):
+    """What is left of a deadline that has passed is below 0, where a poll would wait for ever."""
+    asked = []
+    with MirrorClient({}) as client:
+        monkeypatch.setattr(client._poller, "poll", lambda wait: asked.append(wait) or [])  # noqa: SLF001
+        assert client.receive(timeout) == 0 and asked == [waits]
+        for wrong in (float("nan"), "1"):
+            with pytest.raises(InvalidArgumentError, match="timeout: expected a number, got"):
+                client.receive(wrong)
+    with MirrorClient({}, patience=float("inf")) as client:
+        monkeypatch.setattr(client._poller, "poll", lambda wait: asked.append(wait) or [])  # noqa: SLF001
+        assert client.receive(float("inf")) == 0 and asked[-1] == 3_600_000
+
+
 def test_malformed_messages_are_counted_and_skipped():
     context = zmq.Context.instance()
     with context.socket(zmq.PUB) as pub:
