@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as theirs
-from xxhash import xxh3_128_digest
 
 from kvblocks import BlockIdentity, InvalidArgumentError
 from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
@@ -421,12 +420,12 @@ def _packed(piece: StoredPiece, tail: bytes) -> bytes:
     }
     text = json.dumps(head).encode()
     body = pack("<II", len(text), len(tail)) + text + tail + b"".join([_bytes_of(array) for array in arrays])
-    return xxh3_128_digest(body) + pack("<Q", len(body)) + body
+    return hashlib.sha256(body).digest() + pack("<Q", len(body)) + body
 
 
 def _unpack(whole: bytes, tail: bytes, num_tokens: int) -> StoredPiece | None:
-    raw = whole[24 : 24 + unpack_from("<Q", whole, 16)[0]]
-    if xxh3_128_digest(raw) != whole[:16]:
+    raw = whole[40 : 40 + unpack_from("<Q", whole, 32)[0]]
+    if hashlib.sha256(raw).digest() != whole[:32]:
         return None  # of chunks that were written at different times
     num_text, num_tail = unpack_from("<II", raw)
     head = json.loads(raw[8 : 8 + num_text])
