@@ -38,6 +38,7 @@ _NUM_AT_ONCE: Final = 64  # at most so many batches are sent, then at most so ma
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
+_MOST_PART_BYTES: Final = 1 << 16  # of what a peer sends: a request or a topic. Longer ones end its connection
 
 
 class EventPublisher:
@@ -334,6 +335,7 @@ def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
 def _bound(unbound: "zmq.Socket[bytes]", endpoint: str, hwm: int) -> str:
     """Bind a socket and return where."""
     unbound.setsockopt(zmq.SNDHWM, hwm)
+    unbound.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
     if "[" in endpoint:
         unbound.setsockopt(zmq.IPV6, 1)
     try:

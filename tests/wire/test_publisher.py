@@ -214,6 +214,35 @@ def test_requests_that_are_none_are_answered_by_nothing():
         assert asks.recv_multipart() == [b"", b"", END, b""] and publisher.num_requests == 1
 
 
+FLOODER = """
+import os, sys, zmq
+
+context = zmq.Context()
+one = context.socket(zmq.DEALER if sys.argv[2] == "ask" else zmq.SUB)
+monitor = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+one.connect(sys.argv[1])
+if sys.argv[2] == "ask":
+    one.send_multipart([b"", bytes(2**20)])
+else:
+    one.subscribe(bytes(2**20))
+print("cut off" if monitor.poll(60_000) else "heard", flush=True)
+os._exit(0)  # without the end of the context, which recurses over the topic's bytes
+"""
+
+
+@pytest.mark.parametrize("how", ["ask", "subscribe"])
+def test_who_sends_more_than_a_request_is_cut_off(how):
+    """Otherwise whoever can connect could have the engine's process take any memory."""
+    with make() as publisher, asker(publisher) as asks:
+        endpoint = publisher.replay_endpoint if how == "ask" else publisher.endpoint
+        ended = subprocess.run(
+            [sys.executable, "-c", FLOODER, endpoint, how], capture_output=True, text=True, check=True
+        )
+        assert ended.stdout.strip() == "cut off" and publisher.num_errors == publisher.num_requests == 0
+        asks.send_multipart(snapshot_request(3))
+        assert read_reply(asks.recv_multipart()).head.request == 3
+
+
 def test_too_many_snapshots_at_once_are_refused():
     with make(limits=Limits(num_snapshots=0)) as publisher, asker(publisher) as asks:
         asks.send_multipart(snapshot_request(3))
