@@ -32,7 +32,7 @@ from kvblocks.wire import (
     decode,
 )
 from kvblocks.wire.convert import to_u64
-from kvblocks.wire.frames import END, SNAPSHOT, VERSION, read_reply, snapshot_request
+from kvblocks.wire.frames import END, SNAPSHOT, VERSION, read_reply, replay_request, snapshot_request
 from kvblocks.wire.ledger import Limits
 from kvblocks.wire.publisher import check_endpoint, new_epoch
 
@@ -241,6 +241,41 @@ def test_who_sends_more_than_a_request_is_cut_off(how):
         assert ended.stdout.strip() == "cut off" and publisher.num_errors == publisher.num_requests == 0
         asks.send_multipart(snapshot_request(3))
         assert read_reply(asks.recv_multipart()).head.request == 3
+
+
+class FakeRouter:
+    """Gives requests, and remembers what is sent."""
+
+    def __init__(self, requests):
+        self.requests, self.sent = requests, []
+
+    def recv_multipart(self, _):
+        if not self.requests:
+            raise zmq.Again
+        return self.requests.pop(0)
+
+    def send_multipart(self, parts):
+        self.sent.append(parts)
+
+
+def test_live_batches_do_not_wait_for_replays():
+    publisher = make(epoch=0, limits=Limits(num_kept_batches=500))
+    for number in range(300):
+        publisher.publish([stored(number)])
+    publisher.close()
+    asked = [(client, 250 + turn) for turn in range(20) for client in (b"a", b"b", b"c")]
+    router = FakeRouter([[client, *replay_request(number)] for client, number in asked])
+    publisher._router = router  # noqa: SLF001
+    while router.requests or publisher._replays:  # noqa: SLF001
+        before = len(router.sent)
+        publisher._answer()  # noqa: SLF001
+        publisher._send_replayed()  # noqa: SLF001
+        assert len(router.sent) - before <= 64 + 16  # the end of a replay is a message, too
+    for client in (b"a", b"b", b"c"):
+        found = [int.from_bytes(parts[3], "big") for parts in router.sent if parts[0] == client]
+        replays = [[*range(number, 301), 2**64 - 1] for one, number in asked if one == client]
+        assert found == [number for replay in replays for number in replay], client
+    assert [parts[0] for parts in router.sent[:12]] == [b"a"] * 4 + [b"b"] * 4 + [b"c"] * 4, "in turn"
 
 
 def test_too_many_snapshots_at_once_are_refused():
