@@ -164,20 +164,23 @@ def test_a_step_is_one_launch(device):
 
 
 @pytest.mark.parametrize(
-    ("logits", "parameters", "message"),
+    ("change", "message"),
     [
-        (torch.zeros(1, 4, dtype=torch.float16), torch.zeros(1, 6).double(), "logits: expected .*float32"),
-        (torch.zeros(4), torch.zeros(1, 6).double(), "logits: expected .*num_rows, vocab"),
-        (torch.zeros(1, 0), torch.zeros(1, 6).double(), "logits: expected"),
-        (torch.zeros(4, 1).expand(4, 3), torch.zeros(1, 6).double(), "rows contiguous"),
-        (torch.zeros(1, 4), torch.zeros(1, 6), "parameters: expected .*float64"),
-        (torch.zeros(1, 4), torch.zeros(1, 5).double(), "parameters: expected .*num_draws, 6"),
-        (torch.zeros(1, 4), torch.zeros(6, 1).double().T, None),
-        (torch.zeros(1, 4), torch.zeros(6, 2).double().T, "parameters: expected .*contiguous"),
+        (lambda logits, parameters: (logits.half(), parameters), "logits: expected .*float32"),
+        (lambda logits, parameters: (logits[0], parameters), "logits: expected .*num_rows, vocab"),
+        (lambda logits, parameters: (logits[:, :0], parameters), "logits: expected"),
+        (lambda logits, parameters: (logits[:, :1].expand(4, 3), parameters), "rows contiguous"),
+        (lambda logits, parameters: (logits, parameters.float()), "parameters: expected .*float64"),
+        (lambda logits, parameters: (logits, parameters[:, :5]), "parameters: expected .*num_draws, 6"),
+        (lambda logits, parameters: (logits, parameters[:1].T.contiguous().T), None),
+        (lambda logits, parameters: (logits, parameters.T.contiguous().T), "parameters: expected .*contiguous"),
     ],
 )
-def test_what_is_refused(device, logits, parameters, message):
-    logits, parameters = logits.to(device), parameters.to(device)
+def test_what_is_refused(device, change, message):
+    """Views are made where they are used, since a move to a device makes most of them contiguous."""
+    logits = torch.zeros(4, 4, device=device)
+    parameters = torch.zeros(2, NUM_PARAMETERS, dtype=torch.float64, device=device)
+    logits, parameters = change(logits, parameters)
     if message is None:
         assert draw_tokens(logits, parameters).tolist() == [[0, 0, 1]]
     else:
