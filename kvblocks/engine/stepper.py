@@ -24,6 +24,7 @@ from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
+from kvblocks.engine.sampling.random_numbers import uniforms
 from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
 from kvblocks.engine.schedule.request import Request
@@ -182,10 +183,12 @@ class Stepper:
 
         after: the copies of states to make behind it. drawn: the tokens of the step before, if they aren't known.
         """
-        sampled = [chunk.sampled_requests for chunk in chunks if chunk.samples]
-        unknown = [0 if chunk.source is None else 1 for chunk in chunks if chunk.samples]
-        rows = [row for row, requests in enumerate(sampled) for _ in requests]
-        generations = [self._generations[request] for requests in sampled for request in requests]
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        requests = [(row, request) for row, chunk in enumerate(sampling) for request in chunk.sampled_requests]
+        rows = [row for row, _ in requests]
+        generations = [self._generations[request] for _, request in requests]
+        ends = [chunk.start + chunk.num_tokens for chunk in sampling]
+        positions = [ends[row] - request.sequence.num_prompt_tokens for row, request in requests]
         scorer = self._make_scorer(chunks)
         start_s = time.perf_counter()
         if drawn is not None:
@@ -194,8 +197,9 @@ class Stepper:
             logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
         if after:
             runner.copy_states(after)
-        draws = [one.next_draw(unknown[row]) for one, row in zip(generations, rows, strict=True)]
-        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
+        draws = [one.next_draw(position) for one, position in zip(generations, positions, strict=True)]
+        numbers = uniforms([one.sampler.random_seed for one in generations], positions)
+        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows, numbers), scorer, start_s)
 
     def _finish(
         self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True
