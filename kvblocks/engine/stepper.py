@@ -210,26 +210,25 @@ class Stepper:
         that step was launched. Otherwise nobody writes the new tokens' KV, and they get no slots: an answer may end
         here, by a stop string, and its full blocks stay cached.
         """
-        both = [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
         try:
             outcomes = self._read(step)
             self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
-            return self._undo(both, error)
+            return self._undo(_both(step, planned), error)
         drawn = zip(step.generations, outcomes, strict=True)
         results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
         if None in tokens:
             if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
                 self.scheduler.manager.reset_prefix_cache()
-            self._raise_if_streamed(results, both)
+            self._raise_if_streamed(results, _both(step, planned))
         self.scheduler.complete(step.chunks, tokens, planned if is_launched else ())
         self.num_steps += 1
         if step.scorer is not None:
             self._note_scores(step.scorer, step.chunks)
         now_s = time.perf_counter()
         self._record_all(results, now_s)
-        ended = [self._generations.pop(chunk.request) for chunk in step.chunks if chunk.is_all]
+        ended = [self._generations.pop(chunk.request) for chunk in step.chunks if not chunk.samples and chunk.is_all]
         for generation in ended:
             generation.end(now_s)
         return [*(generation for generation, _ in results), *ended]
@@ -322,3 +321,8 @@ class Stepper:
         # The traceback is kept only for reading. Its frames would keep the model's tensors alive.
         clear_frames(error.__traceback__)
         return failed
+
+
+def _both(step: PendingStep, planned: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+    """The chunks of a step and of the one that was planned behind it, where a request that is in both comes once."""
+    return [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]

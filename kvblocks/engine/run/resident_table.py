@@ -106,19 +106,18 @@ class ResidentTable:
             raise InvalidArgumentError(
                 f"expected a context of at most {min(max_blocks, len(block_ids))} blocks, got {num_used}"
             )
-        first = min(start_block, len(resident))
-        for column, block_id in enumerate(block_ids[first:num_used], first):
-            is_known = column < len(resident)
-            if is_known and resident[column] == block_id:
-                continue
-            if not 0 <= block_id < self._num_blocks:
-                raise InvalidArgumentError(f"expected block ids from 0 to {self._num_blocks - 1}, got {block_id}")
-            if is_known:
-                resident[column] = block_id
-            else:
-                resident.append(block_id)
-            changes.indexes.append(row.number * max_blocks + column)
-            changes.block_ids.append(block_id)
+        first, offset = min(start_block, len(resident)), row.number * max_blocks
+        known, new = resident[first:num_used], block_ids[first:num_used]
+        columns = range(first, num_used)
+        if known:  # else all are new, as for a sequence without a row
+            columns = [at for at in columns if at >= len(resident) or resident[at] != block_ids[at]]
+            new = [block_ids[at] for at in columns]
+        if new and (min(new) < 0 or max(new) >= self._num_blocks):
+            got = next(block_id for block_id in new if not 0 <= block_id < self._num_blocks)
+            raise InvalidArgumentError(f"expected block ids from 0 to {self._num_blocks - 1}, got {got}")
+        resident[first:num_used] = block_ids[first:num_used]
+        changes.indexes += [offset + at for at in columns]
+        changes.block_ids += new
 
     def forget(self) -> None:
         """Forget all rows. Call it after a step whose changes may not have reached the device. O(rows)."""
