@@ -2,7 +2,7 @@
 
 A random number depends only on its seed and on the token's position in the answer. So neither the batch nor a
 preemption nor a repeated step changes a token, and there is no state to keep or undo. BLAKE2b gives unrelated numbers
-for neighboring seeds and positions, takes a microsecond, and is the same everywhere.
+for neighboring seeds and positions, takes less than a microsecond, and is the same everywhere.
 """
 
 from collections.abc import Iterable
