@@ -102,15 +102,6 @@ class Work(NamedTuple):
     has_logprobs: bool
     draw_tokens: DrawTokens | None
 
-    @classmethod
-    def of(cls, draw: Draw, logits: Tensor, draw_tokens: DrawTokens | None) -> "Work":
-        """The work for a draw from a row of `logits`. draw_tokens: the kernel for draws without log probabilities."""
-        params, vocab_size = draw.params, logits.shape[1]
-        if draw_tokens is not None and params.logprobs is None:
-            return cls(False, False, draw.is_changed, 0, False, draw_tokens)  # noqa: FBT003
-        is_limited, num_likely = _is_limited(params, vocab_size), num_to_look_at(params, logits)
-        return cls(params.is_greedy, is_limited, draw.is_changed, num_likely, params.logprobs is not None, None)
-
     @property
     def is_by_kernel(self) -> bool:
         """Whether the kernel draws from the unchanged logits, so that no copy of them is needed."""
@@ -154,7 +145,7 @@ class AlikeDraws:
         own_rows = range(len(asked)) if work.is_changed else self.rows  # of what the kernel gets
         self._parameters = None if work.draw_tokens is None else _parameters(asked, own_rows, vocab_size)
         self._uploaded: Tensor | None = None
-        if self._parameters is not None and all(params.is_greedy for params in asked):
+        if self._parameters is not None and not any(params.temperature for params in asked):
             self._uploaded = to_device(torch.from_numpy(self._parameters), device)
 
     def __len__(self) -> int:
@@ -185,11 +176,19 @@ def group_draws(
 
     rows: of `logits`, one for each draw. draw_tokens: the kernel for draws without log probabilities, or None.
     """
-    members: dict[Work, list[_Member]] = {}
+    vocab_size = logits.shape[1]
+    alike: dict[tuple[bool, bool, bool, int, bool, DrawTokens | None], list[_Member]] = {}
     for place, (draw, row) in enumerate(zip(draws, rows, strict=True)):
-        if not isinstance(draw, Exception):
-            members.setdefault(Work.of(draw, logits, draw_tokens), []).append((place, row, draw))
-    return _groups(members, logits)
+        if isinstance(draw, Exception):
+            continue
+        params, is_changed = draw.params, draw.is_changed
+        if draw_tokens is not None and params.logprobs is None:
+            work = (False, False, is_changed, 0, False, draw_tokens)
+        else:
+            is_limited, num_likely = _is_limited(params, vocab_size), num_to_look_at(params, logits)
+            work = (params.temperature == 0, is_limited, is_changed, num_likely, params.logprobs is not None, None)
+        alike.setdefault(work, []).append((place, row, draw))
+    return _groups({Work(*work): members for work, members in alike.items()}, logits)
 
 
 def _groups(members: Mapping[Work, Sequence[_Member]], logits: Tensor) -> list[AlikeDraws]:

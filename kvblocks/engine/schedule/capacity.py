@@ -133,7 +133,7 @@ def fitting_tokens(manager: KVCacheManager, request: Request, num_tokens: int, h
 
 def keeps_states(manager: KVCacheManager) -> bool:
     """Whether layers keep a state. O(groups)."""
-    return any([isinstance(group, RecurrentState) for group in manager.groups])
+    return any(isinstance(group, RecurrentState) for group in manager.groups)
 
 
 def may_fork(manager: KVCacheManager, sequence: Sequence) -> bool:
