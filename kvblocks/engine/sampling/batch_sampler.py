@@ -118,6 +118,9 @@ class Work(NamedTuple):
         return is_certain and not self.has_logprobs
 
 
+_Fields = tuple[bool, bool, bool, int, bool, DrawTokens | None]
+"""Those of `Work`, which are compared faster."""
+
 _Member = tuple[int, int, Draw]
 """A draw with its index among the outcomes, and its row of logits."""
 
@@ -177,13 +180,13 @@ def group_draws(
     rows: of `logits`, one for each draw. draw_tokens: the kernel for draws without log probabilities, or None.
     """
     vocab_size = logits.shape[1]
-    alike: dict[tuple[bool, bool, bool, int, bool, DrawTokens | None], list[_Member]] = {}
+    alike: dict[_Fields, list[_Member]] = {}
     for place, (draw, row) in enumerate(zip(draws, rows, strict=True)):
         if isinstance(draw, Exception):
             continue
         params, is_changed = draw.params, draw.is_changed
         if draw_tokens is not None and params.logprobs is None:
-            work = (False, False, is_changed, 0, False, draw_tokens)
+            work: _Fields = (False, False, is_changed, 0, False, draw_tokens)
         else:
             is_limited, num_likely = _is_limited(params, vocab_size), num_to_look_at(params, logits)
             work = (params.temperature == 0, is_limited, is_changed, num_likely, params.logprobs is not None, None)

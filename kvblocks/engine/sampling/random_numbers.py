@@ -28,8 +28,7 @@ def uniforms(seeds: Iterable[int | None], positions: Iterable[int]) -> NDArray[n
         _NOTHING if seed is None else _digest(seed, position, b"kvblocks draw")
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    found: NDArray[np.float64] = (np.frombuffer(b"".join(digests), dtype="<u8") >> 11) * 2.0**-53
-    return found
+    return (np.frombuffer(b"".join(digests), dtype="<u8") >> 11) * np.float64(2.0**-53)
 
 
 def sample_seed(seed: int, number: int) -> int:
