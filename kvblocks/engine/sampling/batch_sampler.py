@@ -13,7 +13,6 @@ asked. It reads only as much as each draw needs.
 On a CPU a group is computed a few rows at a time, so that intermediate values stay in the processor's cache.
 """
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -393,15 +392,13 @@ def _parameters(asked: Sequence[SamplingParams], rows: Sequence[int], vocab_size
 def _entries(draws: Sequence[Draw]) -> Tensor | None:
     """The tokens that each draw's answer has: int64 [3, number], as `penalize` takes them; None: there are none."""
     seen = [(index, draw.seen) for index, draw in enumerate(draws) if draw.seen is not None]
-    tokens, counts = array("q"), array("q")
-    for _, own in seen:
-        tokens.extend(own.tokens)
-        counts.extend(own.counts)
-    if not tokens:
+    numbers = [len(own.tokens) for _, own in seen]
+    if not any(numbers):
         return None
-    entries = np.empty((3, len(tokens)), dtype=np.int64)
-    entries[0] = np.repeat([index for index, _ in seen], [len(own.tokens) for _, own in seen])
-    entries[1], entries[2] = np.frombuffer(tokens, dtype=np.int64), np.frombuffer(counts, dtype=np.int64)
+    entries = np.empty((3, sum(numbers)), dtype=np.int64)
+    entries[0] = np.repeat([index for index, _ in seen], numbers)
+    entries[1] = np.frombuffer(b"".join([own.tokens for _, own in seen]), dtype=np.int64)
+    entries[2] = np.frombuffer(b"".join([own.counts for _, own in seen]), dtype=np.int64)
     return torch.from_numpy(entries)
 
 
