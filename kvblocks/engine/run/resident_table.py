@@ -107,15 +107,15 @@ class ResidentTable:
                 f"expected a context of at most {min(max_blocks, len(block_ids))} blocks, got {num_used}"
             )
         first, offset = min(start_block, len(resident)), row.number * max_blocks
-        columns: Sequence[int] = range(first, num_used)
+        new, indexes = block_ids[first:num_used], [*range(offset + first, offset + num_used)]
         if first < len(resident):  # otherwise all are new, as for a sequence without a row
-            columns = [at for at in columns if at >= len(resident) or resident[at] != block_ids[at]]
-        new = [block_ids[at] for at in columns]
+            lacking = [at for at in range(first, num_used) if at >= len(resident) or resident[at] != block_ids[at]]
+            new, indexes = [block_ids[at] for at in lacking], [offset + at for at in lacking]
         if new and (min(new) < 0 or max(new) >= self._num_blocks):
             got = next(block_id for block_id in new if not 0 <= block_id < self._num_blocks)
             raise InvalidArgumentError(f"expected block ids from 0 to {self._num_blocks - 1}, got {got}")
         resident[first:num_used] = block_ids[first:num_used]
-        changes.indexes += [offset + at for at in columns]
+        changes.indexes += indexes
         changes.block_ids += new
 
     def forget(self) -> None:
