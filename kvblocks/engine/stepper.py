@@ -24,6 +24,7 @@ from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
+from kvblocks.engine.sampling.random_numbers import uniforms
 from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
 from kvblocks.engine.schedule.request import Request
@@ -182,10 +183,12 @@ class Stepper:
 
         after: the copies of states to make behind it. drawn: the tokens of the step before, if they aren't known.
         """
-        sampled = [chunk.sampled_requests for chunk in chunks if chunk.samples]
-        unknown = [0 if chunk.source is None else 1 for chunk in chunks if chunk.samples]
-        rows = [row for row, requests in enumerate(sampled) for _ in requests]
-        generations = [self._generations[request] for requests in sampled for request in requests]
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        requests = [(row, request) for row, chunk in enumerate(sampling) for request in chunk.sampled_requests]
+        rows = [row for row, _ in requests]
+        generations = [self._generations[request] for _, request in requests]
+        ends = [chunk.start + chunk.num_tokens for chunk in sampling]
+        positions = [ends[row] - request.sequence.num_prompt_tokens for row, request in requests]
         scorer = self._make_scorer(chunks)
         start_s = time.perf_counter()
         if drawn is not None:
@@ -194,8 +197,9 @@ class Stepper:
             logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
         if after:
             runner.copy_states(after)
-        draws = [one.next_draw(unknown[row]) for one, row in zip(generations, rows, strict=True)]
-        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
+        draws = [one.next_draw(position) for one, position in zip(generations, positions, strict=True)]
+        numbers = uniforms([one.sampler.random_seed for one in generations], positions)
+        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows, numbers), scorer, start_s)
 
     def _finish(
         self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True
@@ -206,26 +210,25 @@ class Stepper:
         that step was launched. Otherwise nobody writes the new tokens' KV, and they get no slots: an answer may end
         here, by a stop string, and its full blocks stay cached.
         """
-        both = [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
         try:
             outcomes = self._read(step)
             self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
-            return self._undo(both, error)
+            return self._undo(_both(step, planned), error)
         drawn = zip(step.generations, outcomes, strict=True)
         results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
         if None in tokens:
             if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
                 self.scheduler.manager.reset_prefix_cache()
-            self._raise_if_streamed(results, both)
+            self._raise_if_streamed(results, _both(step, planned))
         self.scheduler.complete(step.chunks, tokens, planned if is_launched else ())
         self.num_steps += 1
         if step.scorer is not None:
             self._note_scores(step.scorer, step.chunks)
         now_s = time.perf_counter()
         self._record_all(results, now_s)
-        ended = [self._generations.pop(chunk.request) for chunk in step.chunks if chunk.is_all]
+        ended = [self._generations.pop(chunk.request) for chunk in step.chunks if not chunk.samples and chunk.is_all]
         for generation in ended:
             generation.end(now_s)
         return [*(generation for generation, _ in results), *ended]
@@ -318,3 +321,8 @@ class Stepper:
         # The traceback is kept only for reading. Its frames would keep the model's tensors alive.
         clear_frames(error.__traceback__)
         return failed
+
+
+def _both(step: PendingStep, planned: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+    """The chunks of a step and of the one that was planned behind it, where a request that is in both comes once."""
+    return [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
