@@ -31,6 +31,8 @@ _GROUP = 16
 _MAGNITUDE = 0x7FFFFFFF
 _INDEX = 0xFFFFFFFF
 _LARGEST = torch.finfo(torch.float32).max
+_MOST_PENALIZED = _LARGEST / 2
+"""How large penalties make a logit at most, so that a penalized token stays more likely than a forbidden one."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -105,14 +107,15 @@ def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
     """Change float32 `logits` [num_draws, vocab] by the penalties for earlier tokens. O(entries).
 
     entries: int64 [3, num_entries]: rows of draws, tokens (each at most once per draw), and how often the answer has
-    them.
+    them. Infinite logits stay as they are.
     """
     draws, tokens, counts = entries
     flat, places = logits.view(-1), draws * logits.shape[1] + tokens
     values, penalty = flat[places], columns.repetition[draws, 0]
-    values = torch.where(values > 0, values / penalty, values * penalty)
+    penalized = torch.where(values > 0, values / penalty, values * penalty)
     taken = columns.frequency[draws, 0] * counts + columns.presence[draws, 0] * (counts > 0)
-    flat[places] = values - taken.clamp_(-_LARGEST, _LARGEST)
+    penalized = (penalized - taken.clamp_(-_LARGEST, _LARGEST)).clamp_(-_MOST_PENALIZED, _MOST_PENALIZED)
+    flat[places] = torch.where(values.isinf(), values, penalized)
 
 
 def add_bias(logits: Tensor, entries: Tensor, values: Tensor) -> None:

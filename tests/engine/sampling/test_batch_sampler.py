@@ -412,6 +412,18 @@ def test_a_ban_hides_no_nan():
     assert isinstance(outcome, BrokenLogitsError)
 
 
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1e38}, {"presence_penalty": 1e308}])
+def test_a_token_that_penalties_make_unlikely_still_comes_before_a_banned_one(penalty):
+    sequence = Sequence("one", [3])
+    sequence.append_tokens([3])
+    seen = TokenCounts(with_prompt=True)
+    seen.catch_up(sequence)
+    draw = Draw(SamplingParams(temperature=1.0, **penalty), seen, banned=(0, 1, 2, 4))
+    logits = torch.tensor([[1.0, 2.0, 0.0, -20.0, 5.0]])
+    (*outcomes,) = sample(BatchSampler(), logits, [[(draw, uniform(3, number)) for number in range(20)]])
+    assert {outcome.token_id for outcome in outcomes} == {3}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("repetition", [1.0, 2.0, 1e39, 1e308, 1e-39, 1e-308])
 @pytest.mark.parametrize(
