@@ -9,7 +9,7 @@ advances all of them.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -191,7 +191,7 @@ class Engine:
         Prompts that wait for the session gate count only from `wake_at` on.
         """
         wake_at = self.wake_at
-        if wake_at is not None and wake_at <= time.monotonic():
+        if not self.stepper.is_settled or (wake_at is not None and wake_at <= time.monotonic()):
             return True
         return self.scheduler.has_work or (self.offload is not None and self.offload.has_work)
 
@@ -214,7 +214,7 @@ class Engine:
         still be used.
         """
         generations = self._read(prompts, GenerationOptions(**options))
-        for _ in self._run(generations):
+        for _ in self._begin(generations):
             pass
         return [generation.completion for generation in generations if generation.completion is not None]
 
@@ -253,7 +253,7 @@ class Engine:
         Arguments and errors are those of `generate`. Prompts are checked at once, and begin when the first piece is
         taken. Closing the iterator drops unfinished prompts.
         """
-        return self._run(self._read(prompts, GenerationOptions(**options)))
+        return self._begin(self._read(prompts, GenerationOptions(**options)))
 
     def submit(
         self,
@@ -296,12 +296,12 @@ class Engine:
         self.manager.now = time.monotonic()
         if self.offload is not None:
             self.offload.seek(self.scheduler)
-        changed = self.stepper.step(self.runner)
+        self.stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
         self.metrics.observe()
         self._tell_events()
-        return changed
+        return self.stepper.take_told()
 
     def forget_salt(self, salt: str | None) -> int:
         """Delete the cached blocks of a salt (None: those of prompts without a salt), on the device and in all tiers.
@@ -390,7 +390,13 @@ class Engine:
             for generation in self._intake.read(prompt, options, f"prompts[{index}]", index)
         ]
 
-    def _run(self, generations: list[Generation]) -> Iterator[Piece]:
+    def _begin(self, generations: list[Generation]) -> Iterator[Piece]:
+        """The stream of these generations, which ends them however it ends."""
+        stream = self._run(generations)
+        self.stepper.watch(stream, generations)
+        return stream
+
+    def _run(self, generations: list[Generation]) -> Generator[Piece]:
         """Queue the requests, step until they are finished, and yield their pieces."""
         try:
             self.stepper.add(generations)
@@ -403,8 +409,7 @@ class Engine:
                 self.step()
                 self._wait_for_gate()
         finally:
-            for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
-                self.stepper.cancel(generation)
+            self.stepper.end(generations)
 
 
 def _check_limits(limits: object) -> StepLimits:

@@ -52,6 +52,10 @@ class PendingStep:
         return any(chunk.request.finish_reason is None for chunk in self.chunks)
 
     @property
-    def starts(self) -> dict[Request, int]:
-        """For each unfinished request, how many of its tokens were computed before this step. O(requests)."""
-        return {chunk.request: chunk.start for chunk in self.chunks if chunk.request.finish_reason is None}
+    def starts(self) -> dict[tuple[Request, int], int]:
+        """For each unfinished request, how many of its tokens were computed before this step. O(requests).
+
+        As `written_tokens` has them.
+        """
+        unfinished = [chunk for chunk in self.chunks if chunk.request.finish_reason is None]
+        return {(chunk.request, chunk.request.num_preemptions): chunk.start for chunk in unfinished}
