@@ -22,7 +22,7 @@ from kvblocks.engine.intake import Intake, Prompt
 from kvblocks.engine.model.fields import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
-from kvblocks.engine.run.backends import Backend, watch_compiling
+from kvblocks.engine.run.backends import Backend, choose_device, watch_compiling
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
@@ -234,7 +234,7 @@ class Engine:
         0 for kernels in Triton's cache on disk, and nothing for attention without Triton kernels. Raises
         InvalidArgumentError if the engine has unfinished work, and what a step raises. Cached blocks are unchanged.
         """
-        self._check_open()
+        self._check_usable()
         if on_step is not None and not callable(on_step):
             raise wrong("on_step", "a callable or None", on_step)
         if self.has_work or self.scheduler.entrance.held:
@@ -292,7 +292,7 @@ class Engine:
         the model and the sampler, and PoolExhaustedError if pins hold so many blocks that no request can go on. Nothing
         is lost then, and the next step tries again.
         """
-        self._check_open()
+        self._check_usable()
         self.manager.now = time.monotonic()
         if self.offload is not None:
             self.offload.seek(self.scheduler)
@@ -326,7 +326,7 @@ class Engine:
         The result says when the tiers' bytes are gone. Keep calling `step` until then: what is being transferred now is
         deleted by the step that sees the transfer end.
         """
-        self._check_open()
+        self._check_usable()
         self._note_transfers()
         number = self.manager.forget_salt(salt)
         if self.scheduler.remembered is not None:
@@ -351,10 +351,11 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        """Raise KVBlocksError if the engine was closed, since nobody would carry out its loads."""
+    def _check_usable(self) -> None:
+        """Raise KVBlocksError if the engine was closed, since nobody would carry out its loads, and for its stream."""
         if self.offload is not None and self.offload.is_closed:
             raise KVBlocksError("expected an engine that is open, got one that was closed: make another one")
+        self.runner.check_stream()
 
     def _tell_events(self) -> None:
         """Report the events since the last call."""
@@ -485,20 +486,3 @@ def _load(
     if parse_dtype(dtype) not in {None, loaded.dtype}:
         raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
     return loaded
-
-
-def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
-    """The device that `device` names. loaded: where the loaded model is, if any. Raises InvalidArgumentError."""
-    if device == "auto":
-        return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        chosen = torch.device("meta")
-    if chosen.type not in {"cpu", "cuda"}:
-        raise InvalidArgumentError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise InvalidArgumentError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
-    if loaded is not None and (chosen.type, chosen.index or 0) != (loaded.type, loaded.index or 0):
-        raise InvalidArgumentError(f"device: expected {str(loaded)!r}, where the loaded model is, got {device!r}")
-    return chosen

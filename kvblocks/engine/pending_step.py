@@ -16,7 +16,8 @@ class PendingStep:
 
     chunks: as they were scheduled. generations: those that get a token, chunk by chunk. scorer: scores prompts, if any
     asked for it. start_s: when it was launched, or when the device finished the previous step, if that is later; by
-    `time.perf_counter`.
+    `time.perf_counter`. took_s: how long it took, if it had ended when it was launched, as on a CPU. ended_unseen:
+    whether it ended while the caller did something else, so that nobody knows how long it took.
     """
 
     chunks: Sequence[ScheduledChunk]
@@ -24,6 +25,8 @@ class PendingStep:
     draws: BegunDraws
     scorer: Scorer | None
     start_s: float
+    took_s: float | None = None
+    ended_unseen: bool = False
 
     @property
     def may_be_followed(self) -> bool:

@@ -180,6 +180,8 @@ class Stepper:
 
     def _step(self, runner: ModelRunner) -> None:
         """As `step`."""
+        if self._pending is not None:
+            self._pending.ended_unseen = self._pending.draws.is_done
         for stream, generations in self._streams:
             iterator = stream()
             if iterator is None or iterator.gi_frame is None:
@@ -291,7 +293,10 @@ class Stepper:
         if after:
             runner.copy_states(after)
         draws = [one.next_draw(unknown[row]) for one, row in zip(generations, rows, strict=True)]
-        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
+        step = PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
+        if step.draws.is_done:
+            step.took_s = time.perf_counter() - start_s
+        return step
 
     def _finish(
         self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True
@@ -305,7 +310,7 @@ class Stepper:
         both = [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
         try:
             outcomes = self._read(step)
-            self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
+            self._note_time(step)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
             self._undo(both, error)
             return
@@ -327,6 +332,13 @@ class Stepper:
             if chunk.is_all:
                 self._note_end(self._generations[chunk.request], now_s)
         self._results = []
+
+    def _note_time(self, step: PendingStep) -> None:
+        """Note how long a step took that has just been read, if that is known: the caller's pauses don't count."""
+        if step.took_s is not None:
+            self.scheduler.note_step(step.chunks, step.took_s)
+        elif not step.ended_unseen:
+            self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
 
     def _read(self, step: PendingStep) -> list[Outcome]:
         """Wait for a step's tokens."""
