@@ -13,7 +13,7 @@ is unknown since when. So the whole cache is reset, which only costs time.
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from traceback import clear_frames
 from weakref import ref
 
@@ -29,10 +29,11 @@ from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
 from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
-from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.undoing import Written, undo, written_tokens
+from kvblocks.errors import CorruptStateError
 from kvblocks.groups.states.copies import StateCopy
 
 Outcomes = list[tuple[Generation, Outcome]]
@@ -415,20 +416,23 @@ class Stepper:
 
     def _note_end(self, generation: Generation, now_s: float) -> None:
         """End the request of a generation that has ended, or the generation of a request that has."""
-        request = generation.request
         if generation.finish_reason == "length" and generation.completion is None:
             generation.end(now_s)
         if generation.finish_reason != "cancelled":
             self._told[generation] = None
         # A generation may have ended before its request: by a stop string, or because its text can't be decoded.
-        self.scheduler.cancel(request, generation.finish_reason)
-        self._generations.pop(request, None)
+        self._cancel(generation.request, generation.finish_reason or "cancelled")
 
     def _drop(self, generation: Generation) -> None:
         """As `cancel`."""
-        self.scheduler.cancel(generation.request)
-        self._generations.pop(generation.request, None)
+        self._cancel(generation.request)
         self._told.pop(generation, None)
+
+    def _cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End a request, if it hasn't ended, and forget its generation. It is no error if the manager refuses calls."""
+        with suppress(CorruptStateError):
+            self.scheduler.cancel(request, reason)
+        self._generations.pop(request, None)
 
     def _end(self, generations: Sequence[Generation]) -> None:
         """As `end`."""

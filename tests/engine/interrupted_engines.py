@@ -24,13 +24,15 @@ PACKAGE = str(Path(kvblocks.engine.__file__).parent)
 class Interrupts:
     """Raises a KeyboardInterrupt at some lines of the engine's code, by their numbers in the order of running.
 
-    num_lines: how many lines have run. places: where interrupts came, as "file:line".
+    num_lines: how many lines have run. places: where interrupts came, as "file:line". times: by place, the numbers of
+    all times that it was run.
     """
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = frozenset(numbers)
         self.num_lines = 0
         self.places: list[str] = []
+        self.times: dict[tuple[str, int], list[int]] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -48,6 +50,8 @@ class Interrupts:
     def _watch(self, frame: FrameType, event: str, _arg: object) -> Any:
         if event == "line":
             self.num_lines += 1
+            if not self.numbers:
+                self.times.setdefault((frame.f_code.co_filename, frame.f_lineno), []).append(self.num_lines)
             if self.num_lines in self.numbers:
                 self.places.append(f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}")
                 raise KeyboardInterrupt  # Python then ends the tracing, until `on` is entered again

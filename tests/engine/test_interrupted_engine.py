@@ -1,15 +1,14 @@
 """Ctrl-C at any line of the engine's code loses no block, no request and no piece, and the engine can still be used."""
 
-import os
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.interrupted_engines import Caller, Interrupts, judge, outcome
-from engine.small_models import random_tokens, random_weights
+from engine.small_models import random_tokens
 from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.errors import CorruptStateError
 
 NUM_BLOCKS = 64
 GREEDY = {"max_tokens": 4, "ignore_eos": True}
@@ -148,17 +147,208 @@ CASES = {
 }
 
 
-def run(model, case, *numbers):
-    """Run a case with interrupts at these lines. Returns the caller, whose engine is left as it is."""
-    script, options = CASES[case]
-    caller = Caller(make(model, **options), Interrupts(*numbers))
-    script(caller)
+def expect(model, case):
+    """The answers of an undisturbed run, and when each of its lines runs."""
+    caller = Caller(make(model, **CASES[case][1]), Interrupts())
+    CASES[case][0](caller)
+    expected = {name: outcome(pieces) for name, pieces in caller.answers.items()}
+    judge(caller, expected)
+    return expected, caller.interrupts
+
+
+# --- any line --------------------------------------------------------------------------------------------------------
+
+
+def check_at(model, case, expected, *numbers):
+    """Interrupt a case at these lines, and judge it. The message of a failure says where the interrupts came."""
+    caller = Caller(make(model, **CASES[case][1]), Interrupts(*numbers))
+    try:
+        CASES[case][0](caller)
+        judge(caller, expected)
+    except Exception as error:
+        raise AssertionError(f"{case}: interrupted at {numbers}, {caller.interrupts.places}: {error}") from error
     return caller
 
 
-def expect(model, case):
-    """The answers of an undisturbed run, and how many lines that has."""
-    caller = run(model, case)
-    expected = {name: outcome(pieces) for name, pieces in caller.answers.items()}
-    judge(caller, expected)
-    return expected, caller.interrupts.num_lines
+@pytest.mark.every(5)
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupt_at_some_lines_loses_nothing(model, case):
+    """One line, or two, so that the second one may come while the first one's traces are removed."""
+    expected, undisturbed = expect(model, case)
+    rng = random.Random(case)
+    first = rng.randrange(1, undisturbed.num_lines)
+    assert len(check_at(model, case, expected, first, first + rng.randrange(1, 400)).interrupts.places) > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupt_at_any_line_loses_nothing(model, case):
+    """At the first, a middle and the last time that each line runs; each once more with a second one soon after."""
+    expected, undisturbed = expect(model, case)
+    rng = random.Random(case)
+    for times in undisturbed.times.values():
+        for first in sorted({times[0], times[len(times) // 2], times[-1]}):
+            check_at(model, case, expected, first)
+        check_at(model, case, expected, first := rng.choice(times), first + rng.randrange(1, 400))
+
+
+# --- single faults ---------------------------------------------------------------------------------------------------
+
+
+def interrupt_behind(monkeypatch, owner, name):
+    """Have the next call of a method do its work, and then raise a KeyboardInterrupt."""
+    works = getattr(owner, name)
+
+    def interrupted(*given, **options):
+        monkeypatch.setattr(owner, name, works)
+        works(*given, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+def die(*given):
+    raise RuntimeError("the step died")
+
+
+def answer_two(model, **options):
+    """An engine with two prompts under way, their generations, and what they are to be answered."""
+    prompts = [random_tokens(model.config, 9, seed=seed) for seed in range(2)]
+    expected = [one.token_ids for one in make(model).generate(prompts, **GREEDY)]
+    engine = make(model, **options)
+    generations = [engine.submit(prompt, **GREEDY)[0] for prompt in prompts]
+    return engine, generations, expected
+
+
+def finish(engine):
+    while engine.has_work:
+        engine.step()
+    engine.manager.check()
+    assert engine.manager.num_free_blocks == engine.manager.num_blocks
+    assert not engine.stepper._generations
+
+
+def test_an_interrupt_within_an_abort_leaves_nobody_running_without_blocks(model, monkeypatch):
+    engine, generations, expected = answer_two(model)
+    engine.step()
+    for generation in generations:
+        generation.is_submitted = False  # their step is undone, and computed again
+    monkeypatch.setattr(engine.runner, "run", die)
+    interrupt_behind(monkeypatch, engine.manager, "abort")
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert all(request.sequence.is_allocated for request in engine.scheduler.running)
+    finish(engine)
+    assert [[piece.token_id for piece in one.pieces] for one in generations] == expected
+
+
+@pytest.mark.parametrize("where", ["before its blocks are free", "behind the scheduler's part"])
+def test_an_interrupted_cancel_leaves_no_ghost(model, where, monkeypatch):
+    engine, (gone, stays), expected = answer_two(model)
+    engine.step()
+    if where == "before its blocks are free":
+        interrupt_behind(monkeypatch, engine.scheduler.lookups, "forget")
+    else:
+        interrupt_behind(monkeypatch, engine.scheduler, "cancel")
+    with pytest.raises(KeyboardInterrupt):
+        engine.cancel(gone)
+    engine.cancel(gone)
+    assert list(engine.stepper._generations.values()) == [stays]
+    assert gone.finish_reason == "cancelled"
+    finish(engine)
+    assert stays.completion.token_ids == expected[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_an_interrupt_behind_complete_loses_no_piece(model, overlap, number, monkeypatch):
+    """The requests have their tokens, which nobody was told of."""
+    engine, generations, expected = answer_two(model, overlap=overlap)
+    for _ in range(number - 1 + overlap):
+        engine.step()
+    interrupt_behind(monkeypatch, engine.scheduler, "complete")
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    ended = []
+    while engine.has_work:
+        ended += [one for one in engine.step() if one.finish_reason is not None]
+    assert [[piece.token_id for piece in one.pieces] for one in generations] == expected
+    assert ["".join(piece.text for piece in one.pieces) for one in generations] == [one.text for one in generations]
+    assert ended == generations
+    finish(engine)
+
+
+def test_an_interrupted_submit_queues_nothing(model, monkeypatch):
+    """Neither one of several samples, nor a request without a generation, which no step could go on with."""
+    engine, generations, expected = answer_two(model)
+    engine.step()
+    interrupt_behind(monkeypatch, engine.scheduler, "add_checked")
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit([1, 2, 3], **GREEDY, n=2)
+    assert list(engine.stepper._generations.values()) == generations
+    finish(engine)
+    assert [one.completion.token_ids for one in generations] == expected
+
+
+def test_what_a_step_has_told_is_returned_by_the_next_one(model, monkeypatch):
+    """The interrupt comes behind the step itself, as when the engine waits for a transfer."""
+    engine, generations, _ = answer_two(model)
+    engine.step()
+    interrupt_behind(monkeypatch, engine.metrics, "observe")
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.step() == generations
+    for _ in range(1):
+        interrupt_behind(monkeypatch, engine.metrics, "observe")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.has_work and all(one.finish_reason == "length" for one in generations)
+    assert engine.step() == generations
+    assert not engine.has_work
+
+
+def test_a_second_interrupt_while_a_call_is_dropped_leaves_no_ghost(model, monkeypatch):
+    """Whoever presses Ctrl-C twice interrupts the end of `generate`, too."""
+    engine, generations, expected = answer_two(model)
+    monkeypatch.setattr(engine.runner, "run", interrupted := lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    interrupt_behind(monkeypatch, engine.stepper, "_drop")
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3], [4, 5]], **GREEDY, n=2)
+    assert engine.runner.run is interrupted
+    monkeypatch.undo()
+    engine.step()
+    assert list(engine.stepper._generations.values()) == generations
+    finish(engine)
+    assert [one.completion.token_ids for one in generations] == expected
+
+
+def test_an_interrupted_timeout_still_ends_its_request(model, monkeypatch):
+    engine, generations, expected = answer_two(model)
+    (late,) = engine.submit([1, 2, 3], **GREEDY, timeout_s=1e-9)
+    interrupt_behind(monkeypatch, engine.scheduler, "expire")
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert late in engine.step()
+    assert late.finish_reason == "timeout"
+    finish(engine)
+    assert [one.completion.token_ids for one in generations] == expected
+
+
+def test_an_interrupt_within_a_call_of_the_manager_is_heard_and_then_the_engine_refuses(model, monkeypatch):
+    engine, generations, _ = answer_two(model)
+    engine.step()
+
+    def interrupted(*given):
+        engine.manager._change.begin()  # as if it had come in the middle of a change
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.runner, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3], [4, 5]], **GREEDY, session="a session")
+    with pytest.raises(CorruptStateError, match="got one where an exception"):
+        engine.step()
+    for generation in generations:
+        engine.cancel(generation)
+    assert not engine.has_work
