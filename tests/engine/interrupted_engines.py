@@ -151,7 +151,7 @@ def outcome(pieces: list[Piece]) -> list[Any]:
 
 
 def judge(caller: Caller, expected: dict[str, list[Any]]) -> None:
-    """Raise AssertionError if an interrupted run has lost, kept or changed anything. Frees the remembered prompts."""
+    """Raise AssertionError if an interrupted run has lost, kept or changed anything. Closes the engine."""
     engine = caller.engine
     scheduler, stepper = engine.scheduler, engine.stepper
     assert not scheduler.running and not scheduler.waiting and not scheduler.entrance.held, "left in the queue"
@@ -159,8 +159,8 @@ def judge(caller: Caller, expected: dict[str, list[Any]]) -> None:
     assert not getattr(stepper, "_streams", ()), "ghosts of streams"
     if scheduler.remembered is not None:
         scheduler.remembered.check()
-        scheduler.remembered.clear()
     engine.manager.check()
+    engine.close()
     assert engine.manager.num_free_blocks == engine.manager.num_blocks, "lost blocks"
     for name, pieces in expected.items():
         found = outcome(caller.answers.get(name, []))

@@ -171,9 +171,9 @@ class StepUploader:
         arrange: makes the sections from what `_pack` returns. The first one is the tokens; `drawn` are put in there.
         """
         changes = [TableChanges() for _ in self.tables]
-        for table in self.tables:
-            table.reserve(len(rows))
         try:
+            for table in self.tables:
+                table.reserve(len(rows))
             packed = self._pack(rows, changes)
             sections = arrange(*packed)
             num_sections = len(sections)
