@@ -6,6 +6,11 @@ generations. There, an error ends only the generation that it concerns (see `eng
 
 An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: a step of one
 advances all of them.
+
+An interrupt (KeyboardInterrupt) may come at any point of a call. The next call repairs what it has left: requests that
+ran wait again, and lose neither tokens nor pieces. What an interrupted `generate` or iterator of `stream` was to answer
+is dropped. If the interrupt comes in the middle of a call of the manager, later steps raise CorruptStateError: make
+another engine.
 """
 
 import time
@@ -96,7 +101,12 @@ class Engine:
     "disk:FOLDER" and "valkey://HOST:6379", or `TierOptions`, which also have a size and a secret (docs/tiers.md). Close
     an engine with tiers (`close`, or `with`): the next one finds only blocks stored by then.
     on_events: called after each step with the events of blocks that were cached or removed, on the device and in tiers.
-    It must neither block nor raise; `EventPublisher.publish` is such a function. None: no events are recorded.
+    It must neither block nor raise; `EventPublisher.publish` is such a function. An interrupt may lose the events of
+    its step. None: no events are recorded.
+
+    On CUDA, use an engine under the stream that was current when it was made, since only a stream's order keeps a step
+    behind the ones before it. Under another stream, `step` and other calls that use the device raise
+    InvalidArgumentError.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling, num_steps, and stepper with its
     `waited_s` and `overlaps`. You may assign `limits` and `stepper.overlaps`.
@@ -268,7 +278,8 @@ class Engine:
         prompt, options: as for `generate`. prompt_index: the number that its pieces carry, for callers with several
         prompts. timeout_s: seconds from now, waiting included, after which the next step ends the prompt with
         finish_reason "timeout". Raises what `generate` raises before anything is computed, and then queues nothing. A
-        later failure ends the generation with finish_reason "error"; the exception is its attribute `error`.
+        later failure ends the generation with finish_reason "error"; the exception is its attribute `error`. An
+        interrupted call queues nothing, unless the interrupt comes as it returns: then nobody can cancel the prompt.
         """
         if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
             raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
@@ -285,7 +296,8 @@ class Engine:
     def step(self) -> list[Generation]:
         """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
 
-        With `overlap` it may return the results of the previous step, and leave its own to the next call.
+        With `overlap` it may return the results of the previous step, and leave its own to the next call. What an
+        interrupted call was to return, the next one returns, unless the interrupt came as it returned.
 
         `stream` and `generate` call this, and you may call it too. For submitted generations it never raises: if a step
         fails, its generations end with finish_reason "error". For the generations of a stream it raises the errors of

@@ -7,13 +7,18 @@ is known to be the cause.
 
 Where steps overlap, the device computes a step while the host schedules and launches the next one (`PendingStep`).
 
-In both cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and it
+A call may also be interrupted at any point. So each call marks its beginning and its end, as the manager's changes do,
+and what was left half done is repaired at once, or else by the next call. The repair trusts only what an interrupt
+can't leave half changed: the generations, each request's tokens, and what was written before the call.
+
+In all cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and it
 is unknown since when. So the whole cache is reset, which only costs time.
 """
 
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from inspect import GEN_CLOSED, getgeneratorstate
 from traceback import clear_frames
 from weakref import ref
 
@@ -185,7 +190,7 @@ class Stepper:
             self._pending.ended_unseen = self._pending.draws.is_done
         for stream, generations in self._streams:
             iterator = stream()
-            if iterator is None or iterator.gi_frame is None:
+            if iterator is None or getgeneratorstate(iterator) == GEN_CLOSED:
                 self._end(generations)
         now_s = time.perf_counter()
         for request in self.scheduler.expire(now_s):
@@ -228,7 +233,7 @@ class Stepper:
         runner: ModelRunner,
         after: Sequence[StateCopy],
     ) -> None:
-        """Launch a scheduled step, and read the one before it, which is pending, or else itself if nothing may overlap."""
+        """Launch a scheduled step. Read the one before it, which is pending, or else itself if nothing may overlap."""
         if not chunks:
             if pending is not None:
                 self._finish(pending)
@@ -299,9 +304,7 @@ class Stepper:
             step.took_s = time.perf_counter() - start_s
         return step
 
-    def _finish(
-        self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True
-    ) -> None:
+    def _finish(self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True) -> None:
         """Read a launched step's tokens, and record them.
 
         planned: the step behind it, if it is scheduled. It is undone, too, if this step has died. is_launched: whether

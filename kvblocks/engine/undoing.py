@@ -46,6 +46,7 @@ def undo(scheduler: Scheduler, written: Written, requests: Iterable[Request] = (
         with suppress(CorruptStateError):
             scheduler.remembered.recover()
     for request in reversed([*queued, *siblings]):
+        request.end_if_done()
         with suppress(CorruptStateError):
             _abort(scheduler, request, written)
             if request.finish_reason is not None:

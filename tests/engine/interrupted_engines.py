@@ -71,7 +71,6 @@ class Caller:
     generations: dict[str, Any] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
     returned: list[Any] = field(default_factory=list)
-    num_ghosts: int = 0
 
     def call(self, function: Callable[[], Any]) -> tuple[Any, bool]:
         """Call a function of the engine. Returns its result, and whether it was interrupted."""
@@ -139,6 +138,11 @@ class Caller:
         self.step()
 
 
+def unfinished(engine: Engine) -> list[Any]:
+    """The generations that an engine holds."""
+    return list(engine.stepper._generations.values())  # noqa: SLF001
+
+
 def outcome(pieces: list[Piece]) -> list[Any]:
     """All of an answer but its times and what it cost."""
     found: list[Any] = []
@@ -153,10 +157,10 @@ def outcome(pieces: list[Piece]) -> list[Any]:
 def judge(caller: Caller, expected: dict[str, list[Any]]) -> None:
     """Raise AssertionError if an interrupted run has lost, kept or changed anything. Closes the engine."""
     engine = caller.engine
-    scheduler, stepper = engine.scheduler, engine.stepper
+    scheduler = engine.scheduler
     assert not scheduler.running and not scheduler.waiting and not scheduler.entrance.held, "left in the queue"
-    assert not stepper._generations, "ghosts"
-    assert not getattr(stepper, "_streams", ()), "ghosts of streams"
+    assert not unfinished(engine), "ghosts"
+    assert not engine.stepper._streams, "ghosts of streams"  # noqa: SLF001
     if scheduler.remembered is not None:
         scheduler.remembered.check()
     engine.manager.check()

@@ -26,7 +26,7 @@ def test_a_request_that_was_preempted_and_started_again_has_written_nothing():
     for _ in range(3):
         step(scheduler, cache)
     written = written_tokens(scheduler)
-    scheduler._preempt_youngest()
+    scheduler._preempt_youngest()  # noqa: SLF001
     scheduler.manager.reset_prefix_cache()
     assert scheduler.schedule()
     assert num_cached(scheduler, [1] * 8) == 8, "as soon as it has slots"
@@ -46,6 +46,19 @@ def test_what_the_queue_has_lost_comes_from_the_caller_and_who_has_ended_leaves(
     assert list(scheduler.waiting) == [lost, waits]
     finish(scheduler, cache)
     assert lost.output_token_ids == answer_alone((None, 0), [0] * 5, 4)
+
+
+def test_who_has_the_last_token_has_ended():
+    """`take_token` was interrupted behind the token."""
+    scheduler, cache = make(20, debug=True), FakeCache(BLOCK_SIZE)
+    stopped, whole, goes_on = (add(scheduler, str(number), [number] * 5) for number in range(3))
+    stopped.stop_token_ids = frozenset([7])
+    for request, tokens in ((stopped, [7]), (whole, [1, 2, 1, 2]), (goes_on, [1])):
+        request.sequence.append_tokens(tokens)
+    undo(scheduler, {})
+    assert [one.finish_reason for one in (stopped, whole, goes_on)] == ["stop", "length", None]
+    assert list(scheduler.waiting) == [goes_on]
+    finish(scheduler, cache)
 
 
 def test_samples_whose_first_one_has_ended_get_its_place():
