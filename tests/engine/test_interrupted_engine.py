@@ -321,7 +321,7 @@ def test_a_second_interrupt_while_a_call_is_dropped_leaves_no_ghost(model, monke
     """Whoever presses Ctrl-C twice interrupts the end of `generate`, too."""
     engine, generations, expected = answer_two(model)
     monkeypatch.setattr(engine.runner, "run", interrupt)
-    interrupt_behind(monkeypatch, engine.stepper, "_drop")
+    interrupt_behind(monkeypatch, engine.scheduler, "cancel")
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2, 3], [4, 5]], **GREEDY, n=2)
     monkeypatch.undo()

@@ -144,7 +144,7 @@ class Request:
         self._end_with(token_id)
 
     def end_if_done(self) -> None:
-        """Set the finish_reason, as `take_token` would have done if it had not been interrupted. O(tokens generated)."""
+        """Set the finish_reason that an interrupted `take_token` has not set. O(tokens generated)."""
         if self.finish_reason is None and self.num_output_tokens:
             self._end_with(self.output_token_ids[-1])
 
