@@ -63,9 +63,9 @@ def make_cases(salt: str | None) -> dict[str, Case]:
     of = "" if salt is None else ", with a salt"
     prepared = {
         "in a loop": fresh,
-        "behind a pass": compute,
-        "behind a pass and another lookup": compute_and(lambda: manager.get_computed_blocks(other)),
-        "behind a pass and a look at the blocks": compute_and(lambda: [block.ref_cnt for block in blocks]),
+        "after a pass": compute,
+        "after a pass and another lookup": compute_and(lambda: manager.get_computed_blocks(other)),
+        "after a pass and a look at the blocks": compute_and(lambda: [block.ref_cnt for block in blocks]),
     }
     return {name + of: Case(manager.get_computed_blocks, 1, prepare) for name, prepare in prepared.items()}
 
@@ -76,8 +76,8 @@ def run(num_rounds: int, num_samples: int) -> list[dict[str, object]]:
     cases = make_cases(None) | make_cases("tenant")
     spreads = measure(cases, num_rounds, num_samples)
     with _Busy():
-        name = "behind a pass, another thread beside"
-        spreads |= measure({name: cases["behind a pass"]}, num_rounds, num_samples)
+        name = "after a pass, another thread beside"
+        spreads |= measure({name: cases["after a pass"]}, num_rounds, num_samples)
     return [
         {"item": name, "unit": "us/lookup", **{key: round(value / 1000, 1) for key, value in numbers.items()}}
         for name, numbers in (
@@ -106,7 +106,7 @@ class _Busy:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print."""
     parser = argparse.ArgumentParser(
-        prog="bench.cold_lookup", description="Lookups in a loop, and behind a model's pass."
+        prog="bench.cold_lookup", description="Lookups in a loop, and after a model's forward pass."
     )
     parser.add_argument("--quick", action="store_true", help="few rounds: only checks that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")

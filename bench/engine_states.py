@@ -145,7 +145,9 @@ def measure(model: LoadedModel, num_rounds: int, marks: tuple[int, ...]) -> tupl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.engine_states", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen3-next-small", choices=sorted(SHAPES))
     parser.add_argument("--marks", action="store_true", help="mark the end of the handbook")
     parser.add_argument("--rounds", type=int, default=5)

@@ -60,7 +60,9 @@ def measure_length(engines: dict[bool, Engine], num_tokens: int, num_rounds: int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.repeats", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2", help=f"a folder, or one of {', '.join(sorted(KNOWN_MODELS))}")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)

@@ -3,9 +3,9 @@
 The keys of a sequence are split among several programs, whose parts are merged by a second launch. There are two ways
 to split:
 
-* Even shares, the default: a fixed number of programs divide the tiles of all sequences and heads (`device.shares`). *
-Splits of a fixed number of keys: a sequence's splits, and the order in which they are merged, depend on its own length
-only. So its bits do not depend on the batch. The price is unequal work, and a part for every split.
+* Even shares, the default: a fixed number of programs divide the tiles of all sequences and heads (`device.shares`).
+* Splits of a fixed number of keys: a sequence's splits, and the order in which they are merged, depend on its own
+  length only. So its bits do not depend on the batch. The price is unequal work, and a part for every split.
 
 The host reads only shapes, so a call can be captured in a CUDA graph and replayed with other block tables and lengths
 in the same tensors.
@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvblocks.kernels import table
 from kvblocks.kernels.device.decode import (
     decode_ends_kernel,
     split_kernel,
@@ -33,6 +34,7 @@ from kvblocks.kernels.launching import (
     facts_of,
     find_launch,
     make_room,
+    merge_options,
     parts_at_once,
     scaling,
     strides,
@@ -144,7 +146,7 @@ def _decode_shared(
     if call.shape.num_seqs > 0:
         merge = attend_stream(tensors, options, call, used, results)
         if merge.num_programs > 0:
-            stream_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
+            stream_merge_kernel[merge.grid](*merge.arguments, **merge.constants, **merge_options(query.device))
     return results
 
 
@@ -170,11 +172,12 @@ def prepare_stream(tensors: _Inputs, options: AttentionOptions, shape: Attention
     launch = make_room(shares.launch, query, caches[0], options)
     heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
+    early = {"PDL": table.launches_early(query.device)}
     return StreamCall(
         shape,
         count_programs(query.device, launch),
         strides(query, *caches),
-        heads | tile_constants(query, caches[0], launch, options) | flags,
+        heads | tile_constants(query, caches[0], launch, options) | flags | early,
         {
             **heads,
             "GROUP": shape.group_size,
@@ -243,6 +246,7 @@ def _decode_split(
         *(num_kv_heads, max_splits, window, split_keys, *scaling(options), *strides(query, *caches)),
         **flags,
         **tile_constants(query, caches[0], launch, options),
+        PDL=table.launches_early(query.device),
     )
     split_merge_kernel[(shape.num_seqs, shape.num_heads)](
         *(seq_lens, options.sinks, output, lse, parts, part_lse),
@@ -251,5 +255,5 @@ def _decode_split(
         GROUP=shape.group_size,
         HEAD_DIM=shape.cache.head_dim,
         PARTS=parts_at_once(1, shape.cache.head_dim),
-        num_warps=4,
+        **merge_options(query.device),
     )

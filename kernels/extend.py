@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvblocks.kernels import table
 from kvblocks.kernels.device.extend import extend_ends_kernel, extend_kernel, extend_merge_kernel
-from kvblocks.kernels.device.pieces import SPREAD, piece_kernel, piece_merge_kernel
+from kvblocks.kernels.device.pieces import piece_kernel, piece_merge_kernel
+from kvblocks.kernels.device.shares import SPREAD
 from kvblocks.kernels.launching import (
     CHUNK,
     MERGED_ROWS,
@@ -29,6 +31,7 @@ from kvblocks.kernels.launching import (
     empty_results,
     facts_of,
     find_launch,
+    merge_options,
     parts_at_once,
     scaling,
     strides,
@@ -162,8 +165,8 @@ def _attend_shared(
         **call.constants,
     )
     if call.merging:
-        extend_merge_kernel[(call.num_programs - 1, part_rows // MERGED_ROWS)](
-            *(*units, *results, *parts, *sizes, call.num_programs), **call.merging, num_warps=4
+        extend_merge_kernel[(call.num_programs - 1, SPREAD.value)](
+            *(*units, *results, *parts, *sizes, call.num_programs), **call.merging
         )
     return results
 
@@ -187,10 +190,9 @@ def _attend_pieces(
         **call.constants,
     )
     if call.merging:
-        piece_merge_kernel[(call.num_units, call.constants["NUM_KV_HEADS"], SPREAD)](
+        piece_merge_kernel[(call.num_units, call.constants["NUM_KV_HEADS"], SPREAD.value)](
             *(query_start, seq_lens, *results, parts, part_lse, *sizes, call.num_slots, window),
             **call.merging,
-            num_warps=4,
         )
     return results
 
@@ -200,7 +202,7 @@ def _prepare(tensors: _Inputs, options: AttentionOptions, output: Tensor | None,
     query, key_cache, value_cache, block_tables, *_ = tensors
     shape, num_units, constants = _check_shares(tensors, options, output, shares)
     num_programs = count_programs(query.device, shares.launch)
-    merging = _merging(constants, shape)
+    merging = _merging(query.device, constants, shape)
     return _Call(
         shape,
         num_units,
@@ -221,7 +223,7 @@ def _prepare_pieces(tensors: _Inputs, options: AttentionOptions, output: Tensor 
     if num_full * num_kv_heads >= FULL_TILES * num_programs or 4 * query.numel() * num_slots > MOST_PART_BYTES:
         num_programs, num_slots = num_units * num_kv_heads, 0
     pieces: dict[str, int | bool] = {"PIECE": PIECE_KEYS}
-    merging = _merging(constants, shape) | pieces | {"HAS_WINDOW": options.window is not None}
+    merging = _merging(query.device, constants, shape) | pieces | {"HAS_WINDOW": options.window is not None}
     return _Call(
         shape,
         num_units,
@@ -251,15 +253,15 @@ def _check_shares(
         check_indices("shares.ends", shares.ends, num_units)
         check_devices(query=query, shares=shares.ends)
     flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
+    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads, "PDL": table.launches_early(query.device)}
     return shape, num_units, heads | tile_constants(query, key_cache, shares.launch, options) | flags
 
 
-def _merging(constants: dict[str, int | bool], shape: AttentionShape) -> dict[str, int | bool]:
-    """The constants of a merge that it has from its call's."""
+def _merging(device: torch.device, constants: dict[str, int | bool], shape: AttentionShape) -> dict[str, int | bool]:
+    """The constants and launch options of a merge, most of which are its call's."""
     names = ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "TILE_M")
-    rows = {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)}
-    return {name: constants[name] for name in names} | rows
+    sizes = {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)}
+    return {name: constants[name] for name in names} | sizes | merge_options(device)
 
 
 def _check_call(tensors: _Inputs, options: AttentionOptions, output: Tensor | None) -> AttentionShape:

@@ -15,7 +15,7 @@ INTERPRETED = is_interpreted()
 CHUNK = 1024
 """How many units' ends (`device.shares`) a program computes at once."""
 MERGED_ROWS = 4
-"""How many rows of a tile a program merges."""
+"""How many rows of a tile a program merges at once."""
 
 
 Prepared = TypeVar("Prepared")
@@ -64,7 +64,7 @@ class Shares:
 class Merge:
     """The arguments of a kernel such as `stream_merge_kernel`, which merges the parts of heads that programs split.
 
-    grid: (programs of the call minus 1, tiles of a head's rows). A single program splits no head.
+    grid: (programs of the call minus 1, how many merge a head). A single program splits no head.
     """
 
     grid: tuple[int, int]
@@ -153,6 +153,12 @@ def empty_parts(query: Tensor, num_programs: int, part_rows: int) -> tuple[Tenso
     parts = torch.empty(num_programs, 2, part_rows, query.shape[-1], dtype=torch.float32, device=query.device)
     part_lse = torch.empty(num_programs, 2, part_rows, dtype=torch.float32, device=query.device)
     return parts, part_lse
+
+
+def merge_options(device: torch.device) -> dict[str, int | bool]:
+    """The constant `PDL` and the launch options of a kernel that merges parts of the launch before it."""
+    options: dict[str, int | bool] = {"PDL": table.launches_early(device), "num_warps": 4}
+    return options | {"launch_pdl": True} if options["PDL"] else options
 
 
 def parts_at_once(rows: int, head_dim: int) -> int:

@@ -126,6 +126,15 @@ def reads_pairs(query: Tensor, key_cache: Tensor, rows: int) -> bool:
     return key_cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32 and not has_warpgroups
 
 
+def launches_early(device: torch.device) -> bool:
+    """Whether a merge is launched before the programs whose parts it merges have ended.
+
+    By programmatic dependent launch (PDL), which came with compute capability 9.0. The merge finds its work meanwhile,
+    and waits before it reads a part.
+    """
+    return family(device) in ("sm90", "sm100")
+
+
 INTERPRETED_SMS = 2
 """The number of SMs to assume in the interpreter, which has none. It is above 1, so that work is divided there, too."""
 

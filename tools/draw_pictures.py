@@ -56,7 +56,7 @@ def claim() -> Picture:
             [("kvblocks", 0.217, "0.22"), ("SGLang 0.5.23", 0.107, "0.11"), ("vLLM 0.33", 6.062, "6.1")],
         ),
         (
-            "first token of an answer behind a shared prompt of 1,024 tokens, in seconds",
+            "first token of an answer after a shared prompt of 1,024 tokens, in seconds",
             [("cached", 0.15, "0.15"), ("computed", 2.92, "2.92")],
         ),
     ]
@@ -151,7 +151,7 @@ def checkpoint_way() -> Picture:
         "S1 to S3 are the parts of one state. They are found, moved and evicted together, never in part.",
         "small",
     )
-    picture.text(20, 328, "The second sequence goes on behind the last token that the state has seen.", "small")
+    picture.text(20, 328, "The second sequence goes on after the last token that the state has seen.", "small")
     return picture
 
 
@@ -274,7 +274,7 @@ def runs() -> Picture:
     picture.text(20, 160, "run B")
     picture.arrow((310, 155), (290, 155), (290, 92))
     picture.text(540, 80, "tokens of 6 blocks in one piece", "small")
-    picture.text(540, 160, "attached behind block 2", "small")
+    picture.text(540, 160, "attached after block 2", "small")
     picture.text(
         20, 200, "A prompt that begins like A and goes on like B is found in two steps, however long it is.", "small"
     )

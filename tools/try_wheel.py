@@ -5,8 +5,7 @@
 Each PYTHON gets a virtual environment of its own in a temporary folder: the wheel, its dependencies, and the tests'
 tools at the versions in constraints.txt. There the trial imports kvblocks, hits a cached prefix, runs README.md's code,
 compares what it prints with its comments, runs the command that needs an extra, and runs the tests below on a copy of
-tests/. It prints a line for each interpreter. The exit status is
-1 if one failed.
+tests/. It prints a line for each interpreter. The exit status is 1 if one failed.
 """
 
 import argparse

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvblocks.kernels import extend as extend_module
-from kvblocks.kernels import oracle
+from kvblocks.kernels import oracle, table
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
 from kvblocks.kernels.decode import decode
 from kvblocks.kernels.extend import extend
@@ -172,9 +172,11 @@ def our_contestants(workload: Workload) -> Iterator[tuple[str, Contestant, bool]
     """Yield kvblocks' ways of computing a workload: (name, way, whether it reads shared pages once)."""
     if workload.is_decode:
         yield "kvblocks decode", _decode, False
+        yield "kvblocks decode, without PDL", without_pdl(_decode), False
         yield f"kvblocks decode, splits of {SPLIT_KEYS}", _decode_splits, False
     else:
         yield "kvblocks extend", _extend, False
+        yield "kvblocks extend, without PDL", without_pdl(_extend), False
     if workload.num_shared:
         yield "kvblocks cascade_decode", _cascade, True
         return
@@ -214,6 +216,16 @@ def _cascade(batch: Batch) -> Tensor:
     assert batch.runs is not None and batch.own is not None
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.own, batch.block_tables, batch.runs)
     return cascade_decode(*tensors, **batch.options)[0]
+
+
+def without_pdl(way: Contestant) -> Contestant:
+    """The same, but merges are launched when the programs before them have ended."""
+
+    def attend(batch: Batch) -> Tensor:
+        with patch.object(table, "launches_early", lambda _device: False):
+            return way(batch)
+
+    return attend
 
 
 class Checker:

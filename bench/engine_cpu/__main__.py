@@ -145,7 +145,9 @@ def entries(asked: argparse.Namespace, dequantised: Path) -> dict[str, tuple[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.engine_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")

@@ -133,7 +133,9 @@ def make_rows(found: dict[str, list[float]], num_rows: int, num_bytes: int) -> l
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.engine_cpu.products", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true")

@@ -154,7 +154,9 @@ counted."""
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
     parser.add_argument("--num-blocks", type=int, default=120, help="blocks of each server's pool (default 120)")
     parser.add_argument("--sglang", help="a Python interpreter with sglang-router")

@@ -269,7 +269,9 @@ def replay(trace: Trace, given: argparse.Namespace) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.fleet.traces", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
     parser.add_argument("--workers", nargs="+", type=int, default=[8, 16, 32, 64])
     parser.add_argument("--sessions", help="FROM:TO, of each trace that has them, as `kvblocks replay` takes it")

@@ -173,7 +173,9 @@ def run(cache: Theirs | Ours, requests: list[Request]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.mlx.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3.6-27b")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4])

@@ -129,7 +129,9 @@ def _move(manager: KVCacheManager) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.replay.admission", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--device", type=float, default=0.02)

@@ -91,7 +91,9 @@ def run(seed: int, order: str, num_blocks: int, requests: list[list[int]], at_on
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.replay.free_order", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=320)
     parser.add_argument("--families", type=int, default=24)
     parser.add_argument("--requests", type=int, default=4000)

@@ -69,7 +69,9 @@ def draw(outcomes: list[Outcome], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, keep and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.replay.host_sizes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--sessions")
     parser.add_argument("--block-size", type=int)
@@ -99,7 +101,7 @@ def main() -> None:
     outcomes = []
     for device in given.device:
         for host in given.host:
-            sizes = parse_size(device, unique), 0 if host == "0" else parse_size(host, unique)
+            sizes = parse_size("--device", device, unique), 0 if host == "0" else parse_size("--host", host, unique)
             one = measure(trace, sizes, given.policy, mean_s)
             outcomes.append(one)
             print(

@@ -20,7 +20,7 @@ the pool is full, the youngest request starts over.
 To be quick, one token here stands for 16 of the trace. The window, the chunks and the blocks of 128 tokens are divided
 by 16 too, so no rate changes. The last tokens of a prompt that don't fill 512 are left out: their id doesn't say what a
 longer prompt shares with them. Outputs are tokens that never come again, since the trace doesn't say what they were. So
-a next turn hits its predecessor's prompt, and all behind that is new. What it doesn't show: time. Arrival times are not
+a next turn hits its predecessor's prompt, and all after that is new. What it doesn't show: time. Arrival times are not
 used.
 """
 
@@ -188,7 +188,9 @@ def queue_by_use(manager: KVCacheManager) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.replay.hybrid", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trace", type=Path)
     parser.add_argument(
         "--requests", type=int, default=None, help="requests of the trace (default: all; 400 without a trace)"

@@ -66,7 +66,9 @@ def read(path: Path) -> Trace:
 
 def main(arguments: Items[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.replay.states", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--gb", type=float, nargs="+", default=[20.0, 60.0])

@@ -1,6 +1,6 @@
 """What hostile clients cost others: `kvblocks serve` alone, and under each attack of bench.serving.hostile in turn.
 
-    python -m bench.serving.bounds   # --json FILE, --rounds N, --clients N, --pause S, --attacks "tiny chunks,digits"
+    python -m bench.serving.bounds   # --json FILE, --rounds N, --clients N, --pause S, --attacks "tiny chunks,,digits"
 
 In each turn, small chats of two tokens come one after another, each on a new connection, and so does a question for
 /health every 50 ms. In a quiet turn that is all. In a loud turn, another process makes an attack at the same time: most
@@ -179,12 +179,14 @@ def judge(turns: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep. Returns 1 if a bound is exceeded."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serving.bounds", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serving.bounds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between an answer and the next try")
-    parser.add_argument("--attacks", default=",,".join(ATTACKS), help="names, separated by two commas")
+    parser.add_argument("--attacks", default=",,".join(ATTACKS), help="names of attacks, separated by two commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     facts = conditions(model=options.model, clients=options.clients, pause_s=options.pause, rounds=options.rounds)

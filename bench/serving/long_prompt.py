@@ -203,7 +203,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.serving.long_prompt", description="Short chats behind a long prompt.")
+    parser = argparse.ArgumentParser(
+        prog="bench.serving.long_prompt", description="Times short chats that come after a long prompt."
+    )
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
     parser.add_argument(
         "--chunk", type=int, default=CPU_CHUNK_TOKENS, help="tokens of a prompt whose work a step may take"

@@ -239,7 +239,9 @@ def judge(rests: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and keep. Returns 1 if something grew or went wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serving.soak", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serving.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--clients", type=int, default=10)

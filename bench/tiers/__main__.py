@@ -32,7 +32,9 @@ from kvblocks.engine.run.runner import LoadedModel
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the prefix")
     parser.add_argument("--rounds", type=int, default=5)

@@ -108,7 +108,9 @@ class StoreRounds(Rounds):
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.tiers.shared_store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--store", help="a store's URL, instead of a server of the bench's own")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefix", type=int, default=1024, help="tokens of the prefix")

@@ -6,7 +6,14 @@ A unit of `shares` is a sequence; its rows are the GROUP query heads that share 
 import triton
 import triton.language as tl
 
-from kvblocks.kernels.device.shares import find_cut, find_work, merge_rows, share_begin
+from kvblocks.kernels.device.shares import (
+    find_cut,
+    find_work,
+    let_merge_begin,
+    merge_rows,
+    share_begin,
+    wait_for_parts,
+)
 from kvblocks.kernels.device.tiles import LOG2_E, attend_pages, begin_rows, finish_rows, head_scale, narrow_rows
 
 
@@ -154,6 +161,7 @@ def stream_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute one program's share of all tiles. Grid: (any number of programs,).
@@ -161,6 +169,7 @@ def stream_kernel(
     Shapes as in `decode`; last strides are 1; part_ptr: fp32 [programs, 2, GROUP, HEAD_DIM]; part_lse_ptr: fp32
     [programs, 2, GROUP].
     """
+    let_merge_begin(PDL)
     program = tl.program_id(0)
     num_tiles = tl.load(end_ptr + num_seqs - 1)
     tile = share_begin(program, num_tiles, tl.num_programs(0))
@@ -209,9 +218,11 @@ def merge_cut_head(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the parts of a query head, if the share of program `cut` begins within its K head. packed: int32 [1]."""
     seq, kv_head, first, num_parts = find_cut(end_ptr, num_seqs, num_programs, cut, NUM_KV_HEADS)
+    wait_for_parts(PDL)
     if num_parts > 0:
         output, lse = merge_rows(
             part_ptr, part_lse_ptr, first, num_parts, packed, packed < GROUP, 2, GROUP, 1, PARTS, HEAD_DIM
@@ -237,6 +248,7 @@ def stream_merge_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the parts of one head, if a share begins within it. Grid: (num_programs - 1, GROUP).
 
@@ -244,7 +256,7 @@ def stream_merge_kernel(
     """
     merge_cut_head(
         tl.program_id(0) + 1, tl.program_id(1) + tl.arange(0, 1), end_ptr, output_ptr, lse_ptr, part_ptr, part_lse_ptr,
-        num_seqs, num_programs, stride_output_row, stride_output_head, NUM_KV_HEADS, GROUP, HEAD_DIM, PARTS,
+        num_seqs, num_programs, stride_output_row, stride_output_head, NUM_KV_HEADS, GROUP, HEAD_DIM, PARTS, PDL,
     )  # fmt: skip
 
 
@@ -289,6 +301,7 @@ def split_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute one split of one head of a sequence. Grid: (num_seqs * num_kv_heads * max_splits,).
@@ -296,6 +309,7 @@ def split_kernel(
     Shapes as in `decode`; last strides are 1; part_ptr: fp32 [num_seqs, num_kv_heads, splits, GROUP, HEAD_DIM];
     part_lse_ptr: fp32 [num_seqs, num_kv_heads, splits, GROUP].
     """
+    let_merge_begin(PDL)
     split = tl.program_id(0) % max_splits
     seq = tl.program_id(0) // max_splits // num_kv_heads
     kv_head = tl.program_id(0) // max_splits % num_kv_heads
@@ -337,6 +351,7 @@ def split_merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge one head's splits, always in the same order. Grid: (num_seqs, num_heads); the rest as in `split_kernel`.
 
@@ -347,6 +362,7 @@ def split_merge_kernel(
     num_heads = tl.num_programs(1)
     num_splits = tl.cdiv(count_keys(tl.load(len_ptr + seq), window, HAS_WINDOW), split_keys)
     first = (seq.to(tl.int64) * (num_heads // GROUP) + tl.program_id(1) // GROUP) * max_splits
+    wait_for_parts(PDL)
     output, lse = merge_rows(
         part_ptr, part_lse_ptr, first, num_splits, head % GROUP, head < num_heads, 1, GROUP, 1, PARTS, HEAD_DIM
     )  # fmt: skip

@@ -10,7 +10,15 @@ Padding (rows that belong to no sequence) is treated as one more sequence, which
 import triton
 import triton.language as tl
 
-from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
+from kvblocks.kernels.device.shares import (
+    SPREAD,
+    find_cut,
+    find_heads,
+    find_tiles,
+    let_merge_begin,
+    merge_rows,
+    wait_for_parts,
+)
 from kvblocks.kernels.device.tiles import (
     LOG2_E,
     attend_pages,
@@ -202,6 +210,7 @@ def extend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute one program's share of all tiles. Grid: (any number of programs,).
@@ -213,6 +222,7 @@ def extend_kernel(
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    let_merge_begin(PDL)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
@@ -280,25 +290,29 @@ def extend_merge_kernel(
     TILE_M: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Merge the parts of ROWS rows of a unit's head, if a share begins within it.
+    """Merge the parts of a unit's head, ROWS rows at a time, if a share begins within it.
 
-    Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `extend_kernel`.
+    Grid: (num_programs - 1, SPREAD); the rest as in `extend_kernel`.
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     unit, kv_head, first_part, num_parts = find_cut(
         end_ptr, num_units, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS
     )  # fmt: skip
+    _, seq_start, seq_rows, first, _ = find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q)
+    wait_for_parts(PDL)
     if num_parts == 0:
         return
-    _, seq_start, seq_rows, first, _ = find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q)
-    packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row = first + packed // GROUP
-    is_row = (packed < TILE_Q * GROUP) & (row < seq_rows)
-    output, lse = merge_rows(
-        part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
-    )  # fmt: skip
-    head_at = (seq_start + row).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
-    output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
-    tl.store(lse_ptr + head_at, lse, mask=is_row)
+    num_packed = tl.minimum(seq_rows - first, TILE_Q) * GROUP
+    for begin in tl.range(tl.program_id(1) * ROWS, num_packed, SPREAD * ROWS):
+        packed = begin + tl.arange(0, ROWS)
+        is_row = packed < num_packed
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+        )  # fmt: skip
+        head_at = (seq_start + first + packed // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP)
+        head_at += kv_head * GROUP + packed % GROUP
+        output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
+        tl.store(lse_ptr + head_at, lse, mask=is_row)

@@ -8,9 +8,9 @@ piece, or which other rows are in the tile. A row whose keys are in one piece ge
 There are two ways to distribute pieces, which give the same bits:
 
 * Evenly among a fixed number of programs (`device.shares`, with pieces instead of tiles). All parts are kept, and a
-second launch adds them up. So even one row on a long context keeps every SM busy. * One program computes all pieces of
-a tile's head, and adds them up as it goes, with room for two parts per row. This is for prompts, which have enough
-tiles, and whose parts would be large.
+  second launch adds them up. So even one row on a long context keeps every SM busy.
+* One program computes all pieces of a tile's head, and adds them up as it goes, with room for two parts per row. This
+  is for prompts, which have enough tiles, and whose parts would be large.
 
 The loop over keys is compiled once for both. The additions are written so that the compiler has no choice: `fma` where
 it could fuse, base-2 logarithms that no product follows, and division rounded to nearest.
@@ -20,11 +20,8 @@ import triton
 import triton.language as tl
 
 from kvblocks.kernels.device.extend import find_rows, first_key
-from kvblocks.kernels.device.shares import find_work, share_begin
+from kvblocks.kernels.device.shares import SPREAD, find_work, let_merge_begin, share_begin, wait_for_parts
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E, attend_pages, begin_rows, finish_rows, head_scale, narrow_rows
-
-SPREAD = tl.constexpr(4)
-"""How many programs merge a tile's head."""
 
 
 @triton.jit
@@ -191,6 +188,7 @@ def piece_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute one program's pieces. Grid: (any number of programs,), or without slots (num_units * NUM_KV_HEADS,).
@@ -204,6 +202,7 @@ def piece_kernel(
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    let_merge_begin(PDL)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     begin, end = find_own_pieces(end_ptr, num_units, program, tl.num_programs(0), num_slots, NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
@@ -248,9 +247,7 @@ def piece_kernel(
         tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_whole[:, None])
         tl.store(lse_ptr + head_at, lse, mask=is_whole)
         if (number > 0) | (tl.max(last_piece, 0) > piece):
-            slot = head_at * 2 + 1
-            if num_slots > 0:
-                slot = head_at * num_slots + piece - first_piece
+            slot = tl.where(num_slots > 0, head_at * num_slots + piece - first_piece, head_at * 2 + 1)
             tl.store(part_ptr + (slot * HEAD_DIM)[:, None] + element[None, :], output, mask=is_part[:, None])
             tl.store(part_lse_ptr + slot, find_lse(row_max, row_sum), mask=is_part)
             if num_slots == 0:
@@ -287,6 +284,7 @@ def piece_merge_kernel(
     HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add up the parts of the rows of a unit's head, ROWS rows at a time. Grid: (num_units, NUM_KV_HEADS, SPREAD).
 
@@ -297,6 +295,7 @@ def piece_merge_kernel(
     _, seq_start, seq_rows, first, before = find_rows(start_ptr, len_ptr, tl.program_id(0), num_rows, num_seqs, TILE_Q)
     num_packed = tl.minimum(seq_rows - first, TILE_Q) * GROUP
     element = tl.arange(0, HEAD_DIM)
+    wait_for_parts(PDL)
     for begin in tl.range(tl.program_id(2) * ROWS, num_packed, SPREAD * ROWS):
         packed = begin + tl.arange(0, ROWS)
         row = first + packed // GROUP

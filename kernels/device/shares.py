@@ -18,12 +18,15 @@ Part 2 * program continues a head that an earlier program began. Part 2 * progra
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E
 
 _SEARCHED = tl.constexpr(128)
 """How many ends a search loads at once. It takes one load for up to this many units, and two for up to their square."""
 _FAR = tl.constexpr(0x7FFFFFFF)
+SPREAD = tl.constexpr(4)
+"""How many programs merge a head of a tile of many rows. To search for the head takes a program longer than a merge."""
 
 
 @triton.jit
@@ -116,6 +119,23 @@ def find_cut(end_ptr, num_units, num_programs, program, NUM_KV_HEADS: tl.constex
     last = share_of(tile - number + head_tiles - 1, num_tiles, num_programs)
     is_cut = (begin < num_tiles) & (number > 0) & (first == program - 1)
     return unit, kv_head, first, tl.where(is_cut, last - first + 1, 0)
+
+
+@triton.jit
+def let_merge_begin(PDL: tl.constexpr):
+    """Let the merge, which is the next launch, begin once all programs have called this or ended."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_parts(PDL: tl.constexpr):
+    """Wait until the launch before has ended, and what it wrote can be read. All programs of a merge must call this.
+
+    Before the call, only what earlier launches wrote may be read, such as `ends`.
+    """
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit

@@ -46,6 +46,7 @@ from kvblocks.cli.server import server_commands  # noqa: E402
 from kvblocks.cli.verify import verify_commands  # noqa: E402
 
 _SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httptools", "httpx2"})
+_NO_REPLAY = f"kvblocks: this command needs some packages: {pip_install('replay')}"
 _NO_SERVER = f"kvblocks: this command needs the server: {pip_install('engine,server')}"
 
 app = typer.Typer(
@@ -73,9 +74,9 @@ def _options(
 
 @app.command()
 def fetch(model: Annotated[str, typer.Argument(help="A model that kvblocks knows: smollm2.")] = "smollm2") -> None:
-    """Fetch a model into the user's cache, and print its folder as the last line.
+    """Fetch a model into the user's cache folder, and print the model's folder as the last line.
 
-    The cache is $KVBLOCKS_CACHE, or kvblocks/ in $XDG_CACHE_HOME or ~/.cache.
+    The cache folder is $KVBLOCKS_CACHE, or kvblocks/ in $XDG_CACHE_HOME or ~/.cache.
     """
     from kvblocks.engine.model.fetch import fetch_model
 
@@ -86,7 +87,7 @@ def fetch(model: Annotated[str, typer.Argument(help="A model that kvblocks knows
 
 @app.command()
 def models() -> None:
-    """List the models that `fetch` knows, and the architectures of Hugging Face folders that the engine computes."""
+    """List the models that `fetch` knows, and the architectures that the engine can run from a Hugging Face folder."""
     from kvblocks.engine.model.architectures import SUPPORTED_ARCHITECTURES
     from kvblocks.engine.model.fetch import KNOWN_MODELS
 
@@ -102,7 +103,7 @@ def models() -> None:
 def demo(
     model: ModelOption = "smollm2",
     json: Annotated[
-        bool, typer.Option("--json", help="Print the results as one JSON object, the rest to stderr.")
+        bool, typer.Option("--json", help="Print the results as one JSON object, and everything else to stderr.")
     ] = False,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
     num_blocks: NumBlocksOption = None,
@@ -111,13 +112,13 @@ def demo(
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
-    Then a server is killed and started again, and its first answer comes from the disk. This needs the extra `server`,
-    and is left out without its packages.
+    Then a server is killed and started again, and its first answer comes from the disk. This part needs the extra
+    `server`, and is skipped without it.
 
-    With --no-prefix-caching the second engine caches nothing either, so that the comparison shows how much two equal
-    runs differ on this machine. The server is left out then, too.
+    With --no-prefix-caching neither engine caches anything, so the comparison shows how much two equal runs differ on
+    this machine. The part with the server is skipped, too.
 
-    By default torch uses one thread: deterministic results are fastest that way, and other work on the machine disturbs
+    Torch uses one thread by default. Deterministic results are fastest that way, and other work on the machine disturbs
     the times least.
     """
     from json import dumps
@@ -146,21 +147,28 @@ def demo(
 def generate(
     prompt: Annotated[str, typer.Argument(help="A question; for a model without a chat template, a text to continue.")],
     model: ModelOption = "smollm2",
-    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of each answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of random choices, at a temperature above 0.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of random draws, for a temperature above 0.")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of answers; all are equal at temperature 0.")] = 1,
     min_p: Annotated[
         float,
         typer.Option(
-            min=0.0, max=1.0, help="Draw no token that is less likely than this share of the most likely one."
+            min=0.0, max=1.0, help="Don't draw tokens less likely than this share of the most likely one; 0: all."
         ),
     ] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="Penalty for tokens in the answer so far; 0: none.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, for each occurrence; 0: none.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Penalty for tokens in prompt or answer; 1: none.")] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Penalty for tokens that the answer already has; 0: none.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Penalty for each occurrence of a token in the answer so far; 0: none.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Penalty for tokens in the prompt or the answer; 1: none.")
+    ] = 1.0,
     json_schema: Annotated[
-        Path | None, typer.Option(help="A file with the JSON schema that the answer follows.")
+        Path | None,
+        typer.Option(help="A file with a JSON schema that the answer must follow. Needs kvblocks\\[structured]."),
     ] = None,
     num_blocks: NumBlocksOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
@@ -169,7 +177,7 @@ def generate(
 ) -> None:
     """Answer a prompt, and print the text as it comes. Several answers are printed one after another.
 
-    A last line, on stderr, has the time to the first token, the speed, and how much of the prompt was cached.
+    The last line, on stderr, shows the time to first token, the speed, and how much of the prompt was cached.
     """
     from kvblocks.engine.engine import Engine
     from kvblocks.engine.options import OptionValues
@@ -254,10 +262,17 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
             raise  # one of our modules: a bug
-        needed = _NO_SERVER if error.name.partition(".")[0] in _SERVER_PACKAGES else _NO_ENGINE
-        sys.exit(f"{needed} (Python has no module {error.name!r})")
+        sys.exit(f"{_lacking(error.name, arguments)} (Python has no module {error.name!r})")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _lacking(module: str, arguments: list[str] | None) -> str:
+    """Return what to install for a command that needs a module of another package."""
+    if module.partition(".")[0] in _SERVER_PACKAGES:
+        return _NO_SERVER
+    given = sys.argv[1:] if arguments is None else arguments
+    return _NO_REPLAY if given[:1] == ["replay"] else _NO_ENGINE
 
 
 def _is_wrong_value(error: KVBlocksError) -> bool:

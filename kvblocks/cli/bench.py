@@ -26,13 +26,15 @@ bench_commands = typer.Typer()
 @bench_commands.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    which: Annotated[str, typer.Argument(help=f"{', '.join(BENCHES)}.")],
+    which: Annotated[
+        str, typer.Argument(help="micro: the manager's calls. prefix-cache: `PrefixCache`. serving: a server.")
+    ],
 ) -> None:
     """Measure the manager's calls, `PrefixCache`, or a server with and without prefix caching, on this machine.
 
-    Options after the name are the bench's own, such as --quick and --json FILE; `kvblocks bench serving -- --help`
-    lists them. The exit status is 1 if a target is missed. `serving` needs the extras `engine` and `server`, and
-    fetches SmolLM2 unless --model says otherwise.
+    Options after the name belong to the bench, such as --quick; `kvblocks bench serving -- --help` lists them. The exit
+    status of prefix-cache and serving is 1 if a target is missed. serving needs the extras `engine` and `server`, and
+    fetches SmolLM2 unless --model names another model.
     """
     if which not in BENCHES:
         raise InvalidArgumentError(f"bench: expected one of {', '.join(BENCHES)}, got {which!r}")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from kvblocks.cli.client import ServerClient
 
 cache_commands = typer.Typer(
-    no_args_is_help=True, help="Ask a running server about its cache, pin prefixes, or reset it."
+    no_args_is_help=True, help="Ask a running server about its cache, pin prefixes, or reset the cache."
 )
 
-_Url = Annotated[str, typer.Option(envvar="KVBLOCKS_URL", help="The server.")]
+_Url = Annotated[str, typer.Option(envvar="KVBLOCKS_URL", help="The server's URL.")]
 _URL = "http://127.0.0.1:8000"
 _FORGET_S = 90.0  # a deletion may take the server a minute
 _Key = Annotated[
@@ -25,20 +25,20 @@ _Key = Annotated[
     typer.Option(
         "--api-key",
         envvar=["KVBLOCKS_ADMIN_KEY", "KVBLOCKS_API_KEY"],
-        help="The operator's key, or the server's. The environment hides it from other users' `ps`.",
+        help="The operator's key, or the server's. Better set in the environment, since `ps` shows options to others.",
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
-_Text = Annotated[str | None, typer.Argument(help="The text; or --file, or --tokens.")]
-_File = Annotated[Path | None, typer.Option(help="Read the text from a file (UTF-8).")]
-_Tokens = Annotated[str | None, typer.Option(help="Token ids instead: 1,2,3, or @FILE with a JSON list.")]
-_Raw = Annotated[bool, typer.Option("--raw", help="Take the text as a whole prompt, not as a part of a chat.")]
-_Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests that this is for.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
+_Text = Annotated[str | None, typer.Argument(help="The text. Or give --file or --tokens.")]
+_File = Annotated[Path | None, typer.Option(help="A UTF-8 file with the text.")]
+_Tokens = Annotated[str | None, typer.Option(help="Token ids instead of a text: 1,2,3, or @FILE with a JSON list.")]
+_Raw = Annotated[bool, typer.Option("--raw", help="The text is a whole prompt, not a part of a chat.")]
+_Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests in question.")]
 
 
 @cache_commands.command()
 def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
-    """Show entries, hit rate, memory, the average time of a lookup, and what tiers hold and moved."""
+    """Show entries, hit rates, memory, the average time of a lookup, and what each tier holds and has moved."""
     with _client(url, api_key) as client:
         values = _ask(client, "prefix_caching", "GET", "/v1/cache/stats")
     if json:
@@ -53,9 +53,11 @@ def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
         "hit rate": f"{values['hit_rate']:.1%} of {values['num_queried_tokens']} tokens,"
         f" {values['request_hit_rate']:.1%} of {values['num_queries']} requests",
         "recently": f"{values['recent']['hit_rate']:.1%} of {values['recent']['num_queried_tokens']} tokens",
-        "memory": f"{_mb(memory['pool_bytes'])}: {_mb(memory['used_bytes'])} in use,"
-        f" {_mb(memory['cached_bytes'])} cached",
-        "average lookup": "none yet" if mean_s is None else f"{mean_s * 1e6:.1f} us, of {lookups['num_lookups']}",
+        "memory": f"{_mib(memory['pool_bytes'])}: {_mib(memory['used_bytes'])} in use,"
+        f" {_mib(memory['cached_bytes'])} cached",
+        "average lookup": "none yet"
+        if mean_s is None
+        else f"{mean_s * 1e6:.1f} us in {lookups['num_lookups']} lookups",
         "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks"
         if pins["num_pins"]
         else "none",
@@ -71,9 +73,14 @@ def pin(
     file: _File = None,
     tokens: _Tokens = None,
     raw: _Raw = False,
-    description: Annotated[str | None, typer.Option(help="What it is, for list-pinned.")] = None,
-    ttl: Annotated[float | None, typer.Option(help="Seconds until the pin ends. Default: never.")] = None,
-    priority: Annotated[int, typer.Option(min=0, max=100, help="Lower ones give up blocks first; 100 never.")] = 50,
+    description: Annotated[str | None, typer.Option(help="A description, which list-pinned shows.")] = None,
+    ttl: Annotated[float | None, typer.Option(help="Seconds until the pin ends. Default: it doesn't end.")] = None,
+    priority: Annotated[
+        int,
+        typer.Option(
+            min=0, max=100, help="When blocks are short, pins of lower priority lose theirs first; 100: never."
+        ),
+    ] = 50,
     warm: Annotated[bool, typer.Option("--warm", help="Compute the prefix now, so that it is held at once.")] = False,
     salt: _Salt = None,
     url: _Url = _URL,
@@ -97,21 +104,22 @@ def pin(
 
 @cache_commands.command()
 def unpin(
-    pin_id: Annotated[str | None, typer.Argument(help="As list-pinned shows it.")] = None,
+    pin_id: Annotated[str | None, typer.Argument(help="The pin's id, as list-pinned shows it.")] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Instead of an id: the token ids (1,2,3, or @FILE with a JSON list) whose pins all end."),
+        typer.Option(help="Instead of an id: token ids (1,2,3, or @FILE with a JSON list). All pins of them end."),
     ] = None,
     salt: Annotated[str | None, typer.Option(help="With --tokens: the cache_salt that they were pinned for.")] = None,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """End a pin, or all pins of these tokens. Their prefix stays cached, but may be evicted."""
+    """End a pin, or all pins of some tokens. The prefix stays cached until it is evicted."""
     from urllib.parse import quote
 
     if (pin_id is None) == (tokens is None) or (pin_id is not None and salt is not None):
-        raise InvalidArgumentError("expected a pin's id, or --tokens and perhaps --salt, exactly one of the two")
+        got = "neither" if pin_id is None and tokens is None else "both" if salt is None else "an id with --salt"
+        raise InvalidArgumentError(f"expected a pin's id, or --tokens with or without --salt, got {got}")
     if tokens is not None:
         body = {"token_ids": _parse_tokens(tokens), "cache_salt": salt}
         with _client(url, api_key) as client:
@@ -140,16 +148,17 @@ def list_pinned(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> 
 
 @cache_commands.command()
 def hints(
-    file: Annotated[Path, typer.Argument(help="An envelope of KV hints, in JSON.")],
+    file: Annotated[Path, typer.Argument(help="A JSON file with an envelope of KV hints. See docs/wire-hints.md.")],
     salt: _Salt = None,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """Carry out KV hints: pin, release, expire or prefetch prefixes of one salt. Prints the outcome of each action."""
+    text = _read(file)
     try:
-        envelope = json_module.loads(_read(file))
-    except ValueError as error:
+        envelope = json_module.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"expected a file of JSON, got {str(file)!r}: {error}") from error
     if not isinstance(envelope, dict):
         raise InvalidArgumentError(f"expected a JSON object in {str(file)!r}, got another value")
@@ -167,10 +176,10 @@ def hints(
 
 @cache_commands.command()
 def reset(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
-    """Forget all that is cached. Pins stay."""
+    """Remove all that is cached. Pins stay."""
     with _client(url, api_key) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/reset", {})
-    print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+    print(json_module.dumps(values) if json else _removed(values))
 
 
 @cache_commands.command()
@@ -180,15 +189,15 @@ def forget(
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Delete what is cached of a salt, on the device and in all tiers. A disk's bytes are overwritten."""
+    """Delete what is cached under a salt, on the device and in all tiers. Bytes on a disk are overwritten."""
     with _client(url, api_key, timeout_s=_FORGET_S) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/forget", {"cache_salt": salt})
-    print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+    print(json_module.dumps(values) if json else _removed(values))
 
 
 @cache_commands.command()
 def dot(
-    max_nodes: Annotated[int, typer.Option(min=1, help="Show at most so many nodes, and count the rest.")] = 200,
+    max_nodes: Annotated[int, typer.Option(min=1, help="The most nodes to draw; the rest is only counted.")] = 200,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
@@ -205,12 +214,14 @@ def explain(
     file: _File = None,
     tokens: _Tokens = None,
     raw: _Raw = False,
-    request: Annotated[str | None, typer.Option(help="The id of an earlier request instead: chatcmpl-...")] = None,
-    conversation: Annotated[
-        str | None, typer.Option(help="Instead: the last request with this prompt_cache_key.")
+    request: Annotated[
+        str | None, typer.Option(help="Instead of a prompt: the id of an earlier answer, chatcmpl-...")
     ] = None,
-    last: Annotated[bool, typer.Option("--last", help="Instead: the last request.")] = False,
-    system: Annotated[str | None, typer.Option(help="The chat's system prompt.")] = None,
+    conversation: Annotated[
+        str | None, typer.Option(help="Instead of a prompt: the last request with this prompt_cache_key.")
+    ] = None,
+    last: Annotated[bool, typer.Option("--last", help="Instead of a prompt: the last request.")] = False,
+    system: Annotated[str | None, typer.Option(help="The system prompt before the message.")] = None,
     salt: _Salt = None,
     url: _Url = _URL,
     api_key: _Key = None,
@@ -218,15 +229,20 @@ def explain(
 ) -> None:
     """Show why a prompt would miss the cache now, or why an earlier request missed it.
 
-    By default the text is a user's message; with --raw it is a prompt. For an earlier request, shows where its prompt
-    diverges from the one before it in the conversation.
+    By default the text is a user's message; with --raw it is a whole prompt. For an earlier request, the command also
+    shows where its prompt differs from the one before it in the conversation.
     """
     if request is not None or conversation is not None or last:
         has_more = (
             (text, file, tokens, system) != (None,) * 4 or raw or (request is not None) + bool(conversation) + last > 1
         )
-        if has_more or (request is not None and salt is not None):
-            raise InvalidArgumentError("expected --request alone, since the server knows its prompt, got more")
+        if has_more:
+            raise InvalidArgumentError(
+                "expected one of --request, --conversation and --last, without a prompt, since the server knows it;"
+                " got more"
+            )
+        if request is not None and salt is not None:
+            raise InvalidArgumentError("--request: expected no --salt with it, since an id names one request, got one")
         body: dict[str, Any] = {
             "request_id": request,
             "prompt_cache_key": conversation,
@@ -253,14 +269,16 @@ def explain(
 
 @cache_commands.command()
 def top(
-    sort: Annotated[str, typer.Option(help="saved, share, held, evicted, pins or requests.")] = "saved",
-    seconds: Annotated[float, typer.Option(min=0.1, help="How often to ask again.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    sort: Annotated[
+        str, typer.Option(help="What to sort by, the largest first: saved, share, held, evicted, pins or requests.")
+    ] = "saved",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the tables once, and exit.")] = False,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Show hit share, tokens saved, blocks held, evictions and pins live, by tenant and by tier. Ctrl-C ends it."""
+    """Show hit shares, saved tokens, held blocks, evictions and pins, by tenant and by tier, until Ctrl-C."""
     from kvblocks.cli.shown.top import check_order, show_top
 
     field = check_order(sort)
@@ -271,16 +289,16 @@ def top(
 
 @cache_commands.command()
 def warm(
-    file: Annotated[Path, typer.Argument(help="Prompts, one a line, as JSON; with --raw one plain text.")],
-    raw: Annotated[bool, typer.Option("--raw", help="The file is one prompt as it is.")] = False,
-    salt: Annotated[str | None, typer.Option(help="The cache_salt of prompts that don't name their own.")] = None,
+    file: Annotated[Path, typer.Argument(help="A file with a prompt a line, as JSON; with --raw, one plain text.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Take the whole file as one prompt.")] = False,
+    salt: Annotated[str | None, typer.Option(help="The cache_salt of prompts that don't have their own.")] = None,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Have prompts cached before anybody asks: load or compute them, without generating.
+    """Have prompts cached before they are needed: load or compute them, without generating.
 
-    A line is a text ("..."), or an object with one of text, system, messages or token_ids, and optionally a cache_salt.
+    Each line is a string, or an object with text, system, messages or token_ids, and optionally a cache_salt.
     """
     from kvblocks.cli.warm import read_prompts, warm_prompts
 
@@ -303,10 +321,17 @@ def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[
     return values
 
 
+def _removed(values: dict[str, Any]) -> str:
+    number = values["num_removed_entries"]
+    return f"removed {number} {'entry' if number == 1 else 'entries'}"
+
+
 def _prefix(text: str | None, file: Path | None, tokens: str | None, kind: str) -> dict[str, Any]:
     """Return the prefix that a command names, as the server takes it. Raises InvalidArgumentError."""
     if (text is not None) + (file is not None) + (tokens is not None) != 1:
-        raise InvalidArgumentError("expected a text, --file or --tokens, exactly one of them")
+        given = {"a text": text, "--file": file, "--tokens": tokens}
+        got = " and ".join(name for name, value in given.items() if value is not None)
+        raise InvalidArgumentError(f"expected one of a text, --file and --tokens, got {got or 'none of them'}")
     if tokens is not None:
         return {"token_ids": _parse_tokens(tokens)}
     if file is None:
@@ -318,11 +343,11 @@ def _parse_tokens(tokens: str) -> list[int]:
     written = _read(Path(tokens[1:])) if tokens.startswith("@") else f"[{tokens}]"
     try:
         value = json_module.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise InvalidArgumentError(
-            f"--tokens: expected token ids such as 1,2,3, or @FILE with a JSON list, got {tokens!r}"
+            f"--tokens: expected token ids such as 1,2,3, or @FILE with a JSON list of them, got {tokens!r}"
         )
     return value
 
@@ -331,24 +356,25 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"expected a readable file of UTF-8 text, got {str(path)!r}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgumentError(f"expected a readable file of UTF-8 text, got {str(path)!r}: {why}") from error
 
 
 def _tier_line(tier: dict[str, Any]) -> str:
     moved, place = tier["num_bytes"], tier["place"] or {}
     line = (
         f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
-        f" loaded {tier['num_loaded_blocks']} blocks ({_mb(moved['load'])}),"
-        f" stored {tier['num_stored_blocks']} ({_mb(moved['store'])});"
+        f" loaded {tier['num_loaded_blocks']} blocks ({_mib(moved['load'])}),"
+        f" stored {tier['num_stored_blocks']} ({_mib(moved['store'])});"
         f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
         f" {tier['num_failed_blocks']} failed"
     )
     if "is_away" in place:
-        state = "unreachable now" if place["is_away"] else "reachable"
+        state = "unreachable" if place["is_away"] else "reachable"
         return (
-            f"{line}; {state}, {place['num_failures']} calls failed, {place['num_skipped']} not made;"
+            f"{line}; {state}, {place['num_failures']} calls failed, {place['num_skipped']} skipped;"
             f" {place['num_missing_blocks']} blocks gone, {place['num_damaged_blocks']} damaged,"
-            f" {place['num_refused_blocks']} refused, {place['num_present_blocks']} there already"
+            f" {place['num_refused_blocks']} refused, {place['num_present_blocks']} already there"
         )
     if "num_failed_syncs" in place:
         failures = f"{place['num_failed_writes']} writes and {place['num_failed_syncs']} syncs failed"
@@ -367,5 +393,5 @@ def _pin_line(entry: dict[str, Any]) -> str:
     return f"{line}  {entry['description']}".rstrip()
 
 
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MB"
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

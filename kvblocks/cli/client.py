@@ -122,4 +122,4 @@ def _error(status: int, value: Any) -> ApiError:
     """Return the error in a server's answer. Other servers may write errors in other ways."""
     error = value.get("error") if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
-    return ApiError(status, str(message or f"the server answered with status {status}"))
+    return ApiError(status, str(message or f"expected OpenAI's or kvblocks' API, got an answer with status {status}"))

@@ -30,9 +30,9 @@ def serve(
     server: ServerSettings,
     events: EventSettings,
 ) -> None:
-    """Serve a model through OpenAI's API, with prefix caching.
+    """Serve a model through OpenAI's and Anthropic's APIs, with prefix caching.
 
-    SIGTERM or Ctrl-C gives running requests a grace period to finish; a second one ends them at once.
+    After SIGTERM or Ctrl-C, running requests have a grace period to finish. A second one ends them at once.
     """
     from kvblocks.server.run import serve as run_server
 
@@ -55,14 +55,18 @@ def _use_threads(threads: int | None) -> None:
 @server_commands.command()
 def chat(
     url: Annotated[
-        str | None, typer.Option(help="A running server, such as http://127.0.0.1:8000. Default: in this process.")
+        str | None,
+        typer.Option(help="A running server, such as http://127.0.0.1:8000. Default: run the model in this process."),
     ] = None,
     model: ModelOption = "smollm2",
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of each answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
-    salt: Annotated[str | None, typer.Option(help="With --url: share no cached prefix with other salts.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of random draws, for a temperature above 0.")] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option(help="With --url: the cache_salt of this chat, which shares no cached prefix with other salts."),
+    ] = None,
     api_key: ApiKeyOption = None,
     num_blocks: NumBlocksOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
@@ -73,7 +77,7 @@ def chat(
 
     Ctrl-C ends an answer. An empty line or Ctrl-D ends the chat.
 
-    The options of the KV cache are for a chat in this process; a server has its own.
+    The options of the KV cache, and --model, are for a chat in this process; a server has its own.
     """
     from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer, describe_engine, describe_server
     from kvblocks.cli.chat import chat as run_chat

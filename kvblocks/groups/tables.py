@@ -218,7 +218,7 @@ class GroupTables(SideTables):
             if 0 < position < end:
                 raise SequenceStateError(
                     f"{call}: expected to keep all {end} tokens with slots, since the state of group {side_group.group}"
-                    f" is behind them; got {position} of {shown(sequence.sequence_id)}"
+                    f" is that after them; got {position} of {shown(sequence.sequence_id)}"
                 )
             first = max(table.first_token, table.num_dead * side_group.block_size)
             if fallback is not None and position < fallback.end:

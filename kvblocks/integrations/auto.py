@@ -129,7 +129,8 @@ def main(arguments: list[str]) -> int:
         path.unlink(missing_ok=True)
         print(f"{path}: removed, or not there")  # noqa: T201
     else:
-        print("expected: python -m kvblocks.integrations.auto enable, or disable", file=sys.stderr)  # noqa: T201
+        got = " ".join(arguments) or "neither"
+        print(f"kvblocks: expected python -m kvblocks.integrations.auto enable, or disable; got {got}", file=sys.stderr)  # noqa: T201
         return 2
     return 0
 

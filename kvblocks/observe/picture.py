@@ -204,7 +204,7 @@ def _keys(run: Run, first: int, end: int, start_token: int) -> tuple[ExtraKey, .
 
 def _label(row: PrefixRow) -> list[str]:
     span = f"tokens {row.start_token}-{row.start_token + row.num_tokens - 1}"
-    order = [] if row.num_ahead is None else [f"reused behind {_counted(row.num_ahead, 'block')}"]
+    order = [] if row.num_ahead is None else [f"reused after {_counted(row.num_ahead, 'block')}"]
     return [span, describe_blocks([row]), *order, *describe_keys(row), describe_tokens(row)]
 
 

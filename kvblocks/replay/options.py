@@ -1,11 +1,6 @@
-"""Parses options of the command line for `sweep`."""
+"""Parses options of `kvblocks replay`. Errors name the option."""
 
 import re
-from contextlib import suppress
-from itertools import combinations
-from os.path import realpath
-from pathlib import Path
-from tempfile import TemporaryFile
 
 from kvblocks.arguments import shown
 from kvblocks.errors import InvalidArgumentError
@@ -17,25 +12,25 @@ _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kMGT]?)B?")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def parse_sizes(text: str, num_unique_blocks: int) -> tuple[int, ...]:
+def parse_sizes(option: str, text: str, num_unique_blocks: int) -> tuple[int, ...]:
     """Parse numbers of blocks. "1%,2%,5000" means two shares of the trace's unique blocks, and a number.
 
     Each is at least 1, and duplicates are removed. Raises InvalidArgumentError.
     """
-    return tuple(dict.fromkeys(parse_size(part, num_unique_blocks) for part in text.split(",")))
+    return tuple(dict.fromkeys(parse_size(option, part, num_unique_blocks) for part in text.split(",")))
 
 
-def parse_size(text: str, num_unique_blocks: int) -> int:
+def parse_size(option: str, text: str, num_unique_blocks: int) -> int:
     """Parse a number of blocks, at least 1, such as "2%" or "5000". Raises InvalidArgumentError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise InvalidArgumentError(f"size: expected a number of blocks, or a share such as 2%, got {shown(text)}")
+        raise InvalidArgumentError(f"{option}: expected a number of blocks, or a share such as 2%, got {shown(text)}")
     number, percent = match.groups()
     if not percent and "." in number:
-        raise InvalidArgumentError(f"size: expected whole blocks, got {shown(text)}")
+        raise InvalidArgumentError(f"{option}: expected whole blocks, got {shown(text)}")
     size = float(number) / 100 * num_unique_blocks + 1e-9 if percent else int(number)
     if not (percent or size) or float(number) == 0 or size > 2**31:
-        raise InvalidArgumentError(f"size: expected 1 to 2**31 blocks, or a share above 0, got {shown(text)}")
+        raise InvalidArgumentError(f"{option}: expected 1 to 2**31 blocks, or a share above 0, got {shown(text)}")
     return max(1, int(size))
 
 
@@ -51,14 +46,14 @@ def parse_bytes(option: str, text: str) -> int:
     return size
 
 
-def parse_memory(text: str, num_unique_blocks: int, block_bytes: int) -> tuple[int, ...]:
+def parse_memory(option: str, text: str, num_unique_blocks: int, block_bytes: int) -> tuple[int, ...]:
     """Parse sizes in bytes. "60GB,5%,200" is bytes, a share of the trace's unique blocks, and a number of blocks.
 
     block_bytes: the bytes of a block of the trace. Duplicates are removed. Raises InvalidArgumentError.
     """
     parts = [part.strip() for part in text.split(",")]
     sizes = [
-        parse_bytes("size", part) if part.endswith("B") else parse_size(part, num_unique_blocks) * block_bytes
+        parse_bytes(option, part) if part.endswith("B") else parse_size(option, part, num_unique_blocks) * block_bytes
         for part in parts
     ]
     return tuple(dict.fromkeys(sizes))
@@ -79,7 +74,7 @@ def parse_arrivals(text: str | None, trace: Trace) -> float | None:
     except ValueError:
         mean_s = 0.0
     if not 0 < mean_s < 1e9:
-        raise InvalidArgumentError(f"arrivals: expected 'recorded' or seconds above 0, got {shown(text)}")
+        raise InvalidArgumentError(f"--arrivals: expected 'recorded' or seconds above 0, got {shown(text)}")
     return mean_s
 
 
@@ -87,39 +82,5 @@ def parse_range(text: str) -> tuple[int, int]:
     """Parse two numbers such as "200:355". Raises InvalidArgumentError."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if match is None:
-        raise InvalidArgumentError(f"sessions: expected FROM:TO, such as 200:355, got {shown(text)}")
+        raise InvalidArgumentError(f"--sessions: expected FROM:TO, such as 200:355, got {shown(text)}")
     return int(match[1]), int(match[2])
-
-
-def check_can_write(path: Path | None, option: str) -> None:
-    """Raise InvalidArgumentError if a file can't be written. Call it before an hour is spent on the contents.
-
-    Creates a file as a test and deletes it.
-    """
-    if path is None:
-        return
-    try:
-        if (path.exists() and not path.is_file()) or not path.parent.is_dir():
-            raise InvalidArgumentError(f"{option}: expected a file in a folder that exists, got {path}")
-        with suppress(FileNotFoundError):
-            path.lstat()  # its name may be too long
-        with TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{option}: expected a file that can be written, got {path}: {error.strerror}"
-        ) from error
-
-
-def check_differ(paths: dict[str, Path | None]) -> None:
-    """Raise InvalidArgumentError if two of these are the same file, since one would overwrite the other.
-
-    paths: by option name; None for options that weren't given. Links are resolved.
-    """
-    given = [(name, path) for name, path in paths.items() if path is not None]
-    for (name, path), (other_name, other) in combinations(given, 2):
-        is_one = realpath(path) == realpath(other)
-        with suppress(OSError):  # one doesn't exist, or can't be read: other checks report that
-            is_one = is_one or path.samefile(other)
-        if is_one:
-            raise InvalidArgumentError(f"{other_name}: expected another file than {name}, got {other} for both")

@@ -79,7 +79,7 @@ class CacheSettings:
         "auto, or fp8_e4m3, which keeps K and V in 8 bits, so that more fits into the pool.", _CACHE, default="auto"
     )
     prefix_caching: bool = flag(
-        "Compute every prompt in full.",
+        "Turn prefix caching off: compute every prompt in full.",
         _CACHE,
         default=True,
         name="--no-prefix-caching",
@@ -87,7 +87,7 @@ class CacheSettings:
         read=lambda off: not off,
     )
     num_history_blocks: int = flag(
-        "How many evicted blocks `kvblocks cache explain` remembers. 0: it explains nothing.",
+        "How many evicted blocks are remembered for `kvblocks cache explain`. 0: no explanations.",
         _CACHE,
         default=10_000,
         least=0,
@@ -98,7 +98,7 @@ class CacheSettings:
         _CACHE,
     )
     remember_next_token: bool = flag(
-        "At temperature 0, begin the answer to an exact repeat without a forward pass.", _CACHE, default=False
+        "At temperature 0, begin the answer to a repeated prompt without a forward pass.", _CACHE, default=False
     )
     host_cache: str | None = flag("CPU memory for evicted blocks: 2GiB, or 0.5 for half of what is free.", _TIERS)
     disk_cache: str | Path | None = flag("A folder that keeps blocks across restarts.", _TIERS, kind=Path)
@@ -109,8 +109,8 @@ class CacheSettings:
         _TIERS,
     )
     store: str | None = flag(
-        "A Valkey or Redis through which servers share blocks: valkey://host:6379. See docs/store.md. A password"
-        " belongs in the environment, since other users' `ps` shows options. Needs kvblocks\\[valkey].",
+        "A Valkey or Redis through which servers share blocks: valkey://host:6379. See docs/store.md. Set a"
+        " URL with a password in the environment, since `ps` shows options to other users. Needs kvblocks\\[valkey].",
         _TIERS,
         envvar="KVBLOCKS_STORE",
         is_secret=True,
@@ -125,14 +125,14 @@ class CacheSettings:
     )
     max_num_seqs: int | None = flag("The most sequences in a step. Default: 64 on a CPU, 256 on a GPU.", _WORK, least=1)
     long_prefill_token_threshold: int | None = flag(
-        "The most tokens of one prompt in a step, so that others needn't wait long. 0: no limit. Default: 64 on a CPU,"
-        " 0 on a GPU.",
+        "The most tokens of one prompt in a step, so that other requests don't wait long. 0: no limit. Default: 64 on"
+        " a CPU, 0 on a GPU.",
         _WORK,
         name="--long-prefill-tokens",
         least=0,
     )
     max_num_partial_prefills: int = flag(
-        "How many long prompts may be in progress at once, in turns; other long prompts wait.",
+        "How many long prompts are computed at once, in turns; other long prompts wait.",
         _WORK,
         default=3,
         name="--max-partial-prefills",
@@ -145,11 +145,11 @@ class CacheSettings:
         _WORK,
         default=False,
     )
-    deterministic: bool = flag("Compute the same logits, cached or not. Slower.", _WORK, default=False)
+    deterministic: bool = flag("Compute the same logits, cached or not, to the last bit. Slower.", _WORK, default=False)
     device: str = flag("cpu, cuda, cuda:1 or auto.", _WORK, default="auto")
     attention: str = flag("torch, triton, flash-attn, flashinfer or auto.", _WORK, default="auto")
     warm_up: bool | None = flag(
-        "Compile kernels before serving, not with the first requests. Default: only on a GPU.",
+        "Compile kernels before serving, rather than during the first requests. Default: only on a GPU.",
         _WORK,
         name="--warm-up/--no-warm-up",
         kind=bool,
@@ -287,7 +287,7 @@ class ServerSettings:
         read=tuple,
     )
     api_key: str | None = flag(
-        "The key that requests need. It belongs in the environment, since other users' `ps` shows options.",
+        "The key that requests need. Better set in the environment, since `ps` shows options to other users.",
         _SERVER,
         envvar="KVBLOCKS_API_KEY",
         is_secret=True,
@@ -305,9 +305,9 @@ class ServerSettings:
         envvar="KVBLOCKS_ADMIN_KEY",
         is_secret=True,
     )
-    admin_key_file: Path | None = flag("Instead of --admin-key: a file with that key.", _SERVER)
+    admin_key_file: Path | None = flag("Instead of --admin-key: a file with the key.", _SERVER)
     allowed_hosts: tuple[str, ...] = flag(
-        "A host name that requests may use besides localhost; may be given several times.",
+        "A host name that requests may use in addition to localhost; may be given several times.",
         _SERVER,
         default=(),
         name="--allowed-host",
@@ -329,14 +329,14 @@ class ServerSettings:
         _SERVER,
     )
     metrics_by_tenant: bool = flag("Show tenants' names in /metrics, which needs no key.", _SERVER, default=False)
-    allow_anyone: bool = flag("Serve other machines although there is no key.", _SERVER, default=False)
+    allow_anyone: bool = flag("Serve other machines without a key.", _SERVER, default=False)
     max_requests: int = flag(
         "The most unfinished answers, running or waiting; further ones get 429.", _SERVER, default=256, least=1
     )
     max_body_bytes: int = flag("Requests with larger bodies get 413.", _SERVER, default=4 * 2**20, least=1)
     max_connections: int = flag("The most connections; further ones get 503.", _SERVER, default=512, least=1)
     request_timeout_s: float = flag(
-        "The most seconds that a request takes, waiting included.", _SERVER, default=600.0, name="--request-timeout"
+        "The most seconds for a request, waiting included.", _SERVER, default=600.0, name="--request-timeout"
     )
     grace_s: float = flag(
         "Seconds that running requests have to finish after SIGTERM.", _SERVER, default=30.0, name="--grace-period"
@@ -456,7 +456,7 @@ class EventSettings:
         name="--kv-events",
     )
     replay: str | None = flag(
-        "Where subscribers ask for missed batches: tcp://127.0.0.1:5558.", _EVENTS, name="--kv-replay"
+        "Where subscribers ask for batches that they missed: tcp://127.0.0.1:5558.", _EVENTS, name="--kv-replay"
     )
     topic: str = flag("The topic of each batch, such as kv@NAME@MODEL.", _EVENTS, default="", name="--kv-topic")
     allow_remote: bool = flag(

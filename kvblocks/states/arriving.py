@@ -38,7 +38,7 @@ def check_twin(sequence: Sequence, state: LiveState) -> None:
     if state.arriving is not None and sequence.num_computed_tokens != state.arriving.end:
         raise SequenceStateError(
             f"fork: expected a loading sequence with slots up to the end of its loads, at token {state.arriving.end},"
-            f" since the tokens behind them aren't computed; got {sequence}"
+            f" since the tokens after them aren't computed; got {sequence}"
         )
 
 

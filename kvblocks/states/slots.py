@@ -157,7 +157,7 @@ class StateSlots(GroupSlots):
         if num_total is not None and num_total > most:
             raise InvalidArgumentError(
                 f"num_total_tokens: expected at most {most}, the known tokens and num_kept={self.states.num_kept}"
-                f" drafts that a recurrent state can go back behind, got {num_total}"
+                f" drafts that a recurrent state can take back, got {num_total}"
             )
 
     # Sequences that part, go back and end.

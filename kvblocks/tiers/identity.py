@@ -84,7 +84,7 @@ class BlockIdentity:
         above = self.parent.hex()[:16] or "nothing"
         if self.column:
             return f"BlockIdentity(in {above}, column {self.column})"
-        return f"BlockIdentity(behind {above}, {len(self.tokens) // 4} tokens, keys {self.extra_keys!r})"
+        return f"BlockIdentity(after {above}, {len(self.tokens) // 4} tokens, keys {self.extra_keys!r})"
 
 
 def _bytes_of(name: str, value: Given[bytes]) -> bytes:

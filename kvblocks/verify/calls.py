@@ -14,7 +14,7 @@ class Start:
 
     def __str__(self) -> str:
         salt = "" if self.salt is None else f", salt {self.salt!r}"
-        new = f"{self.num_new_tokens} tokens behind its hit" if self.num_new_tokens < len(self.tokens) else "all"
+        new = f"{self.num_new_tokens} tokens after its hit" if self.num_new_tokens < len(self.tokens) else "all"
         return f"start {self.name!r}: tokens {list(self.tokens)}{salt}; slots for {new}"
 
 

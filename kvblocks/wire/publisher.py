@@ -326,8 +326,8 @@ def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
     if not is_local and not allow_remote:
         raise InvalidArgumentError(
             f"endpoint: expected one that only this machine can reach, such as 'tcp://127.0.0.1:{port}', got"
-            f" {endpoint!r}: events hold prompts' token ids, and whoever connects reads them. allow_remote=True binds"
-            " it anyway"
+            f" {endpoint!r}: events hold prompts' token ids, and whoever connects reads them. allow_remote=True"
+            " (--kv-allow-remote) binds it anyway"
         )
 
 

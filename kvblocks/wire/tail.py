@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader of the lines has gone; otherwise Python would report that once more
         return 0
     except (zmq.ZMQError, ConnectionError, MalformedFrameError) as error:
-        print(f"kvblocks.wire: {options.endpoint}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, zmq.ZMQError) and error.errno in _NO_ENDPOINT else 1
+        is_wrong = isinstance(error, zmq.ZMQError) and error.errno in _NO_ENDPOINT
+        said = f"expected tcp://HOST:PORT, got {error}" if is_wrong else str(error)
+        print(f"kvblocks.wire: {options.endpoint}: {said}", file=sys.stderr)
+        return 2 if is_wrong else 1
     return 0
 
 
@@ -176,7 +178,7 @@ def describe(event: WireEvent) -> str:
         return f"removed    {_blocks(event)}"
     notes = [f"{len(event.token_ids)} tokens"]
     if event.parent_block_hash is not None:
-        notes.append(f"behind {_name(event.parent_block_hash)}")
+        notes.append(f"after {_name(event.parent_block_hash)}")
     named: dict[str, Any] = {"lora": event.lora_name, "window": event.kv_cache_spec_sliding_window}
     named |= {"session": event.session_id, "locality": event.locality}
     notes += [f"{name} {value}" for name, value in named.items() if value is not None]

@@ -172,7 +172,7 @@ def test_an_error_in_a_stream_is_raised(model):
         gate.open()
 
 
-CACHE = "64 blocks of 16 tokens, {:.1f} MB"
+CACHE = "64 blocks of 16 tokens, {:.1f} MiB"
 HOW_TO_END = "Ctrl-C ends an answer. An empty line or Ctrl-D ends the chat."
 
 

@@ -246,6 +246,16 @@ main(["fetch", "smollm2"])
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("missing", ["numpy", "rich"])
+def test_without_its_packages_replay_names_the_small_extra(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from kvblocks.cli import main; main(['replay', '--quick'])"
+    result = run_python(code)
+    assert result.returncode == 1
+    assert result.stderr.startswith("kvblocks: this command needs some packages: pip install 'kvblocks[replay]'")
+    assert missing in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process, which POSIX systems have")
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path):
     code = """

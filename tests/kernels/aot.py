@@ -33,7 +33,10 @@ INSTRUCTIONS = {
     "tcgen05": r"\btcgen05\.mma",
     "mfma": r"\bv_mfma",
     "cp_async": r"\bcp\.async\.c[ag]",
+    "lets_begin": r"\bgriddepcontrol\.launch_dependents",
+    "waits": r"\bgriddepcontrol\.wait",
 }
+ROWS = re.compile(r"\b(?:ld\.global\.v|st\.global)")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Compiled:
     """The result of compiling a kernel. With an `error` of the compiler, the other fields have no meaning.
 
     call: what launched it; programs: how many the launch's fixed grid counts on for each SM, or 0; fitting: how many
-    fit on one.
+    fit on one; is_early: whether it may begin before the launch before it has ended (PDL); before_wait: how many
+    stores and loads of whole rows it then has in front of its wait.
     """
 
     call: str
@@ -52,6 +56,8 @@ class Compiled:
     shared: int = 0
     programs: int = 0
     fitting: int = 0
+    is_early: bool = False
+    before_wait: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     error: str | None = None
 
@@ -91,6 +97,8 @@ def compile_one(call, launched, grid, target, sms) -> Compiled:
         shared,
         grid[0] // sms if is_shared_out else 0,
         0 if is_amd else counted.programs_per_sm(target),
+        launched.options.get("launch_pdl", False),
+        len(ROWS.findall(text.partition("griddepcontrol.wait")[0])) if "griddepcontrol.wait" in text else 0,
         {kind: number for kind, number in found.items() if number},
     )
 

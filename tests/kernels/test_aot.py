@@ -111,6 +111,28 @@ def test_k_and_v_are_copied_while_the_tile_before_is_computed(compiled):
         assert result["instructions"].get("cp_async", 0) > 0, result
 
 
+SPLITTING = ("extend_kernel", "piece_kernel", "stream_kernel", "split_kernel")
+MERGING = ("extend_merge_kernel", "piece_merge_kernel", "stream_merge_kernel", "split_merge_kernel", "merge_parts")
+
+
+def test_merges_begin_early_and_wait_before_they_read_parts(compiled):
+    """By programmatic dependent launch, where the chip has it. A merge that never waits would read half of a part."""
+    target, results = compiled
+    is_early = target in ("sm90", "sm100")
+    merging = find(results, "", MERGING)
+    assert {found["kernel"] for found in merging} >= {
+        "extend_merge_kernel",
+        "stream_merge_kernel",
+        "merge_parts_kernel",
+    }
+    for result in merging:
+        waits = result["instructions"].get("waits", 0)
+        assert (waits > 0, result["is_early"], result["before_wait"]) == (is_early, is_early, 0), result
+    for result in find(results, "", SPLITTING):
+        assert result["instructions"].get("lets_begin", 0) == int(is_early), result
+        assert not result["is_early"], result
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_whatever_the_group_the_page_and_the_options():

@@ -194,7 +194,7 @@ def test_last_accesses_and_pins_are_told() -> None:
     # Ten blocks hold nothing, and are reused before all others. Of each prefix the last block goes first.
     assert told() == {1: (0, 11), 2: (0, 13), 3: (1, None)}
     lines = parse(manager.inspect.to_dot()).nodes
-    assert "1 pinned" in lines["row2"]["label"] and "reused behind 11 blocks" in lines["row0"]["label"]
+    assert "1 pinned" in lines["row2"]["label"] and "reused after 11 blocks" in lines["row0"]["label"]
     manager.free(start(manager, "old again", [1] * 8))
     manager.pins.unpin(pin)
     assert told() == {2: (0, 11), 1: (0, 14), 3: (0, 15)}

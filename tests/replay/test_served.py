@@ -209,16 +209,19 @@ def test_the_command_writes_what_it_compares(tmp_path, small_file, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--gate --prefill-rate 3000", "--gate: expected --prefill-rate and --decode-step, got 3000.0 and None"),
+        (
+            "--gate --prefill-rate 3000",
+            "--gate: expected --prefill-rate and --decode-step with it, got no --decode-step",
+        ),
         ("--gate --prefill-rate 0 --decode-step 1", "prefill_rate: expected a number above 0"),
         ("--gate --prefill-rate 1 --decode-step nan", "decode_step_s: expected a number above 0"),
-        ("--gate --prefill-rate 1 --decode-step 1 --loads 1,x", "loads: expected numbers with commas"),
+        ("--gate --prefill-rate 1 --decode-step 1 --loads 1,x", "--loads: expected numbers with commas"),
         ("--gate --prefill-rate 1 --decode-step 1 --loads 0", "load: expected a number above 0"),
         (
             "--gate --prefill-rate 1 --decode-step 1 --groups gemma3-4b",
-            "--gate: expected it with --prefill-rate, --decode-step and --loads, and none of --policies",
+            "--session-ends, --groups, --quick with it, got --groups",
         ),
-        ("--decode-step 0.1", "--gate: expected it with --prefill-rate"),
+        ("--decode-step 0.1", "expected --gate with --prefill-rate, --decode-step and --loads, got none"),
     ],
 )
 def test_the_command_says_what_is_wrong(words, message, small_file, capsys):

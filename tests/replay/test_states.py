@@ -125,7 +125,7 @@ def test_sizes_may_be_bytes():
         60 * 10**9,
         1100,
     ]
-    assert parse_memory("60GB, 5%,2,60GB", 100, 50) == (60 * 10**9, 250, 100)
+    assert parse_memory("--sizes", "60GB, 5%,2,60GB", 100, 50) == (60 * 10**9, 250, 100)
     for text in ("", "0", "0.1", "5%", "-1", "many", "1P", "2000TB"):
         with pytest.raises(
             InvalidArgumentError, match=f"--x: expected bytes such as 24576, 39.5MB or 60GB, got '{text}'"

@@ -105,11 +105,11 @@ def test_the_prefix_tree_has_every_reference_once():
 
 
 def test_sizes_are_blocks_or_shares():
-    assert parse_sizes("1%, 2.5%,5000,1%", 1000) == (10, 25, 5000)
-    assert parse_size("0.001%", 1000) == 1
+    assert parse_sizes("--sizes", "1%, 2.5%,5000,1%", 1000) == (10, 25, 5000)
+    assert parse_size("--sizes", "0.001%", 1000) == 1
     for text in ("", "5%%", "-1", "2.5", "0", "0%", "many"):
-        with pytest.raises(InvalidArgumentError, match=f"size: expected .*, got '{text}'"):
-            parse_size(text, 1000)
+        with pytest.raises(InvalidArgumentError, match=f"--sizes: expected .*, got '{text}'"):
+            parse_size("--sizes", text, 1000)
 
 
 def test_arrivals_are_recorded_or_a_mean():
@@ -118,7 +118,7 @@ def test_arrivals_are_recorded_or_a_mean():
     assert parse_arrivals(None, replace(trace, times_are_relative=True)) == 60.0
     assert parse_arrivals("2.5", trace) == 2.5
     for text in ("0", "-3", "soon", "nan", "inf"):
-        with pytest.raises(InvalidArgumentError, match="arrivals: expected 'recorded' or seconds above 0"):
+        with pytest.raises(InvalidArgumentError, match="--arrivals: expected 'recorded' or seconds above 0"):
             parse_arrivals(text, trace)
     assert parse_range("20:355") == (20, 355)
     with pytest.raises(InvalidArgumentError, match="expected FROM:TO"):
@@ -176,8 +176,8 @@ def test_what_was_found_is_written_whoever_reads_the_table_and_whatever_else_fai
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.jsonl"], "trace: expected a file that can be read, got missing.jsonl: No such file"),
-        ([str(SAMPLE), "--sizes", "x"], "size: expected"),
+        (["missing.jsonl"], "TRACE: expected a file that can be read, got missing.jsonl: No such file"),
+        ([str(SAMPLE), "--sizes", "x"], "--sizes: expected"),
         ([str(SAMPLE), "--policies", "lru,magic", "--sizes", "9"], "policy: expected one of"),
         ([str(SAMPLE), "--json", "/no/such/folder/x"], "--json: expected a file in a folder that exists"),
         (
@@ -186,7 +186,7 @@ def test_what_was_found_is_written_whoever_reads_the_table_and_whatever_else_fai
         ),
         ([str(SAMPLE), "--json", "n" * 300], "--json: expected a file that can be written, got nnn"),
         ([str(SAMPLE), "--json", "/dev/null"], "--json: expected a file in a folder that exists, got /dev/null"),
-        ([str(SAMPLE), "--sizes", "9" * 5000], "size: expected a number of blocks, or a share such as 2%, got '999"),
+        ([str(SAMPLE), "--sizes", "9" * 5000], "--sizes: expected a number of blocks, or a share such as 2%, got '999"),
         ([str(SAMPLE), "--sessions", "5:2"], "sessions: expected FROM:TO"),
         ([str(SAMPLE), "--groups", "gpt", "--sizes", "9"], "groups: expected one of gemma3-4b"),
         ([str(SAMPLE), "--block-size", "700"], "multiple of its 512 tokens, got 700"),

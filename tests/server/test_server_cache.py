@@ -101,7 +101,7 @@ def test_the_command_shows_them(kvblocks, http):
     assert "of 64 blocks of 16 tokens" in output
     assert re.search(r"^pins +none$", output, re.MULTILINE)
     assert "average lookup" in output
-    assert " us, of " in output
+    assert " us in " in output
     code, output, _ = kvblocks("stats", "--json")
     assert json.loads(output)["num_blocks"] == 64
 
@@ -230,7 +230,7 @@ def test_the_commands_pin_list_and_unpin(kvblocks, tmp_path, http):
     assert len(json.loads(kvblocks("list-pinned", "--json")[1])["pins"]) == 3
     code, _, error = kvblocks("unpin", pin_id)
     assert code == 1
-    assert error == f"kvblocks: expected the id of a pin that stands, got '{pin_id}'\n"
+    assert error == f"kvblocks: expected the id of an existing pin, got '{pin_id}'\n"
 
 
 def test_all_pins_of_some_tokens_end_together_and_those_of_others_stand(kvblocks):
@@ -272,16 +272,17 @@ def test_a_pin_says_why_it_holds_nothing_yet_and_a_warm_one_holds_all(kvblocks):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["pin"], "expected a text, --file or --tokens, exactly one"),
-        (["pin", "a", "--tokens", "1"], "exactly one"),
+        (["pin"], "expected one of a text, --file and --tokens, got none of them"),
+        (["pin", "a", "--tokens", "1"], "expected one of a text, --file and --tokens, got a text and --tokens"),
         (["pin", "--tokens", "1,a"], "--tokens: expected token ids"),
         (["pin", "--file", "/nonsense"], "expected a readable file"),
         (["pin", "--tokens", "1,2,3"], "full block"),
-        (["unpin"], "exactly one"),
-        (["unpin", "pin-1", "--tokens", "1"], "exactly one"),
-        (["unpin", "pin-1", "--salt", "a"], "exactly one"),
+        (["unpin"], "expected a pin's id, or --tokens with or without --salt, got neither"),
+        (["unpin", "pin-1", "--tokens", "1"], "got both"),
+        (["unpin", "pin-1", "--salt", "a"], "got an id with --salt"),
         (["unpin", "--tokens", "1,a"], "--tokens: expected token ids"),
-        (["explain", "a", "--request", "x"], "--request alone"),
+        (["explain", "a", "--request", "x"], "expected one of --request, --conversation and --last, without a prompt"),
+        (["explain", "--request", "x", "--salt", "y"], "--request: expected no --salt with it"),
         (["explain", "--tokens", "1", "--system", "x"], "--system with a message only"),
         (["explain", "--request", "x"], "expected that of one of the last requests"),
     ],
@@ -294,6 +295,16 @@ def test_wrong_commands_say_why(kvblocks, arguments, words):
     )  # 404: it may have been there before
     assert words in error
     assert len(error.splitlines()) == 1
+
+
+def test_json_that_is_nested_too_deeply_is_no_traceback(kvblocks, tmp_path):
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 200_000, encoding="utf-8")
+    for arguments in (["hints", str(file)], ["pin", "--tokens", f"@{file}"], ["warm", str(file)]):
+        code, output, error = kvblocks(*arguments)
+        assert (code, output) == (2, "")
+        assert "expected" in error and len(error.splitlines()) == 1
+    assert kvblocks("hints", "/nonsense")[2].count("expected") == 1
 
 
 def test_without_a_server_the_command_says_so(capsys):

@@ -199,7 +199,7 @@ def test_a_time_stamp_in_the_system_text_is_found_and_decoded(http, server, caps
         cli.main(["cache", "explain", "--last", "--url", server.url])
     said = capsys.readouterr().out
     assert "a time or date has changed" in said
-    assert "first different token, behind" in said
+    assert "first different token, after" in said
 
 
 def test_a_conversation_is_found_by_its_key(http, server, capsys):

@@ -205,7 +205,7 @@ def test_a_chat_shows_what_each_answer_cost_and_why_it_missed(model, window):
         window.wait_for("return document.querySelectorAll('.why').length > 0")
         why = window.run("return [...document.querySelectorAll('.why')].at(-1).textContent")
         assert "a time or date has changed: '2026-11-25 20:10:11' is now '2026-11-25 20:10:59', in system" in why
-        assert '"1" was, "5" is' in why
+        assert '"1" before, "5" now' in why
         assert fits(window)
         keep(window, "narrow-chat")
         window.resize(1280, 900)

@@ -75,8 +75,8 @@ def test_identities_are_compared_by_all_that_they_are():
     assert one not in others
     assert len({one, *others}) == 4
     assert one != one.preimage()
-    assert repr(one) == "BlockIdentity(behind nothing, 4 tokens, keys b'')"
-    assert "behind ae56c35ba13d8d3a, 4 tokens" in repr(two)
+    assert repr(one) == "BlockIdentity(after nothing, 4 tokens, keys b'')"
+    assert "after ae56c35ba13d8d3a, 4 tokens" in repr(two)
 
 
 def test_the_digests_are_those_that_blocks_have():

@@ -59,7 +59,7 @@ class FakeTarget:
 def test_what_generating_rounds_otherwise_is_no_fault():
     patient = Patient(FakeTarget(warm=0.3, decoded=0.1))
     assert patient.tolerance.nats == pytest.approx(0.8)
-    assert "answers up to 0.1000 nats from those at once" in patient.notes[-1]
+    assert "changes answers by up to 0.1000 nats" in patient.notes[-1]
     assert not CASES["repeats"].find(patient, "1")
 
 
@@ -103,15 +103,15 @@ def test_a_hit_of_another_salt_is_seen_in_its_time():
     assert CASES["salts"].find(patient, "1") is None  # it isn't told
     finding = CASES["timing"].find(patient, "1")
     assert finding.what == "prompts of 90 words that were asked with another salt only, and new ones, in 12 pairs"
-    assert "chance 0.00024" in finding.got
-    assert finding.got.endswith("96 % sure; chance 0.00024)")
+    assert "p = 0.00024" in finding.got
+    assert finding.got.endswith("96 % confidence; p = 0.00024)")
 
 
 def test_times_that_differ_by_chance_are_no_finding():
     patient = Patient(FakeTarget())
     for seed in range(40):
         assert CASES["timing"].find(patient, str(seed)) is None
-    assert "of what a hit saves (-" in patient.measured["timing"]
+    assert "of the time that a hit saves (-" in patient.measured["timing"]
 
 
 def test_a_hit_that_takes_as_long_as_a_new_prompt_tells_nothing():
@@ -120,7 +120,7 @@ def test_a_hit_that_takes_as_long_as_a_new_prompt_tells_nothing():
 
     patient = Patient(Fast(tells_time=1.0))
     assert CASES["timing"].find(patient, "1") is None
-    assert "times tell nothing" in patient.measured["timing"]
+    assert "times show nothing" in patient.measured["timing"]
 
 
 def test_longer_prompts_are_timed_where_short_ones_are_answered_too_fast():

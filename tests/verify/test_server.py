@@ -61,7 +61,7 @@ def test_a_right_server_passes_every_case(model):
     assert checkup.not_tried == ["adapters", "reloads", "images"]
     assert "Not tried with this server: adapters, reloads, images." in as_text(checkup)
     assert checkup.patient.coldness.by == "salt"
-    assert "Nothing was found." in as_text(checkup)
+    assert "No fault was found." in as_text(checkup)
     assert server.service.metrics.counts()["cancelled"] >= 1  # the case that leaves
 
 
@@ -129,7 +129,7 @@ def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
     (finding,) = checkup.findings
     assert "cached tokens" in finding.got
     assert checkup.patient.coldness.by == "never"
-    assert "no way to a cold answer" in as_text(checkup)
+    assert "there are no cold answers" in as_text(checkup)
 
 
 def test_the_command_prints_json_writes_a_page_and_ends_with_1_if_it_found_something(model, tmp_path, capsys):
@@ -150,6 +150,13 @@ def test_the_command_prints_json_writes_a_page_and_ends_with_1_if_it_found_somet
     shown = page.read_text(encoding="utf-8")
     assert finding["what"] in shown
     assert "http" not in shown.replace(server.url, "")
+
+
+def test_a_page_that_cant_be_written_is_named_before_the_server_is_asked(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "http://127.0.0.1:9", "--html", str(tmp_path / "none" / "page.html")])
+    assert ended.value.code == 2
+    assert "--html: expected a file in a folder that exists, got" in capsys.readouterr().err
 
 
 def test_no_server_and_wrong_arguments_are_named():

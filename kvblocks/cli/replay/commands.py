@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvblocks.cli.replay.files import check_can_write, check_differ
 from kvblocks.cli.replay.output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.policies import NAMED
@@ -26,15 +27,18 @@ def replay(
     trace: Annotated[
         str | None,
         typer.Argument(
-            help="A file: Mooncake's format, agents' sessions, or kvblocks' own; .gz too. Default: a made-up sample.",
+            help="A file in Mooncake's format, kvblocks' own, or of agents' sessions, also .gz. Default: a sample.",
             show_default=False,
         ),
     ] = None,
     sizes: Annotated[
-        str, typer.Option(help="Blocks of the pool: 5000, or 2% of the trace's unique blocks; with commas.")
+        str,
+        typer.Option(
+            help="Sizes of the pool, separated by commas: blocks (5000), or shares of the trace's unique blocks (2%)."
+        ),
     ] = "1%,2%,5%,10%,20%",
     policies: Annotated[
-        str, typer.Option(help=f"Eviction policies, with commas: {', '.join(NAMED)}, lru-drop.")
+        str, typer.Option(help=f"Eviction policies, separated by commas: {', '.join(NAMED)}, lru-drop.")
     ] = _ALL_POLICIES,
     block_size: Annotated[
         int | None,
@@ -48,17 +52,17 @@ def replay(
     arrivals: Annotated[
         str | None,
         typer.Option(
-            help="'recorded', or the mean time in seconds between sessions that begin at random. Default: recorded,"
-            " and 60 where the trace doesn't say when sessions begin.",
+            help="When sessions begin: 'recorded', or at random, this many seconds apart on average. Default: recorded,"
+            " or 60 if the trace doesn't say when they begin.",
             rich_help_panel=_TRACE,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="For arrivals at random.", rich_help_panel=_TRACE)] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random arrivals.", rich_help_panel=_TRACE)] = 1,
     decode_time: Annotated[
         float,
         typer.Option(
             min=0.0,
-            help="Seconds for each token of an answer, where the trace doesn't say how long a request ran.",
+            help="Seconds for each token of an answer, if the trace doesn't say how long requests ran.",
             rich_help_panel=_TRACE,
         ),
     ] = 0.0,
@@ -66,7 +70,7 @@ def replay(
         bool,
         typer.Option(
             "--closed-loop",
-            help="Count a request's think time from the end of its session's last request.",
+            help="Count the time before a request from the modelled end of its session's previous request.",
             rich_help_panel=_MODEL,
         ),
     ] = False,
@@ -77,28 +81,34 @@ def replay(
         ),
     ] = False,
     host_size: Annotated[
-        str | None, typer.Option(help="Blocks of a host tier below the pool, as --sizes.", rich_help_panel=_MODEL)
+        str | None, typer.Option(help="Size of a host tier below the pool, as in --sizes.", rich_help_panel=_MODEL)
     ] = None,
     groups: Annotated[
-        str | None, typer.Option(help="The model's groups of layers: gemma3-4b.", rich_help_panel=_MODEL)
+        str | None,
+        typer.Option(
+            help="Replay with a model's groups of layers: gemma3-4b. Default: one group with full attention.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     state_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Bytes of a sequence's recurrent state, such as 39.5MB: compare ways to keep states, with the same"
-            " memory. --sizes then takes bytes, too: 60GB.",
+            help="Compare ways to keep recurrent states, with the same memory. The value is the bytes of one sequence's"
+            " state, such as 39.5MB. --sizes then takes bytes, too: 60GB.",
             rich_help_panel=_STATES,
         ),
     ] = None,
     kv_bytes: Annotated[
         str | None,
-        typer.Option(help="Bytes of K and V of a token, in all layers. With --state-bytes.", rich_help_panel=_STATES),
+        typer.Option(
+            help="Bytes of K and V of one token, in all layers. Needed with --state-bytes.", rich_help_panel=_STATES
+        ),
     ] = None,
     large_block: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Also compare blocks of so many tokens, as an engine has them whose blocks hold a layer's state.",
+            help="Also compare large blocks of this many tokens, as in engines whose blocks hold a layer's state.",
             rich_help_panel=_STATES,
         ),
     ] = None,
@@ -107,20 +117,21 @@ def replay(
         typer.Option(
             "--gate",
             help="Compare no gate, caps on sessions, a session gate and an infinite cache, on a server that takes time."
-            " Needs the next two options.",
+            " Needs --prefill-rate and --decode-step.",
             rich_help_panel=_SERVED,
         ),
     ] = False,
     prefill_rate: Annotated[
-        float | None, typer.Option(help="Tokens of prompts that it computes a second.", rich_help_panel=_SERVED)
+        float | None, typer.Option(help="Prompt tokens that the server computes in a second.", rich_help_panel=_SERVED)
     ] = None,
     decode_step: Annotated[
-        float | None, typer.Option(help="Seconds of a step without tokens of prompts.", rich_help_panel=_SERVED)
+        float | None, typer.Option(help="Seconds that a step without prompt tokens takes.", rich_help_panel=_SERVED)
     ] = None,
     loads: Annotated[
         str | None,
         typer.Option(
-            help="By what the times between sessions are divided, with commas. Default: 0.25,0.5,0.75,1,1.5.",
+            help="Loads, separated by commas: factors that divide the times between sessions. Default:"
+            " 0.25,0.5,0.75,1,1.5.",
             rich_help_panel=_SERVED,
         ),
     ] = None,
@@ -129,28 +140,23 @@ def replay(
         typer.Option("--quick", help="Leave out the columns 'attainable' and 'one order'.", rich_help_panel=_OUTPUT),
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes. Default: one for each core.", rich_help_panel=_OUTPUT)
+        int | None, typer.Option(min=1, help="Parallel processes. Default: one for each core.", rich_help_panel=_OUTPUT)
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the rows as JSON here.", rich_help_panel=_OUTPUT)
+        Path | None, typer.Option("--json", help="A file to write the rows to, as JSON.", rich_help_panel=_OUTPUT)
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="Write a report here: one HTML file, with pictures and tables.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            help="A file to write a report to: one HTML file, with pictures and tables.", rich_help_panel=_OUTPUT
+        ),
     ] = None,
 ) -> None:
     """Replay a trace of requests through the production cache, and compare eviction policies and pool sizes.
 
     Time is modelled: nothing is computed, and no GPU or model is needed.
     """
-    from kvblocks.replay.options import (
-        check_can_write,
-        check_differ,
-        parse_arrivals,
-        parse_range,
-        parse_size,
-        parse_sizes,
-    )
+    from kvblocks.replay.options import parse_arrivals, parse_range, parse_size, parse_sizes
     from kvblocks.replay.readers import read_trace
     from kvblocks.replay.report import render_report
     from kvblocks.replay.sample import SAMPLE
@@ -163,17 +169,19 @@ def replay(
     try:
         read = read_trace(path, block_size)
     except OSError as error:
-        raise InvalidArgumentError(f"trace: expected a file that can be read, got {trace}: {error.strerror}") from error
+        raise InvalidArgumentError(f"TRACE: expected a file that can be read, got {trace}: {error.strerror}") from error
     if sessions is not None:
         read = read.take_sessions(*parse_range(sessions))
     read = read.with_durations(decode_time)
     num_unique = read.num_unique_blocks
+    others: dict[str, object] = {
+        "--policies": policies != _ALL_POLICIES,
+        "--closed-loop": closed_loop,
+        "--session-ends": session_ends,
+    }
+    others |= {"--groups": groups, "--quick": quick}
     if state_bytes is not None or kv_bytes is not None or large_block is not None:
-        if policies != _ALL_POLICIES or closed_loop or session_ends or quick or host_size or groups:
-            raise InvalidArgumentError(
-                "--state-bytes: expected none of --policies, --closed-loop, --session-ends, --host-size, --groups and"
-                " --quick beside it, got some"
-            )
+        _check_absent("--state-bytes", {**others, "--host-size": host_size, "--gate": gate})
         from kvblocks.cli.replay.comparisons import compare_designs
 
         compare_designs(read, (sizes, arrivals, seed), (state_bytes, kv_bytes, large_block), jobs, (json_file, report))
@@ -181,21 +189,19 @@ def replay(
     if gate or prefill_rate is not None or decode_step is not None or loads is not None:
         from kvblocks.cli.replay.comparisons import compare_entrances
 
-        if policies != _ALL_POLICIES or closed_loop or session_ends or quick or groups or not gate:
-            raise InvalidArgumentError(
-                "--gate: expected it with --prefill-rate, --decode-step and --loads, and none of --policies,"
-                " --closed-loop, --session-ends, --groups and --quick beside it, got others"
-            )
+        if not gate:
+            raise InvalidArgumentError("expected --gate with --prefill-rate, --decode-step and --loads, got none")
+        _check_absent("--gate", others)
         common = (sizes, arrivals, seed, host_size)
         compare_entrances(read, common, (prefill_rate, decode_step, loads), jobs, (json_file, report))
         return
     options = SweepOptions(
         policies=tuple(dict.fromkeys(name.strip() for name in policies.split(","))),
-        sizes=parse_sizes(sizes, num_unique),
+        sizes=parse_sizes("--sizes", sizes, num_unique),
         mean_arrival_s=parse_arrivals(arrivals, read),
         seed=seed,
         is_closed=closed_loop,
-        host_blocks=None if host_size is None else parse_size(host_size, num_unique),
+        host_blocks=None if host_size is None else parse_size("--host-size", host_size, num_unique),
         groups=groups,
         optima=not quick,
         tells_ends=session_ends,
@@ -203,6 +209,16 @@ def replay(
     with show_progress() as progress:
         result = sweep(read, options, jobs, progress)
     publish(lambda: _print(result), (json_file, result.to_rows), (report, lambda: render_report(result)))
+
+
+def _check_absent(option: str, others: dict[str, object]) -> None:
+    """Raise InvalidArgumentError if `option` came with another that has no effect with it.
+
+    others: their values by name. One that wasn't given has a false value.
+    """
+    got = [name for name, value in others.items() if value]
+    if got:
+        raise InvalidArgumentError(f"{option}: expected none of {', '.join(others)} with it, got {' and '.join(got)}")
 
 
 def _print(result: "Result") -> None:

@@ -35,12 +35,12 @@ def compare_designs(
     state_text, kv_text, large_block = model
     if state_text is None or kv_text is None:
         raise InvalidArgumentError(
-            "expected --state-bytes and --kv-bytes, got only one of them, or --large-block alone"
+            "expected --state-bytes and --kv-bytes together, with or without --large-block, got one without the others"
         )
     state_bytes, kv_bytes = parse_bytes("--state-bytes", state_text), parse_bytes("--kv-bytes", kv_text)
     options = StateOptions(
         StateModel(kv_bytes, state_bytes, large_block),
-        parse_memory(sizes, trace.num_unique_blocks, trace.block_size * kv_bytes),
+        parse_memory("--sizes", sizes, trace.num_unique_blocks, trace.block_size * kv_bytes),
         parse_arrivals(arrivals, trace),
         seed,
     )
@@ -93,16 +93,16 @@ def compare_entrances(
     sizes, arrivals, seed, host_size = common
     prefill_rate, decode_step_s, loads = times
     if prefill_rate is None or decode_step_s is None:
-        raise InvalidArgumentError(
-            f"--gate: expected --prefill-rate and --decode-step, got {prefill_rate} and {decode_step_s}"
-        )
+        got = {"--prefill-rate": prefill_rate, "--decode-step": decode_step_s}
+        lacking = " and no ".join(name for name, value in got.items() if value is None)
+        raise InvalidArgumentError(f"--gate: expected --prefill-rate and --decode-step with it, got no {lacking}")
     num_unique = trace.num_unique_blocks
     options = LoadOptions(
-        parse_sizes(sizes, num_unique),
+        parse_sizes("--sizes", sizes, num_unique),
         ServerModel(prefill_rate, decode_step_s),
         mean_arrival_s=parse_arrivals(arrivals, trace),
         seed=seed,
-        host_blocks=None if host_size is None else parse_size(host_size, num_unique),
+        host_blocks=None if host_size is None else parse_size("--host-size", host_size, num_unique),
     )
     if loads is not None:
         options = replace(options, loads=_parse_loads(loads))
@@ -116,7 +116,7 @@ def _parse_loads(text: str) -> tuple[float, ...]:
     try:
         return tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
-        raise InvalidArgumentError(f"loads: expected numbers with commas, got {shown(text)}") from None
+        raise InvalidArgumentError(f"--loads: expected numbers with commas, got {shown(text)}") from None
 
 
 def _print_loads(result: LoadResult) -> None:

@@ -85,7 +85,7 @@ class DiskPlace(Place):
     def check(cls, options: TierOptions) -> None:
         """As `Place`."""
         if not options.address:
-            raise options.wrong("a folder behind the colon", options.address)
+            raise options.wrong("a folder after the colon", options.address)
         options.size_in_bytes(DEFAULT_DISK_SIZE)
 
     @classmethod

@@ -83,7 +83,7 @@ def _check_states(config: Any) -> None:
     if config.cache_config.enable_prefix_caching and _connectors(config.kv_transfer_config):
         raise refuse(
             "KV connectors with recurrent states (Mamba)",
-            "the state behind what they load would be missing",
+            "the state after what they load would be missing",
             "--no-enable-prefix-caching is served",
         )
 

@@ -23,7 +23,7 @@ def render_states(result: StateResult) -> str:
             section(
                 "Hit rate",
                 paragraph(
-                    "The prompts' tokens. K and V behind the last state are of no use: nobody can go on from there."
+                    "The prompts' tokens. K and V after the last state are of no use: no prompt can go on from there."
                 ),
                 element(
                     "figure",

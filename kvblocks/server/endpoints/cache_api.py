@@ -154,7 +154,7 @@ class CacheApi:
         pin_id = request.path_params["pin_id"]
         entry = await self._call(lambda: self._service.thread.pins.remove(pin_id))
         if entry is None:
-            raise ApiError(404, f"expected the id of a pin that stands, got {pin_id!a:.80}", code="no_such_pin")
+            raise ApiError(404, f"expected the id of an existing pin, got {pin_id!a:.80}", code="no_such_pin")
         return json_response(entry.to_json(time.monotonic()))
 
     async def unpin_tokens(self, request: Request) -> Response:

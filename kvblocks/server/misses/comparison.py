@@ -13,7 +13,7 @@ from kvblocks.server.misses.prompts import KeptMessage, KeptPrompt, KeptTool
 Part = Literal["tools", "system", "messages", "answer", "prompt", "settings"]
 
 _NUM_SHOWN = 12  # tokens before the first different one
-_NUM_SEARCHED = 48  # tokens before and behind it, where a time or an id is looked for
+_NUM_SEARCHED = 48  # tokens before and after it, where a time or an id is looked for
 _THINK, _THOUGHT = "<think>", "</think>"
 _TIME = re.compile(
     r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?|\d{1,2}:\d\d(?::\d\d)?(?: ?[AP]M)?|\d{1,2}[./]\d{1,2}[./]\d{2,4}"
@@ -46,7 +46,7 @@ class Comparison:
     num_before: int
     part: Part | None = None
     item: str | None = None
-    words: str = "the prompt begins with all of the prompt before it and its answer"
+    words: str = "the prompt continues the one before it and its answer"
     before: ShownToken = ShownToken(None, None)
     after: ShownToken = ShownToken(None, None)
     context: str = ""
@@ -57,7 +57,9 @@ def compare(before: KeptPrompt, after: KeptPrompt, tokenizer: Tokenizer | None) 
     common, first = after.num_common(before), before.tokens + before.output
     if common == len(first) or common >= len(after.tokens):
         words = (
-            Comparison.__dataclass_fields__["words"].default if common == len(first) else "the prompt is a beginning"
+            Comparison.__dataclass_fields__["words"].default
+            if common == len(first)
+            else "the prompt is a beginning of the one before it"
         )
         return Comparison(before.key, common, len(first), words=str(words))
     part, item, words = _difference(before, after, common)
@@ -85,11 +87,11 @@ def _difference(before: KeptPrompt, after: KeptPrompt, common: int) -> tuple[Par
         return (
             "answer",
             f"messages[{len(before.messages)}] (assistant)",
-            "the answer came back otherwise than it was given",
+            "the answer came back with other tokens than were generated",
         )
     if not after.messages:
         return "prompt", None, "the prompt's text has changed"
-    return "settings", None, "the messages are equal: the chat template, or a value for it, wrote something else"
+    return "settings", None, "the messages are equal, but the chat template, or a value for it, has changed their text"
 
 
 def _tool_difference(before: tuple[KeptTool, ...], after: tuple[KeptTool, ...]) -> tuple[str, str]:
@@ -103,13 +105,13 @@ def _tool_difference(before: tuple[KeptTool, ...], after: tuple[KeptTool, ...]) 
     added = [one for one in names[1] if one not in set(names[0])]
     gone = [one for one in names[0] if one not in set(names[1])]
     changes = [f"added: {', '.join(added[:5])}"] if added else []
-    changes += [f"gone: {', '.join(gone[:5])}"] if gone else []
+    changes += [f"removed: {', '.join(gone[:5])}"] if gone else []
     return item, f"tools were {'; '.join(changes)}" if changes else f"the definition of the tool {name} has changed"
 
 
 def _message_difference(old: KeptMessage, new: KeptMessage) -> str:
     if old.role != new.role:
-        return f"another message is there: one of the role {new.role}, not {old.role}"
+        return f"the role was {old.role}, and is {new.role} now"
     if old.text != new.text and _without_thoughts(old.text) == _without_thoughts(new.text):
         return "a thinking block was " + ("stripped" if len(new.text) < len(old.text) else "added")
     if old.text == new.text:

@@ -393,7 +393,7 @@ class DiskStore:
             raise wrong(f"DiskStore.{call}", "a BlockIdentity", identity)
         own: BlockIdentity = given
         if not self._is_identity(own):
-            expected = f"a BlockIdentity of {self._block_size} tokens behind b'' or a SHA-256 digest, or in a column"
+            expected = f"a BlockIdentity of {self._block_size} tokens after b'' or a SHA-256 digest, or in a column"
             raise wrong(f"DiskStore.{call}", expected, identity)
         return own
 

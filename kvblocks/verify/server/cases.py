@@ -15,7 +15,7 @@ _BLOCK_SIZES = (16, 32, 64)
 
 
 def repeats(patient: Patient, seed: str) -> Iterator[Finding]:
-    """A prompt that is asked again, and one that is asked behind its own beginning, get the answer of a cold cache."""
+    """A prompt that is asked again, and one that is asked after its own beginning, get the answer of a cold cache."""
     words, salt = patient.words(seed), patient.salt()
     body = words.draw(words.integer(20, patient.num_words))
     prompt = recalling(body, words.integer(0, len(body)))
@@ -43,7 +43,7 @@ def prefixes(patient: Patient, seed: str) -> Iterator[Finding]:
 
 
 def foreign(patient: Patient, seed: str) -> Iterator[Finding]:
-    """Conversations that part at some word, asked at once and in turns, get the answers that each gets alone."""
+    """Conversations that differ from some word on, asked at once and in turns, get the answers that each gets alone."""
     words, salt = patient.words(seed), patient.salt()
     base = words.draw(patient.num_words)
     prompts = [recalling(base, words.integer(0, patient.num_words))]
@@ -57,7 +57,7 @@ def foreign(patient: Patient, seed: str) -> Iterator[Finding]:
     first = patient.ask_all(prompts, salt)
     for replies in (first, patient.ask_all(prompts[::-1], salt)[::-1]):
         for number, (prompt, warm) in enumerate(zip(prompts, replies, strict=True)):
-            where = "the one from which others part" if not number else f"which parts at word {places[number - 1]}"
+            where = "from which the others differ" if not number else f"which differs from word {places[number - 1]} on"
             expected = cold[number] or first[number]
             yield from patient.compare(
                 "foreign", f"a conversation of {len(prompt)} words, {where}", prompt, expected, warm
@@ -65,7 +65,7 @@ def foreign(patient: Patient, seed: str) -> Iterator[Finding]:
 
 
 def middles(patient: Patient, seed: str) -> Iterator[Finding]:
-    """Words that stand in one prompt behind others are computed anew where they stand elsewhere."""
+    """Words that follow others in one prompt are computed anew where they follow something else."""
     words, salt = patient.words(seed), patient.salt()
     for size in (_BLOCK_SIZES[0], _BLOCK_SIZES[words.integer(1, 2)]):
         length = size - patient.num_extra_tokens
@@ -75,10 +75,10 @@ def middles(patient: Patient, seed: str) -> Iterator[Finding]:
         cold = patient.cold(moved), patient.cold(joined)
         patient.ask(known + shared, salt)
         patient.ask(beginning + words.draw(size), salt)
-        what = f"{len(shared)} words that were cached behind {length} others"
+        what = f"{len(shared)} words that were cached after {length} others"
         yield from patient.compare("middles", f"{what}, at the beginning", moved, cold[0], patient.ask(moved, salt))
         yield from patient.compare(
-            "middles", f"{what}, behind another beginning", joined, cold[1], patient.ask(joined, salt)
+            "middles", f"{what}, after another beginning", joined, cold[1], patient.ask(joined, salt)
         )
 
 
@@ -106,7 +106,7 @@ def edits(patient: Patient, seed: str) -> Iterator[Finding]:
 
 
 def cancels(patient: Patient, seed: str) -> Iterator[Finding]:
-    """A prompt whose first request was left before its answer gets the answer of a cold cache."""
+    """A prompt whose first request was cancelled before its answer gets the answer of a cold cache."""
     words, salt = patient.words(seed), patient.salt()
     prompt = recalling(words.draw(3 * patient.num_words), words.integer(0, 3 * patient.num_words))
     cold = patient.cold(prompt)
@@ -114,7 +114,7 @@ def cancels(patient: Patient, seed: str) -> Iterator[Finding]:
     for share in (0.2, 0.5, 0.9):
         patient.target.begin_and_leave(text(prompt), max(0.01, share * cold.seconds), salt=salt)
         warm = patient.ask(prompt, salt)
-        what = f"a prompt of {len(prompt)} words, left after {share * cold.seconds:.2f} s, asked again"
+        what = f"a prompt of {len(prompt)} words, cancelled after {share * cold.seconds:.2f} s, asked again"
         yield from patient.compare("cancels", what, prompt, cold, warm)
         salt = patient.salt()
 
@@ -136,7 +136,7 @@ def pressure(patient: Patient, seed: str) -> Iterator[Finding]:
 
 
 def salts(patient: Patient, seed: str) -> Iterator[Finding]:
-    """A request of one `cache_salt` hits nothing of another, by what the server tells of cached tokens."""
+    """A request with one `cache_salt` hits nothing of another, by the cached tokens that the server reports."""
     prompt = patient.words(seed).draw(patient.num_words)
     first, second = f"verify-{seed}-{patient.run_name()}-one", f"verify-{seed}-{patient.run_name()}-two"
     expected = patient.target.ask(text(prompt), salt=first)
@@ -145,7 +145,7 @@ def salts(patient: Patient, seed: str) -> Iterator[Finding]:
     if got.num_cached_tokens:
         yield Finding(
             "salts",
-            "a prompt that was asked with another salt only",
+            "a prompt that was asked with other salts only",
             "0 cached tokens",
             f"{got.num_cached_tokens} cached tokens of {expected.num_prompt_tokens}",
             prompts=(text(prompt),),
@@ -153,7 +153,7 @@ def salts(patient: Patient, seed: str) -> Iterator[Finding]:
 
 
 def usage(patient: Patient, seed: str) -> Iterator[Finding]:
-    """No answer tells more cached tokens than its prompt shares with what was asked before."""
+    """No answer reports more cached tokens than its prompt shares with earlier ones."""
     salt = patient.salt()
     words = patient.words(seed if salt else f"{seed}/{patient.run_name()}")  # nobody has asked these
     base = words.draw(patient.num_words)
@@ -181,7 +181,7 @@ def adapters(patient: Patient, seed: str) -> Iterator[Finding]:
     cold = {model: patient.cold(prompt, model=model) for model in models}
     for model in [*models, *models]:
         warm = patient.ask(prompt, salt, model=model)
-        what = f"model {model!r}, behind {len(models) - 1} others with the same prompt"
+        what = f"model {model!r}, after {len(models) - 1} others with the same prompt"
         yield from patient.compare("adapters", what, prompt, cold[model], warm)
 
 
@@ -210,7 +210,7 @@ def images(patient: Patient, seed: str) -> Iterator[Finding]:
     shown = [picture(words) for _ in range(2)]
     cold = [patient.cold(prompt, image=image) for image in shown]
     if cold[0] is not None and cold[1] is not None and patient.tolerance.times(cold[0], cold[1]) <= 1.0:
-        patient.measured["images"] = "two images get the same answer: does this model look at them?"
+        patient.measured["images"] = "two images get the same answer, so this model may ignore them"
     for number in (0, 1, 0, 1):
         warm = patient.ask(prompt, salt, image=shown[number])
         what = f"image {number + 1} of two that were shown with the same words"

@@ -8,6 +8,13 @@ from kvblocks.verify.server.checkup import Checkup
 from kvblocks.verify.server.finding import Finding
 
 _WIDTH = 100
+_COLD = {
+    "server": "from a server without a cache",
+    "salt": "by a new cache_salt for each",
+    "reset": "by resets of the cache",
+    "traffic": "by other prompts that displace what is cached",
+    "never": "none",
+}
 
 
 def as_text(checkup: Checkup) -> str:
@@ -15,20 +22,23 @@ def as_text(checkup: Checkup) -> str:
     patient, target = checkup.patient, checkup.patient.target
     lines = [
         f"{target.url}, model {target.model}: {target.num_requests} requests in {checkup.seconds:.0f} s.",
-        f"Seed: {checkup.options.seed}. Cold answers by: {patient.coldness.by}.",
-        f"Tolerance: {patient.tolerance.nats:.4f} nats, from answers up to {patient.tolerance.noise:.6f} apart.",
+        f"Seed: {checkup.options.seed}. Cold answers: {_COLD[patient.coldness.by]}.",
+        f"Tolerance: {patient.tolerance.nats:.4f} nats; equal requests were up to {patient.tolerance.noise:.6f} apart.",
         *(f"Note: {note}." for note in patient.notes),
     ]
     for name, number in checkup.num_tries.items():
         found = [finding for finding in checkup.findings if finding.case == name]
-        result = f"FOUND ({found[0].how_sure})" if found else "nothing found"
+        result = f"FAULT ({found[0].how_sure})" if found else "no fault"
         measured = f": {patient.measured[name]}" if name in patient.measured else ""
         lines.append(f"  {name:<10} {number:>3} tries  {result}{measured}")
     if checkup.not_tried:
         lines.append(f"Not tried with this server: {', '.join(checkup.not_tried)}.")
     for finding in checkup.findings:
         lines += ["", *_paragraph(finding)]
-    verdict = f"{len(checkup.findings)} findings." if checkup.findings else "Nothing was found."
+    number = len(checkup.findings)
+    verdict = (
+        ("1 fault was found." if number == 1 else f"{number} faults were found.") if number else "No fault was found."
+    )
     return "\n".join([*lines, "", verdict])
 
 
@@ -39,7 +49,7 @@ def as_html(checkup: Checkup) -> str:
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>kvblocks verify</title><style>{_STYLE}</style><h1>kvblocks verify</h1><pre>{summary}</pre>"
-        f"{found or '<p>Nothing was found.</p>'}</html>\n"
+        f"{found or '<p>No fault was found.</p>'}</html>\n"
     )
 
 

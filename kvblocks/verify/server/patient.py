@@ -78,13 +78,13 @@ class Patient:
         if 2 * TIMES_NOISE * rounding > self.tolerance.nats:
             self.tolerance = Tolerance(2 * rounding)  # all of a beginning is computed otherwise, not one token
             self.notes.append(
-                f"tokens that are computed one by one get answers up to {rounding:.4f} nats from those at once. So much"
-                " is rounding, and faults that change less aren't seen"
+                f"computing tokens one by one changes answers by up to {rounding:.4f} nats, compared with computing"
+                " them at once. This is rounding; faults that change less aren't seen"
             )
         if not self.tolerance.is_known:
             self.notes.append(
-                "equal requests get answers that can't be compared: another text, and no log probabilities beside it."
-                " Only what is told of cached tokens is looked at"
+                "equal requests get different texts without log probabilities, so answers can't be compared. Only the"
+                " reported numbers of cached tokens are checked"
             )
 
     def salt(self) -> str | None:
@@ -157,21 +157,21 @@ class Patient:
             self.target.ask(prompt, 1)
             if self.target.ask(prompt, 1).num_cached_tokens:
                 return number
-        self.notes.append(f"a repeated prompt of {NUMS_OF_WORDS[-1]} words hits nothing: is prefix caching on?")
+        self.notes.append(f"a repeated prompt of {NUMS_OF_WORDS[-1]} words hits nothing: is prefix caching off?")
         return NUMS_OF_WORDS[0]
 
     def _takes_salts(self) -> bool:
         try:
             self.target.ask("one two three", 1, salt=f"verify-{self._run}-probe")
         except TargetError as error:
-            self.notes.append(f"cache_salt is refused, so salts are not tested: {error}")
+            self.notes.append(f"cache_salt is refused, so salts aren't tested: {error}")
             return False
         return True
 
     def _separates_salts(self) -> bool:
         """Whether a new salt hits nothing of another, as far as the server tells."""
         if not self.tells_cached:
-            self.notes.append("the server doesn't tell cached tokens, so nobody knows whether it keeps salts apart")
+            self.notes.append("the server doesn't report cached tokens, so it isn't known whether it keeps salts apart")
             return False
         prompt = text(Words(f"{self._run}/salts").draw(self.num_words))
         first, again, other = (self.target.ask(prompt, 1, salt=f"verify-{self._run}-{s}") for s in ("a", "a", "b"))
@@ -191,8 +191,8 @@ class Patient:
         if num_flush_prompts:
             return Coldness("traffic", num_flush_prompts=num_flush_prompts)
         self.notes.append(
-            "no way to a cold answer: the server keeps no salts apart, and neither --cold-url nor --reset-path nor"
-            " --flush-prompts is given. Warm answers are compared with the first ones"
+            "there are no cold answers: the server keeps no salts apart, and none of --cold-url, --reset-path and"
+            " --flush-prompts is given. Warm answers are compared with the first ones instead"
         )
         return Coldness("never")
 

@@ -206,9 +206,10 @@ class Target:
         try:
             answer = self._http.request(method, path, json=body)
         except httpx2.HTTPError as error:
-            raise TargetError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise TargetError(f"{self.url}{path}: expected an answer, got {type(error).__name__}: {error}") from error
         if answer.status_code >= 400:
-            raise TargetError(f"{self.url}{path}: expected an answer, got {answer.status_code}: {answer.text[:300]}")
+            said = " ".join(answer.text[:300].split())  # some servers answer with pages of HTML
+            raise TargetError(f"{self.url}{path}: expected an answer, got status {answer.status_code}: {said}")
         if not answer.headers.get("content-type", "").startswith("application/json"):
             return {"": answer.text}
         try:

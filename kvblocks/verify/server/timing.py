@@ -22,7 +22,7 @@ def timing(patient: Patient, seed: str) -> Iterator[Finding]:
     words = patient.words(f"{seed}/{patient.run_name()}")  # nobody has asked these
     known = _visible_hit(patient, words)
     if known is None:
-        patient.measured["timing"] = "a hit of the same salt takes as long as a new prompt, so that times tell nothing"
+        patient.measured["timing"] = "a hit under the same salt takes as long as a new prompt, so times show nothing"
         return
     num_words, saved = known
     for _ in range(2):
@@ -65,8 +65,8 @@ class _Pairs:
     def __str__(self) -> str:
         low, high = (self.shares[place] for place in _INTERVAL)
         return (
-            f"prompts of another salt saved {self.share:.0%} of what a hit saves ({low:.0%} to {high:.0%}, 96 % sure;"
-            f" chance {self.chance:.2g})"
+            f"prompts of another salt saved {self.share:.0%} of the time that a hit saves ({low:.0%} to {high:.0%} with"
+            f" 96 % confidence; p = {self.chance:.2g})"
         )
 
 

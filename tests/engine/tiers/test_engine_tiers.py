@@ -489,7 +489,7 @@ def test_a_disk_of_somebody_else_is_refused(make, tmp_path):
         ("host:4MiB", {"secret": b"x" * 16}, "tiers: host: expected no secret, got one"),
         ("host:100", {}, r"tiers: host: expected at least \d+ bytes, a block, and at most \d+, .* got 100"),
         ("host:9999TB", {}, r"tiers: host: expected at least \d+ bytes, a block, and at most \d+, which are free"),
-        ("disk:", {}, "tiers: disk: expected a folder behind the colon, got ''"),
+        ("disk:", {}, "tiers: disk: expected a folder after the colon, got ''"),
         ("disk:kv", {"size": 0.5}, "tiers: disk: size: expected bytes"),
         ("disk:kv", {"size": "much"}, "tiers: disk: size: expected bytes"),
         ("disk:kv", {"secret": "text"}, "tiers: disk: secret: expected at least 16 bytes, got str"),

@@ -80,7 +80,7 @@ CHANGES = [
     (
         {"messages": [HELLO], "tools": [tool("a"), tool("b")]},
         {"messages": [HELLO], "tools": [tool("a"), tool("c")]},
-        *("tools", "tools[1] (c)", "tools were added: c; gone: b"),
+        *("tools", "tools[1] (c)", "tools were added: c; removed: b"),
     ),
     (
         {"messages": [HELLO], "tools": [tool("a"), tool("b")]},
@@ -105,7 +105,7 @@ CHANGES = [
     (
         {"messages": [SYSTEM, HELLO], "answer": "<think>Hm.</think>It is me."},
         {"messages": TURNS},
-        *("answer", "messages[2] (assistant)", "the answer came back otherwise than it was given"),
+        *("answer", "messages[2] (assistant)", "the answer came back with other tokens than were generated"),
     ),
 ]
 

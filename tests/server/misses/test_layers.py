@@ -49,7 +49,7 @@ def test_a_window_that_was_evicted(capsys):
         assert (
             "6 are in the primary one, but group 0 (a window of 27) lacks tokens 80 to 95; they were evicted" in lines
         )
-        assert "reason: a group of layers with a window lacks tokens" in lines
+        assert "reason: layers with a window lack tokens that a longer hit needs" in lines
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.exhaustive)])
@@ -68,7 +68,7 @@ def test_a_state_that_nobody_saved_there(tmp_path, capsys, model_type):
         )
         assert cache["num_cached_blocks"] == 0
         assert "removed" not in cache
-        assert "reason: layers that keep a state have no checkpoint there" in said(capsys, server)
+        assert "reason: layers with a recurrent state have no checkpoint there" in said(capsys, server)
         second = ask(http, parting[1])  # now one was saved where the two part
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
         assert explain(http, request_id=second["id"])["cache"]["reason"] == "never_cached"

@@ -387,7 +387,7 @@ BYTES = payload_of(1)
         (
             "write",
             ([1], [BlockIdentity(b"short", b"", bytes(16))], BYTES),
-            "behind b'' or a SHA-256 digest, or in a column, got",
+            "after b'' or a SHA-256 digest, or in a column, got",
         ),
         ("write", ([1, 1], ONE * 2, BYTES * 2), "expected each slot once, got [1, 1]"),
         ("write", ([1], ONE, BYTES[1:]), "payload: expected a C-contiguous buffer of 1 x 6000 bytes, got 5999 bytes"),
