@@ -181,9 +181,9 @@ CLIENTS_PIP = -m pip install --disable-pip-version-check $$(test -t 1 || echo --
 test-clients: $(DEV_STAMP) $(CLIENTS_STAMP)
 	KVBLOCKS_CLIENTS=required $(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
 
-# On a machine with a GPU: facts, every kernel against float64, the engine at the shapes of an 8B model, the tests, the benches,
-# in this order, for at most GPU_MINUTES. It needs no .venv and no network: PYTHON is one that has torch and triton. What an
-# earlier call has finished isn't run again; `rm -r build/gpu` to start anew.
+# On a machine with a GPU: facts, the engine at the shapes of an 8B model, the tests, the benches, and every kernel against
+# float64, for at most GPU_MINUTES. It needs no .venv and no network: PYTHON is one that has torch and triton. What an
+# earlier call has finished isn't run again, except facts; `rm -r build/gpu` to start anew.
 GPU_MINUTES ?= 60
 
 gpu-test:

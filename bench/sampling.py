@@ -24,6 +24,7 @@ from bench.conditions import conditions, keep, print_conditions
 from bench.timing import Case, measure
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.random_numbers import uniforms
 from kvblocks.engine.sampling.sampler import Draw, Sampler
 
 SHAPES = ((64, 131072), (8, 49152), (1, 49152))
@@ -53,7 +54,11 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     return torch.stack(rows) + NOISE * torch.randn(num_rows, vocab_size, generator=generator)
 
 
-def make_steps(asked: list[dict[str, Any]], num_rows: int, vocab_size: int) -> list[list[list[Draw]]]:
+Step = tuple[list[list[Draw]], list[float]]
+"""The draws of each row, and their random numbers."""
+
+
+def make_steps(asked: list[dict[str, Any]], num_rows: int, vocab_size: int) -> list[Step]:
     """Return the draws of some steps, with a sampler for each row. Each row begins with NUM_SEEN tokens."""
     samplers = [Sampler(SamplingParams(**asked[row % len(asked)]), row) for row in range(num_rows)]
     generator = torch.Generator().manual_seed(0)
@@ -63,16 +68,18 @@ def make_steps(asked: list[dict[str, Any]], num_rows: int, vocab_size: int) -> l
     for step in range(4):
         for sequence in sequences:
             sequence.append_tokens([step])
-        steps.append([[sampler.next_draw(one)] for sampler, one in zip(samplers, sequences, strict=True)])
+        draws = [[sampler.next_draw(one, step + 1)] for sampler, one in zip(samplers, sequences, strict=True)]
+        numbers = uniforms([sampler.random_seed for sampler in samplers], [step + 1] * num_rows)
+        steps.append((draws, numbers.tolist()))
     return steps
 
 
-def make_case(logits: torch.Tensor, sampler: BatchSampler, steps: list[list[list[Draw]]]) -> Case:
+def make_case(logits: torch.Tensor, sampler: BatchSampler, steps: list[Step]) -> Case:
     """Return a case of a few steps with different random numbers."""
 
     def run(_: object) -> None:
-        for draws in steps:
-            sampler.sample(logits, draws)
+        for draws, numbers in steps:
+            sampler.sample(logits, draws, numbers)
 
     return Case(run, num_units=len(steps), clock=process_time_ns)
 

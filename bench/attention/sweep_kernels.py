@@ -262,7 +262,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    results = SweepResults(given.json)
+    results = SweepResults(given.json, torch.cuda.get_device_name())
     kernels = given.kernel or [*SHAPES, "CASCADE"]
     if "CASCADE" in kernels:
         for head_dim in given.head_dim or (64, 128, 256):

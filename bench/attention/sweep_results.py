@@ -18,10 +18,11 @@ Times = tuple[float, ...] | None
 
 
 class SweepResults:
-    """The results in a file, or only in memory without one."""
+    """The results in a file, or only in memory without one. gpu: this one's name; results of others don't count."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, gpu: str = "") -> None:
         self._path = path
+        self._gpu = gpu
         self._found: dict[str, Times] = {}
         if path is not None and path.exists():
             text = path.read_bytes()
@@ -33,11 +34,11 @@ class SweepResults:
 
     def knows(self, kernel: str, key: Key, launch: Launch) -> bool:
         """Whether `measured` has the times of a candidate, or knows that it is out."""
-        return json.dumps(_describe(kernel, key, launch)) in self._found
+        return json.dumps(self._describe(kernel, key, launch)) in self._found
 
     def measured(self, kernel: str, key: Key, launch: Launch, measure: Callable[[], Times]) -> Times:
         """A candidate's times: those in the file, or else what `measure` gives, which is written."""
-        what = _describe(kernel, key, launch)
+        what = self._describe(kernel, key, launch)
         name = json.dumps(what)
         if name not in self._found:
             self._append(json.dumps(what | {"state": "began"}) + "\n")
@@ -48,7 +49,7 @@ class SweepResults:
     def _note(self, line: bytes) -> None:
         try:
             found: dict[str, Any] = json.loads(line)
-            name = json.dumps({field: found[field] for field in ("kernel", "key", "launch")})
+            name = json.dumps({field: found[field] for field in ("gpu", "kernel", "key", "launch")})
         except (ValueError, KeyError, TypeError):
             return
         times = found.get("microseconds")
@@ -61,6 +62,5 @@ class SweepResults:
                 file.flush()
                 os.fsync(file.fileno())
 
-
-def _describe(kernel: str, key: Key, launch: Launch) -> dict[str, Any]:
-    return {"kernel": kernel, "key": list(key), "launch": asdict(launch)}
+    def _describe(self, kernel: str, key: Key, launch: Launch) -> dict[str, Any]:
+        return {"gpu": self._gpu, "kernel": kernel, "key": list(key), "launch": asdict(launch)}

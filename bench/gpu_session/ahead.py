@@ -3,8 +3,9 @@
 What `smoke` and the engine's warm-up launch is recorded with tensors that only have shapes, compiled for the target,
 and packed as Triton's cache. `bench.gpu_session --cache FILE` unpacks it there. Triton finds a kernel in its cache by
 the kernel's source, its options, the compiler's version, and the bytes of triton's own package. So both machines need
-the same version of triton for the same version of Python. FILE says which, and others are refused. The stubs that
-launch kernels are always compiled on the machine with the GPU.
+the same version of triton for the same version of Python. FILE says which, and others are refused. Each entry names its
+files by absolute paths, so unpacking rewrites these. The stubs that launch kernels are always compiled on the machine
+with the GPU.
 
 It must run without TRITON_INTERPRET.
 """
@@ -17,9 +18,11 @@ import platform
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from lzma import LZMAError
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,6 +31,7 @@ import torch
 from bench.attention.recording import SMS, Recording, record
 
 MANIFEST = "kvblocks-session.json"
+_ANEW = "everything is compiled anew"
 
 
 def manifest() -> dict[str, str]:
@@ -63,12 +67,14 @@ def record_engine(target: str, *, max_num_seqs: int = 512) -> Recording:
     from kvblocks.engine.run.decode_step import run_in_place
     from kvblocks.engine.run.device_runner import DeviceRunner
     from kvblocks.engine.run.forward import DecoderModel
+    from kvblocks.kernels.draw import draw_tokens
 
     shape, device = replace(config(GPU), num_layers=1), torch.device("meta")
     with record(target) as recording:
         model = DecoderModel(shape, random_model(shape, device, GPU.dtype).weights, attention=TritonAttention())
         cascade = CascadePlanner(lambda *_, **__: [], BLOCK_SIZE, device)
         runner = DeviceRunner(model, 1024, BLOCK_SIZE, capture=run_in_place, cascade=cascade)
+        runner.draw_tokens = draw_tokens
         for _, step in runner.warm_up_steps(max_num_seqs):
             step()
     return recording
@@ -107,15 +113,32 @@ def pack(cache: Path, file: Path) -> None:
         archive.add(cache, ".")
 
 
-def unpack(file: Path, folder: Path) -> Path:
-    """Unpack into a folder of `folder`, and return it. Refuses a cache that other versions made."""
-    cache = Path(tempfile.mkdtemp(prefix="triton-", dir=folder))
-    with tarfile.open(file) as archive:
-        archive.extractall(cache, filter="data")
-    made_by = json.loads((cache / MANIFEST).read_text(encoding="utf-8"))
+def unpack(file: Path, folder: Path) -> bool:
+    """Unpack into an empty folder, so that Triton finds the kernels there. Return whether it can.
+
+    It can't if FILE is missing, broken, or made by other versions, and says so. Then the session compiles everything.
+    """
+    try:
+        with tarfile.open(file) as archive:
+            archive.extractall(folder, filter="data")
+        made_by = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for group in folder.glob("*/__grp__*.json"):
+            _move_group(group)
+    except (OSError, EOFError, ValueError, TypeError, KeyError, tarfile.TarError, LZMAError, zlib.error) as error:
+        why = f"{type(error).__name__}: {error}"
+        print(f"--cache: expected a file of bench.gpu_session.ahead, got {file} ({why}): {_ANEW}", flush=True)
+        return False
     if made_by != manifest():
-        print(f"--cache: expected one made by {manifest()}, got {made_by}: everything is compiled anew", flush=True)
-    return cache
+        print(f"--cache: expected one made by {manifest()}, got {made_by}: {_ANEW}", flush=True)
+        return False
+    return True
+
+
+def _move_group(group: Path) -> None:
+    """Name an entry's files by where they are now: beside the file that lists them."""
+    content = json.loads(group.read_text(encoding="utf-8"))
+    content["child_paths"] = {name: str(group.resolve().parent / name) for name in content["child_paths"]}
+    group.write_text(json.dumps(content), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,6 +31,9 @@ DECODES: tuple[tuple[int, int, dict[str, float]], ...] = (
 )
 """(requests, tokens of each prompt, how tokens are drawn)"""
 
+NUM_UNTIMED = 4
+"""Steps before those that are timed."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -87,7 +90,7 @@ def random_model(shape: "ModelConfig", device: torch.device, dtype: torch.dtype)
 
 def cases(*, is_rehearsal: bool) -> Iterator[Case]:
     """Yield the cases, decode steps first."""
-    runs = _Runs(REHEARSAL if is_rehearsal else GPU)
+    runs = Runs(REHEARSAL if is_rehearsal else GPU)
     yield "model", runs.load
     for batch, context, options in DECODES[:2] if is_rehearsal else DECODES:
         how = "top_p" if options else "greedy"
@@ -105,7 +108,7 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
         yield "prefill 2 x 8000, deterministic", partial(runs.prefill, is_deterministic=True)
 
 
-class _Runs:
+class Runs:
     """The cases, which share one model."""
 
     def __init__(self, scale: Scale) -> None:
@@ -123,22 +126,31 @@ class _Runs:
         """Prefill prompts, then time decode steps of all of them, with overlap and without."""
         batch, context = self._small(batch), self._small(context, least=8)
         steps = self._scale.num_steps
-        engine, facts = self._engine(batch, context + 2 * steps + 24)
+        num_tokens = self._count_tokens(batch, context)
+        engine, facts = self._engine(batch, context + num_tokens)
         start = time.perf_counter()
-        self._submit(engine, batch, context, 2 * steps + 20, options)
+        self._submit(engine, batch, context, num_tokens, options)
         num_prefill_steps = self._until_all_decode(engine)
         facts["prefill_tokens_per_s"] = batch * context / (time.perf_counter() - start)
         facts["prefill_steps"] = num_prefill_steps
         for overlaps in (True, False):
             engine.stepper.overlaps = overlaps
-            for _ in range(3):
+            for _ in range(NUM_UNTIMED - 1):
                 engine.step()
             self._wait()
             engine.step()
-            found = self._time_steps(engine, steps)
+            found = self._time_steps(engine, steps, batch)
             facts |= found if overlaps else {f"{name}, no overlap": value for name, value in found.items()}
         facts["tokens_per_s"] = batch / (facts["step_ms"] * 1e-3)
         return facts
+
+    def _count_tokens(self, batch: int, context: int) -> int:
+        """How many tokens each request asks for, so that none ends while steps are timed.
+
+        The first one decodes beside the prompts of the others, in all steps that prefill.
+        """
+        num_prefill_steps = -(-batch * context // (max(batch + 1, self._scale.chunk) - batch))
+        return num_prefill_steps + 2 * (NUM_UNTIMED + self._scale.num_steps) + 20
 
     def memory(self) -> Facts:
         """What the largest steps take beside the cache, as an engine measures it that gets a share of the memory."""
@@ -183,7 +195,7 @@ class _Runs:
             prompts = [prefix + tail for tail in self._prompts(batch, own, seed=number)]
             for prompt in prompts:
                 engine.submit(prompt, max_tokens=2, ignore_eos=True)
-            samples.append(self._time_steps(engine, 1))
+            samples.append(self._time_steps(engine, 1, batch))
             while engine.has_work:
                 engine.step()
         facts: Facts = {"all": samples, "replays": getattr(engine.runner, "num_ragged_replays", 0)}
@@ -202,7 +214,7 @@ class _Runs:
         samples = []
         for number in range(steps):
             engine.submit(self._prompts(1, prompt, seed=1000 + number)[0], max_tokens=1, ignore_eos=True)
-            samples.append(self._time_steps(engine, 1))
+            samples.append(self._time_steps(engine, 1, batch + 1))
         for name in ("step_ms", "host_ms", "host_cpu_ms"):
             facts[name] = statistics.median(sample[name] for sample in samples[2:] or samples)
         return facts
@@ -322,17 +334,24 @@ class _Runs:
         self._wait()
         return number
 
-    def _time_steps(self, engine: "Engine", number: int) -> Facts:
-        """Milliseconds of steps: the wall's median, least and most; the host's, without waiting; and its CPU time."""
+    def _time_steps(self, engine: "Engine", number: int, batch: int) -> Facts:
+        """Milliseconds of steps: the wall's median, least and most; the host's, without waiting; and its CPU time.
+
+        Raises RuntimeError if a step gives tokens to other than `batch` requests, since it is another one then.
+        """
+        given: list[int] = []
         wall: list[float] = []
         host: list[float] = []
         used: list[float] = []
         for _ in range(number):
             start, waited, thread = time.perf_counter(), engine.stepper.waited_s, time.thread_time()
-            engine.step()
+            told = engine.step()
             used.append((time.thread_time() - thread) * 1e3)
             wall.append((time.perf_counter() - start) * 1e3)
             host.append(wall[-1] - (engine.stepper.waited_s - waited) * 1e3)
+            given.append(len(told))
+        if set(given) != {batch}:
+            raise RuntimeError(f"expected a token for each of {batch} requests in every timed step, got {given}")
         spread = {"step_min_ms": min(wall), "step_max_ms": max(wall)} if number > 1 else {}
         times = {"host_ms": statistics.median(host), "host_cpu_ms": statistics.median(used)}
         return {"step_ms": statistics.median(wall), **spread, **times}

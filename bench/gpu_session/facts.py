@@ -9,7 +9,14 @@ from pathlib import Path
 from bench.gpu_session.cases import Case, Facts
 
 GEMM_SIZE = 8192
-_PACKAGES = ("torch", "triton", "numpy", "pytest", "xdist", "hypothesis", "transformers", "flash_attn", "flashinfer")
+_PACKAGES = {
+    name: {"xdist": "pytest-xdist", "flashinfer": "flashinfer-python", "fla": "fla-core"}.get(name, name)
+    for name in (
+        *("torch", "triton", "numpy", "pytest", "xdist", "hypothesis", "transformers"),
+        *("flash_attn", "flashinfer", "fla", "mamba_ssm"),
+    )
+}
+"""Distributions, by the names of what they contain."""
 _TOOLS = ("gcc", "nvcc", "ptxas", "nvidia-smi", "compute-sanitizer", "ncu", "cuobjdump")
 
 
@@ -30,9 +37,9 @@ def versions() -> Facts:
     from bench.conditions import cpu_model
 
     found: Facts = {"python": platform.python_version(), "kernel": platform.release(), "cpu": cpu_model()}
-    for name in _PACKAGES:
+    for name, distribution in _PACKAGES.items():
         try:
-            found[name] = version({"xdist": "pytest-xdist"}.get(name, name))
+            found[name] = version(distribution)
         except PackageNotFoundError:
             found[name] = None
     return found

@@ -1,8 +1,9 @@
 """The item `hybrids`: layers with recurrent states, and models that have them, on a GPU.
 
-A layer's two forms are computed by plain torch on the GPU, and by the kernels of flash-linear-attention and mamba-ssm
-if these are installed, and compared with plain torch on the CPU. Sizes are those of Qwen3-Next, Kimi Linear and Granite
-4. Models are random and small; in float32 their tokens must equal the CPU's. Cases run in parallel, so times are rough.
+A layer's two forms are computed by plain torch on the GPU, and by the kernels of flash-linear-attention and mamba-ssm,
+and compared with plain torch on the CPU. Where a package is missing, the result says so instead. Sizes are those of
+Qwen3-Next, Kimi Linear and Granite 4. Models are random and small; in float32 their tokens must equal the CPU's. Cases
+run in parallel, so times are rough.
 """
 
 import tempfile
@@ -96,10 +97,13 @@ class Layer:
         }
 
     def compare(self, form: str) -> Facts:
-        """Return errors of outputs and states, and microseconds, for plain torch and for the packages' kernels."""
+        """Return errors of outputs and states, and microseconds, for plain torch and for the package's kernels."""
         expected = self._run(form, torch.device("cpu"))
-        facts: Facts = {"is_right": True}
+        missing = missing_kernels(self._mixer, self._device)
+        facts: Facts = {"is_right": True, "kernels": missing}
         for way, uses in (("torch", without_kernels), ("kernels", ExitStack)):
+            if way == "kernels" and missing is not None:
+                break
             with uses():
                 found = self._run(form, self._device)
                 errors = [relative_error(one, other) for one, other in zip(found, expected, strict=True)]
@@ -123,6 +127,17 @@ class Layer:
         given = self._given(form, self._device)
         timing = time_calls([partial(getattr(self._mixer, form), *given)])
         return {"median_us": timing.median, "low_us": timing.low, "high_us": timing.high, "is_graph": timing.is_graph}
+
+
+def missing_kernels(mixer: "StateMixer", device: torch.device) -> str | None:
+    """Why a layer is computed by plain torch alone, or None if a package's kernels compute it."""
+    from kvblocks.engine.model.hybrid import delta_kernels, mamba_kernels
+    from kvblocks.engine.model.hybrid.mamba2 import Mamba2
+
+    name, module = ("mamba_ssm", mamba_kernels) if isinstance(mixer, Mamba2) else ("fla", delta_kernels)
+    if device.type != "cuda":
+        return "not run: they need a GPU"
+    return None if module.is_installed() else f"not run: {name} is not installed"
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+ANEW = "anew"
+"""The state of an item that every session runs again, such as `facts`, when it is about to."""
 ATTEMPTS = 2
 """A case that began this often and never ended isn't begun again, since it may be what kills the machine."""
 
@@ -39,6 +41,10 @@ class Results:
         finally:
             os.close(descriptor)
 
+    def begin_anew(self, item: str) -> None:
+        """Forget which cases of an item have finished. Lines after this one are about the machine of this session."""
+        self.append(item, state=ANEW)
+
     def lines(self) -> list[Line]:
         """All lines so far."""
         return list(parse(self.path.read_bytes())) if self.path.exists() else []
@@ -48,11 +54,16 @@ class Results:
         began: Counter[str] = Counter()
         ended: set[str] = set()
         for line in self.lines():
-            if line["item"] == item and "case" in line:
-                if line.get("state") == "began":
-                    began[line["case"]] += 1
-                else:
-                    ended.add(line["case"])
+            if line["item"] != item:
+                continue
+            if "case" not in line:
+                if line.get("state") == ANEW:
+                    began.clear()
+                    ended.clear()
+            elif line.get("state") == "began":
+                began[line["case"]] += 1
+            else:
+                ended.add(line["case"])
         return ended | {case for case, number in began.items() if number >= ATTEMPTS}
 
     def bad_cases(self) -> list[Line]:
@@ -61,7 +72,13 @@ class Results:
 
     def done_items(self) -> set[str]:
         """The items with nothing left to do."""
-        return {line["item"] for line in self.lines() if "case" not in line and line.get("state") == "done"}
+        done: set[str] = set()
+        for line in self.lines():
+            if "case" not in line and line.get("state") == "done":
+                done.add(line["item"])
+            elif "case" not in line and line.get("state") == ANEW:
+                done.discard(line["item"])
+        return done
 
 
 def parse(data: bytes) -> Iterator[Line]:

@@ -8,6 +8,7 @@ If the session itself is killed, Linux also ends its processes, and `--resume` c
 """
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -40,7 +41,8 @@ class Item:
 
     limit_s: the time limit of the whole item; least_s: it isn't begun with less time left. case_limit_s: the time limit
     of one case. parts: how many processes run at a time, each with its share of the cases. is_needed: whether nothing
-    else is worth running without it.
+    else is worth running without it. is_repeated: whether every session runs all of it again. overwrites: the file in
+    the folder of results that it begins anew; one of an earlier session is kept under another name.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Item:
     case_limit_s: float = 60.0
     parts: int = 1
     is_needed: bool = False
+    is_repeated: bool = False
+    overwrites: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -79,7 +83,7 @@ class Session:
         """
         done = self.results.done_items()
         for item in items:
-            if item.name in done:
+            if item.name in done and not item.is_repeated:
                 continue
             left = self._end - 2 * self._grace_s - time.monotonic()
             if left < item.least_s:
@@ -93,6 +97,10 @@ class Session:
 
     def _run_item(self, item: Item, limit_s: float) -> str:
         start = time.monotonic()
+        if item.is_repeated:
+            self.results.begin_anew(item.name)
+        if item.overwrites is not None:
+            _set_aside(self._out / item.overwrites)
         with (self._out / "log.txt").open("ab", buffering=0) as log:
             log.write(f"\n=== {item.name}: {' '.join(item.command)}\n".encode())
             watch = _Watch(item, self.results, log, self._out, self._grace_s)
@@ -171,7 +179,8 @@ class _Watch:
             return self._again(part, f"no end within {self._item.case_limit_s:g} s", end)
         self._note_cases([part])
         _signal_group(part, signal.SIGKILL)  # what it has left behind
-        if status == POISONED or (part.case is not None and status not in (0, 1, CANNOT)):
+        # With a case open, 1 is no ordinary end: pytest-timeout ends its process with it.
+        if status == POISONED or (part.case is not None and status not in (0, CANNOT)):
             return self._again(part, f"exit status {status}", end)
         self._statuses.append(status)
         return None
@@ -232,6 +241,13 @@ def _die_with_parent() -> None:
 
 
 _LIBC = ctypes.CDLL(None)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a file, if it exists: engine.json becomes engine-1.json, or the first number that is free."""
+    if path.exists():
+        names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _cut(log: Path) -> None:

@@ -241,7 +241,7 @@ def merge_cut_rows(
         level = tl.load(level_ptr + cohort).to(tl.int64)
         element = tl.arange(0, HEAD_DIM)
         num_packed = tl.minimum(num_members - first, TILE_Q) * GROUP
-        for begin in tl.range(index * ROWS, num_packed, SPREAD * ROWS):
+        for begin in tl.range(index * ROWS, num_packed, SPREAD * ROWS, disable_licm=True):
             packed = begin + tl.arange(0, ROWS)
             is_row = packed < num_packed
             member = cohort_start + first + packed // GROUP

@@ -260,7 +260,8 @@ class Sequence:
 
         Negative positions count from the end, as in a slice. Raises InvalidArgumentError.
         """
-        first, last = check_integer("start", start), None if end is None else check_integer("end", end)
+        first = start if type(start) is int else check_integer("start", start)
+        last = end if end is None or type(end) is int else check_integer("end", end)
         tokens: Any = self.tokens
         part: list[int] = tokens[first:last].tolist()
         return part

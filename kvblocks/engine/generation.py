@@ -57,13 +57,10 @@ class Generation:
             return "error"
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
 
-    def next_draw(self, num_unknown: int = 0) -> Draw | Exception:
-        """How to draw its next token, or the exception if that fails for this request. O(new tokens).
-
-        num_unknown: see `Sampler.next_draw`.
-        """
+    def next_draw(self, position: int) -> Draw | Exception:
+        """How to draw the answer's token at `position`, the next one, or the exception if that fails. O(new tokens)."""
         try:
-            return self.sampler.next_draw(self.request.sequence, num_unknown)
+            return self.sampler.next_draw(self.request.sequence, position)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this sampler's
             return error
 

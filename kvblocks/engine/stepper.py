@@ -32,6 +32,7 @@ from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
+from kvblocks.engine.sampling.random_numbers import uniforms
 from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
 from kvblocks.engine.schedule.request import FinishReason, Request
@@ -286,10 +287,12 @@ class Stepper:
 
         after: the copies of states to make behind it. drawn: the tokens of the step before, if they aren't known.
         """
-        sampled = [chunk.sampled_requests for chunk in chunks if chunk.samples]
-        unknown = [0 if chunk.source is None else 1 for chunk in chunks if chunk.samples]
-        rows = [row for row, requests in enumerate(sampled) for _ in requests]
-        generations = [self._generations[request] for requests in sampled for request in requests]
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        requests = [(row, request) for row, chunk in enumerate(sampling) for request in chunk.sampled_requests]
+        rows = [row for row, _ in requests]
+        generations = [self._generations[request] for _, request in requests]
+        ends = [chunk.start + chunk.num_tokens for chunk in sampling]
+        positions = [ends[row] - request.sequence.num_prompt_tokens for row, request in requests]
         scorer = self._make_scorer(chunks)
         start_s = time.perf_counter()
         if drawn is not None:
@@ -298,8 +301,9 @@ class Stepper:
             logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
         if after:
             runner.copy_states(after)
-        draws = [one.next_draw(unknown[row]) for one, row in zip(generations, rows, strict=True)]
-        step = PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows), scorer, start_s)
+        draws = [one.next_draw(position) for one, position in zip(generations, positions, strict=True)]
+        numbers = uniforms([one.sampler.random_seed for one in generations], positions)
+        step = PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows, numbers), scorer, start_s)
         if step.draws.is_done:
             step.took_s = time.perf_counter() - start_s
         return step
@@ -311,12 +315,11 @@ class Stepper:
         that step was launched. Otherwise nobody writes the new tokens' KV, and they get no slots: an answer may end
         here, by a stop string, and its full blocks stay cached.
         """
-        both = [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]
         try:
             outcomes = self._read(step)
             self._note_time(step)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
-            self._undo(both, error)
+            self._undo(_both(step, planned), error)
             return
         drawn = zip(step.generations, outcomes, strict=True)
         results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
@@ -324,7 +327,7 @@ class Stepper:
         if None in tokens:
             if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
                 self.scheduler.manager.reset_prefix_cache()
-            self._raise_if_streamed(results, both)
+            self._raise_if_streamed(results, _both(step, planned))
         if step.scorer is not None:
             self._note_scores(step.scorer, step.chunks)
         self._results = results  # from here on, an interrupt finds requests that have got their tokens
@@ -333,7 +336,7 @@ class Stepper:
         now_s = time.perf_counter()
         self._record_all(results, now_s)
         for chunk in step.chunks:
-            if chunk.is_all:
+            if not chunk.samples and chunk.is_all:
                 self._note_end(self._generations[chunk.request], now_s)
         self._results = []
 
@@ -455,3 +458,8 @@ class Stepper:
             raise error
         # The traceback is kept only for reading. Its frames would keep the model's tensors alive.
         clear_frames(error.__traceback__)
+
+
+def _both(step: PendingStep, planned: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+    """The chunks of a step and of the one that was planned behind it, where a request that is in both comes once."""
+    return [*step.chunks, *(chunk for chunk in planned if chunk.source is None)]

@@ -306,6 +306,9 @@ class Api:
 
         try:
             return await self._service.bodies.take(request, check)
+        except ClientDisconnect:
+            self._service.metrics.count(RequestOutcome.CANCELLED)
+            raise
         except ApiError as error:
             if error.status == 429:
                 self._service.metrics.count(RequestOutcome.REFUSED)

@@ -193,7 +193,8 @@ class Service:
     async def compile(self, form: Form | CallsForm, slots: AnswerSlots) -> Grammar:
         """Return the grammar of a form of answers.
 
-        Raises ApiError. The slots that were taken for it are then given back once the compilation has ended.
+        Raises ApiError. The slots that were taken for it are then given back once the compilation has ended. If no
+        thread is free, the request counts as refused.
         """
         give_back = partial(self.close, slots)
         try:
@@ -204,7 +205,12 @@ class Service:
             if isinstance(error, KVBlocksError):
                 raise as_api_error(error, param=form.name) from error
             raise
-        return await self._compilers.run(partial(form.compile, compiler, self.engine.model.tokenizer), give_back)
+        try:
+            return await self._compilers.run(partial(form.compile, compiler, self.engine.model.tokenizer), give_back)
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.count(RequestOutcome.REFUSED)
+            raise
 
     async def _make_compiler(self) -> GrammarCompiler:
         """The compiler of grammars for the model. The first call makes it, unless it was made before."""

@@ -18,6 +18,7 @@ except ImportError as _error:
     raise missing("pyzmq", _error) from _error
 
 _NUM_AT_ONCE: Final = 1000  # messages read from one socket before other sockets get their turn
+_MOST_WAIT: Final = 3600.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,11 @@ class MirrorClient:
     def receive(self, timeout: float = 0.0) -> int:
         """Process the messages that have come, and ask for what is missing. Return the number of messages.
 
-        timeout: seconds to wait for the first message. Call this again and again: it also notices answers that don't
-        come.
+        timeout: seconds to wait for the first message; below 0 counts as 0. It waits no longer than `patience`. Call
+        this again and again: it also notices answers that don't come. Raises InvalidArgumentError.
         """
-        ready = dict(self._poller.poll(int(1000 * min(timeout, self._patience))))
+        seconds = min(check_number("timeout", timeout), self._patience, _MOST_WAIT)
+        ready = dict(self._poller.poll(int(1000 * max(0.0, seconds))))  # a poll below 0 would never end
         num_taken = 0
         for worker, line in self._lines.items():
             if line.asks is not None and line.asks in ready:

@@ -8,7 +8,7 @@ The snapshot is ours, on the same socket: ["", SNAPSHOT, request] is answered by
 SNAPSHOT, head, payload]. vLLM doesn't know this request: it logs that, and answers nothing.
 """
 
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 from kvblocks.wire.errors import MalformedFrameError, missing
 
@@ -24,9 +24,14 @@ SNAPSHOT: Final = b"\0kvblocks.snapshot"
 """Stands where a replay's answer has its topic. None of our topics begins with a NUL."""
 
 MAX_NUMBER: Final = 2**63 - 1
+"""The highest number of a batch that is read. No publisher gets so far, and the number after it can still be sent."""
+
 END: Final = b"\xff" * 8
 _NUM_PARTS: Final = 3
 _NUM_BYTES: Final = 8
+
+
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -39,8 +44,8 @@ class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     version: int
     request: int
-    epoch: int
-    number: int
+    epoch: _Number
+    number: _Number
     index: int
     total: int
 
@@ -85,7 +90,10 @@ def read_batch(parts: list[bytes]) -> Batch:
     """Return the batch in a live message. Raises MalformedFrameError."""
     if len(parts) != _NUM_PARTS or len(parts[1]) != _NUM_BYTES:
         raise MalformedFrameError(f"frame: expected [topic, 8 bytes, payload], got {_shown(parts)}")
-    return Batch(parts[0], int.from_bytes(parts[1], "big"), parts[2])
+    number = int.from_bytes(parts[1], "big")
+    if number > MAX_NUMBER:
+        raise MalformedFrameError(f"frame: expected a number of at most {MAX_NUMBER}, got {number}")
+    return Batch(parts[0], number, parts[2])
 
 
 def replay_request(number: int) -> list[bytes]:

@@ -4,9 +4,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
+from itertools import islice
 from random import SystemRandom
 from types import TracebackType
 from typing import Final, Self
@@ -34,10 +35,12 @@ except ImportError as _error:
 
 _log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE: Final = 64  # at most so many batches are sent, then at most so many requests answered, in turn
+_NUM_AT_ONCE: Final = 64  # in turn, at most so many batches are sent, requests read, and batches replayed
+_MOST_REPLAYS: Final = 16  # that run at the same time; further requests wait in the socket
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
+_MOST_PART_BYTES: Final = 1 << 16  # of what a peer sends: a request or a topic. Longer ones end its connection
 
 
 class EventPublisher:
@@ -88,6 +91,7 @@ class EventPublisher:
         self._is_closing = False
         self._deadline = 0.0
         self._snapshots: list[tuple[bytes, int, Snapshot, int]] = []
+        self._replays: list[tuple[bytes, Iterator[tuple[int, bytes]]]] = []
         self.num_sent = 0
         self.num_errors = 0
         self.num_requests = 0
@@ -213,6 +217,7 @@ class EventPublisher:
                         with self._lock:
                             self._ledger.add_heartbeat(time.time())
                     self._send_chunks()
+                    self._send_replayed()
                 except zmq.ContextTerminated:
                     return
                 except Exception:  # noqa: BLE001  # one bad batch or peer must not end the stream
@@ -227,10 +232,11 @@ class EventPublisher:
 
     def _is_over(self) -> bool:
         with self._lock:
-            return self._is_closing and (not self._ledger.num_queued or time.monotonic() > self._deadline)
+            is_done = not (self._ledger.num_queued or self._replays)
+            return self._is_closing and (is_done or time.monotonic() > self._deadline)
 
     def _wait_ms(self, sent_at: float) -> int | None:
-        if self._ledger.num_queued or self._snapshots:
+        if self._ledger.num_queued or self._snapshots or self._replays:
             return 0
         if self._heartbeat is None:
             return None
@@ -250,7 +256,7 @@ class EventPublisher:
 
     def _answer(self) -> None:
         for _ in range(_NUM_AT_ONCE):
-            if self._router is None:
+            if self._router is None or len(self._replays) >= _MOST_REPLAYS:
                 return
             try:
                 client, *parts = self._router.recv_multipart(zmq.NOBLOCK)
@@ -266,13 +272,7 @@ class EventPublisher:
             if isinstance(asked, SnapshotRequest):
                 self._start_snapshot(client, asked)
             else:
-                self._replay(client, asked)
-
-    def _replay(self, client: bytes, number: int) -> None:
-        assert self._router is not None
-        for kept, payload in self._ledger.replay(number):
-            self._router.send_multipart((client, b"", self._topic, pack_number(kept), payload))
-        self._router.send_multipart((client, b"", b"", END, b""))
+                self._replays.append((client, iter(self._ledger.replay(asked))))
 
     def _start_snapshot(self, client: bytes, asked: SnapshotRequest) -> None:
         assert self._router is not None
@@ -297,6 +297,22 @@ class EventPublisher:
                 self._router.send_multipart((client, *parts))
             if index + 1 < head.total:
                 self._snapshots.append((client, request, snapshot, index + 1))
+
+    def _send_replayed(self) -> None:
+        """Send some batches of each replay, those of one client one after another. Live batches come next, as above."""
+        if self._router is None or not self._replays:
+            return
+        share, served = max(1, _NUM_AT_ONCE // len(self._replays)), set[bytes]()
+        running, self._replays = self._replays, []
+        for client, left in running:
+            batches = [] if client in served else list(islice(left, share))
+            for number, payload in batches:
+                self._router.send_multipart((client, b"", self._topic, pack_number(number), payload))
+            if client in served or len(batches) == share:
+                self._replays.append((client, left))
+            else:
+                self._router.send_multipart((client, b"", b"", END, b""))
+            served.add(client)
 
 
 def new_epoch() -> int:
@@ -334,6 +350,7 @@ def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
 def _bound(unbound: "zmq.Socket[bytes]", endpoint: str, hwm: int) -> str:
     """Bind a socket and return where."""
     unbound.setsockopt(zmq.SNDHWM, hwm)
+    unbound.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
     if "[" in endpoint:
         unbound.setsockopt(zmq.IPV6, 1)
     try:

@@ -1,9 +1,11 @@
 """A session on a GPU, with stand-ins for what it runs: nothing is lost, whatever a process does. No GPU is needed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from itertools import count
 from pathlib import Path
@@ -15,7 +17,7 @@ from bench.gpu_session import __main__ as command
 from bench.gpu_session import cases as cases_module
 from bench.gpu_session import session as session_module
 from bench.gpu_session.cases import run_cases
-from bench.gpu_session.items import items
+from bench.gpu_session.items import OWN, items
 from bench.gpu_session.results import Results
 from bench.gpu_session.session import CANNOT, POISONED, Item, Session
 
@@ -36,7 +38,8 @@ def run(case, work=lambda: None):
 
 
 def item(name, program, **more):
-    return Item(name, 300, (sys.executable, "-S", "-c", LINES + program), least_s=0.1, **{"case_limit_s": 300} | more)
+    command = (sys.executable, "-S", "-c", LINES + program)
+    return Item(name, command=command, **{"limit_s": 300, "least_s": 0.1, "case_limit_s": 300} | more)
 
 
 def states(results, name):
@@ -57,6 +60,7 @@ def test_no_process_takes_the_others_with_it(tmp_path):
             item("prints", "os.write(1, bytes(range(256)) * 99); open(path, 'ab').write(b'{\\xff half a line')"),
             item("poisoned", f"run('a'); 'b' in over or (put('b', 'failed'), os._exit({POISONED})); run('c')"),
             item("fails", "run('a'); sys.exit(1)"),
+            item("dies with 1", "run('a'); run('b', lambda: os._exit(1)); run('c')"),
             Item("is no program", 9, ("/nothing/here",), least_s=0.1),
             item("last", "run('a')"),
         ]
@@ -69,10 +73,11 @@ def test_no_process_takes_the_others_with_it(tmp_path):
     assert states(results, "prints") == [(None, "done")]
     assert states(results, "poisoned") == [("a", "done"), ("b", "failed"), ("c", "done"), (None, "failed")]
     assert states(results, "fails") == [("a", "done"), (None, "failed")]
+    assert states(results, "dies with 1") == [("a", "done"), ("b", "died"), ("c", "done"), (None, "failed")]
     assert states(results, "is no program") == [(None, "cannot")]
     assert states(results, "last") == [("a", "done"), (None, "done")]
     died = {line["item"]: line["why"] for line in results.lines() if line["state"] == "died"}
-    assert died == {"dies": "exit status -11", "hangs": "no end within 0.3 s"}
+    assert died == {"dies": "exit status -11", "hangs": "no end within 0.3 s", "dies with 1": "exit status 1"}
     assert b"=== prints: " in (out / "log.txt").read_bytes()
 
 
@@ -114,6 +119,35 @@ def test_it_ends_in_time_and_the_next_session_goes_on(tmp_path, monkeypatch):
     else:
         assert again.run([later]) == 0
     assert states(again.results, "later") == [(None, "skipped"), ("a", "done"), (None, "done")]
+
+
+def test_every_session_says_again_on_which_machine_it_runs(tmp_path):
+    machine, other = item("facts", "put('device', 'began'); put('device', 'done')", is_repeated=True), item("other", "")
+    for _ in range(2):
+        assert Session(tmp_path, 600).run([machine, other]) == 0
+    results = Results(tmp_path / "results.jsonl")
+    assert states(results, "facts") == 2 * [(None, "anew"), ("device", "done"), (None, "done")]
+    assert states(results, "other") == [(None, "done")]
+    assert results.finished("facts") == {"device"}
+    once = "mark = path + '.mark'; put('device', 'began'); os.path.exists(mark) or (open(mark, 'w'), os.abort())"
+    dies = item("facts", once, is_repeated=True)
+    assert Session(tmp_path, 600).run([dies, other]) == 1, "what an earlier session found doesn't count"
+    assert (None, "done") not in states(results, "facts")[6:]
+    results.begin_anew("facts")
+    assert results.finished("facts") == set() and results.done_items() == {"other"}
+
+
+def test_a_file_that_an_earlier_session_wrote_is_kept(tmp_path):
+    bench = item(
+        "bench", "open(os.path.dirname(path) + '/rows.json', 'w').write(f'{len(old)}')", overwrites="rows.json"
+    )
+    for _ in range(3):
+        Session(tmp_path, 600).run([bench])
+        Results(tmp_path / "results.jsonl").append("bench", state="anew")  # so that it isn't done
+    written = {path.name: path.read_text() for path in tmp_path.glob("rows*")}
+    assert written == {"rows-1.json": "0", "rows-2.json": "2", "rows.json": "4"}
+    overwritten = [one.overwrites for one in items() if one.overwrites is not None]
+    assert overwritten == ["attention.json", "engine-gpu.json"], "a sweep adds to its file"
 
 
 def wait_until(is_so):
@@ -198,19 +232,44 @@ def test_a_session_needs_a_new_folder_or_resume(tmp_path, capsys):
     Results(tmp_path / "results.jsonl").append("one", state="done")
     for arguments, message in (
         (["--out", str(tmp_path)], "--out: expected a folder without results, or --resume"),
-        (["--out", str(tmp_path / "new"), "--items", "facts,speed"], "--items: expected some of facts, smoke"),
+        (["--out", str(tmp_path / "new"), "--items", "facts,speed"], "--items: expected some of facts, engine"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             command.main(arguments)
-        assert message in capsys.readouterr().err
+        assert message in capsys.readouterr().err and ended.value.code == 2
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("minutes", ["nan", "-1", "0", "inf", "ten"])
+def test_a_session_takes_some_minutes(tmp_path, capsys, minutes):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--out", str(tmp_path / "new"), "--minutes", minutes])
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and "argument --minutes: " in message and minutes in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "log.txt").symlink_to("/dev/full")
+    for folder, why in (("file", "File exists"), ("file/below", "Not a directory"), ("full", "No space left")):
+        if folder == "full" and not Path("/dev/full").exists():
+            continue  # only Linux has it
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--out", str(tmp_path / folder), "--rehearse", "--items", "facts"])
+        message = capsys.readouterr().err
+        assert ended.value.code == 2 and "--out: expected a folder that can be written, got " in message
+        assert why in message and "Traceback" not in message
 
 
 def test_what_the_items_run_exists():
     found = items()
     names = [one.name for one in found]
-    assert names[:6] == ["facts", "smoke", "engine", "tests-engine", "hybrids", "tests-kernels"]
-    assert sum(one.limit_s for one in found[:4]) < 9 * 60, "the first four fit into ten minutes"
+    assert names[:6] == ["facts", "engine", "tests-engine", "tests-kernels", "bench-attention", "smoke"]
+    assert sum(one.limit_s for one in found[:3]) < 6 * 60, "the kernels' tests get a part of ten minutes"
+    assert [one.name for one in found if one.is_needed and one.is_repeated] == ["facts"]
     for one in found:
         for word in one.command:
             if word.startswith(("tests/", "--ignore=")):
@@ -226,7 +285,20 @@ def run_module(*arguments, **environment):
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     kept |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False, timeout=170)
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False, timeout=390)
+
+
+@pytest.mark.exhaustive
+def test_what_launches_nothing_is_right_on_a_gpu():
+    """These kernels' tests as on a machine with a GPU, as far as one can be pretended."""
+    program = """
+import sys, pytest, torch
+torch.cuda.is_available = lambda: True
+files = (f"tests/kernels/test_{name}.py" for name in ("table", "layout"))
+sys.exit(pytest.main(["-q", "-n0", "-pno:cacheprovider", *files]))
+"""
+    done = run_module("-c", program)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_without_a_gpu_it_says_what_it_needs(tmp_path):
@@ -244,6 +316,20 @@ def test_skipped(): pytest.skip("its reason is recorded")
 def test_dies():
     if os.environ.get("DIES"): os._exit(9)
 """
+
+
+@pytest.mark.exhaustive
+def test_a_test_that_hangs_costs_one_test(tmp_path):
+    """Without workers, too, where the timeout ends the only process, with the status of failed tests."""
+    hangs, others = "import time\ndef test_hangs(): time.sleep(1000)\n", "def test_c(): pass\ndef test_d(): 1 / 0\n"
+    (tmp_path / "test_some.py").write_text(f"def test_first(): pass\n{hangs}{others}")
+    options = ("-q", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "--timeout", "5")
+    plugin = ("--timeout-method", "thread", "-p", "bench.gpu_session.pytest_recorder")
+    command = (sys.executable, "-m", "pytest", *options, *plugin, str(tmp_path / "test_some.py"))
+    session = Session(tmp_path, 600)
+    assert session.run([Item("sanitizer", 300, command, case_limit_s=300)]) == 1
+    found = {(case or "").partition("::")[2]: state for case, state in states(session.results, "sanitizer")}
+    assert found == {"test_first": "done", "test_hangs": "died", "test_c": "done", "test_d": "failed", "": "failed"}
 
 
 def run_pytest(folder, *arguments, **environment):
@@ -286,7 +372,7 @@ def test_the_rehearsal_runs_every_kind_of_case(tmp_path):
     done = run_module("-m", "bench.gpu_session", "--out", str(out), "--minutes", "9", "--rehearse")
     lines = Results(out / "results.jsonl").lines()
     assert done.returncode == 0, (out / "log.txt").read_text()
-    assert {line["item"] for line in lines if line["state"] == "done"} == {"facts", "smoke", "engine"}
+    assert {line["item"] for line in lines if line["state"] == "done"} == set(OWN)
     assert not [line for line in lines if line["state"] in ("failed", "wrong", "died")]
 
 
@@ -302,7 +388,8 @@ def test_kernels_compiled_ahead_are_found_in_the_cache(tmp_path):
 import sys, os, torch
 from pathlib import Path
 from bench.gpu_session.ahead import unpack, record_smokes
-os.environ["TRITON_CACHE_DIR"] = str(unpack(Path({str(packed)!r}), Path({str(tmp_path)!r})))
+assert unpack(Path({str(packed)!r}), Path({str(tmp_path / "cache")!r}))
+os.environ["TRITON_CACHE_DIR"] = {str(tmp_path / "cache")!r}
 import triton
 hits = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **rest: hits.append(cache_hit)
@@ -314,16 +401,88 @@ print(hits)
     assert found.stdout.strip() == "[True, True, True]", found.stdout + found.stderr
 
 
-def test_a_cache_of_other_versions_is_told(tmp_path, monkeypatch, capsys):
+def pack_by_hand(tmp_path):
+    """A packed cache of one kernel, as Triton's own cache manager writes it. The folder is gone afterwards."""
+    from triton.runtime.cache import FileCacheManager
+
+    from bench.gpu_session import ahead
+
+    folder = tmp_path / "before"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        manager = FileCacheManager("KEY")
+        parts = {name: manager.put(content, name) for name, content in (("k.json", "{}"), ("k.cubin", b"machine code"))}
+        manager.put_group("k.json", parts)
+    ahead.pack(folder, tmp_path / "kernels.tar.xz")
+    shutil.rmtree(folder)
+    return tmp_path / "kernels.tar.xz"
+
+
+def test_an_unpacked_cache_is_found_where_it_is_now(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from triton.runtime.cache import FileCacheManager
+
+    from bench.gpu_session import ahead
+
+    packed, folder = pack_by_hand(tmp_path), tmp_path / "after"
+    monkeypatch.chdir(tmp_path)
+    assert ahead.unpack(packed, Path("after")) and capsys.readouterr().out == ""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    group = FileCacheManager("KEY").get_group("k.json")
+    assert group == {name: str(folder / "KEY" / name) for name in ("k.json", "k.cubin")}
+    assert Path(group["k.cubin"]).read_bytes() == b"machine code"
+
+
+@pytest.mark.exhaustive
+def test_draws_are_compiled_ahead():
+    """The engine's warm-up draws, too. Nothing is compiled here."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    program = "from bench.gpu_session import ahead\nprint(*ahead.record_engine('sm90', max_num_seqs=1).specialisations)"
+    found = run_module("-c", program)
+    assert "draw_kernel" in found.stdout, found.stdout + found.stderr
+
+
+def test_a_cache_that_is_no_use_is_told(tmp_path, monkeypatch, capsys):
     pytest.importorskip("triton", reason="triton is not installed")
     from bench.gpu_session import ahead
 
-    cache = tmp_path / "cache"
-    (cache / "key").mkdir(parents=True)
-    (cache / "key" / "kernel.cubin").write_bytes(b"machine code")
-    ahead.pack(cache, tmp_path / "kernels.tar.xz")
-    found = ahead.unpack(tmp_path / "kernels.tar.xz", tmp_path)
-    assert (found / "key" / "kernel.cubin").read_bytes() == b"machine code" and capsys.readouterr().out == ""
+    packed = pack_by_hand(tmp_path)
+    whole = packed.read_bytes()
+    broken = {"half": whole[: len(whole) // 2], "empty": b"", "text": b"not packed"}
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
+    with tarfile.open(tmp_path / "no manifest", "w:xz") as archive:
+        archive.add(tmp_path / "text", "KEY/k.cubin")
+    for name in (*broken, "no manifest", "missing"):
+        assert not ahead.unpack(tmp_path / name, tmp_path / f"{name}, unpacked")
+        told = capsys.readouterr().out
+        assert told.startswith(f"--cache: expected a file of bench.gpu_session.ahead, got {tmp_path / name} (")
+        assert told.endswith("): everything is compiled anew\n")
     monkeypatch.setattr(ahead, "manifest", lambda: {"triton": "3.6.0", "python": "3.12"})
-    ahead.unpack(tmp_path / "kernels.tar.xz", tmp_path)
+    assert not ahead.unpack(packed, tmp_path / "other")
+    assert "--cache: expected one made by {'triton': '3.6.0'" in capsys.readouterr().out
+
+
+def test_a_session_unpacks_its_cache_outside_of_its_results(tmp_path, monkeypatch, capsys):
+    """And runs without it if there is none."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    packed, places = pack_by_hand(tmp_path), []
+
+    def run(session, wanted):
+        cache = os.environ.get("TRITON_CACHE_DIR")
+        content = sorted(one.name for one in Path(cache).iterdir()) if cache else []
+        places.append((cache, [one.name for one in wanted], content))
+        return 0
+
+    monkeypatch.setattr(Session, "run", run)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    for name in ("missing", packed.name):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", os.environ.copy())
+            options = ("--items", "engine", "--cache", str(tmp_path / name))
+            assert command.main(["--out", str(tmp_path / "out"), *options]) == 0
+    (without, wanted, _), (cache, _, content) = places
+    assert without is None and wanted == ["facts", "engine"], "every session says where it runs"
+    assert content == ["KEY", "kvblocks-session.json"] and not Path(cache).exists(), "it is deleted at the end"
+    assert list((tmp_path / "out").iterdir()) == []
     assert "everything is compiled anew" in capsys.readouterr().out

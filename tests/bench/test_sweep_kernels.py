@@ -43,6 +43,15 @@ def test_a_second_run_measures_what_the_first_did_not_reach(tmp_path):
     assert SweepResults(path).measured("EXTEND", KEY, FAST, lambda: (9.0,)) == (9.0,)
 
 
+def test_what_another_gpu_took_does_not_count(tmp_path):
+    """Even of the same family, such as an H100 and an H200."""
+    path = tmp_path / "sweep.json"
+    SweepResults(path, "NVIDIA H200").measured("DECODE", KEY, FAST, lambda: (1.5,))
+    assert SweepResults(path, "NVIDIA H100").measured("DECODE", KEY, FAST, lambda: (2.5,)) == (2.5,)
+    for gpu, times in (("NVIDIA H200", (1.5,)), ("NVIDIA H100", (2.5,))):
+        assert SweepResults(path, gpu).measured("DECODE", KEY, FAST, lambda: (9.0,)) == times
+
+
 def test_without_a_file_nothing_is_kept():
     results = SweepResults(None)
     assert results.measured("DECODE", KEY, FAST, lambda: (1.0,)) == (1.0,)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from kvblocks.engine.attention.batch import SequenceRows, StepBatch
+from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepColumns
 from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
 from kvblocks.engine.model.architectures import LLAMA4 as LLAMA4_ARCHITECTURE
 from kvblocks.engine.model.architectures import QWEN3 as QWEN3_ARCHITECTURE
@@ -156,6 +156,18 @@ def packed(weights: ModelWeights) -> ModelWeights:
 def random_tokens(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def columns(rows: Sequence[SequenceRows]) -> StepColumns:
+    """A step by columns."""
+    return StepColumns(
+        token_ids=[token for sequence in rows for token in sequence.token_ids],
+        lengths=[len(sequence.token_ids) for sequence in rows],
+        starts=[sequence.start for sequence in rows],
+        num_readonly_tokens=[sequence.num_readonly_tokens for sequence in rows],
+        wants_logits=[sequence.wants_logits for sequence in rows],
+        block_tables=[*zip(*[sequence.block_tables for sequence in rows], strict=True)],
+    )
 
 
 def step(model: DecoderModel, cache: KVCache, *rows: SequenceRows) -> torch.Tensor:

@@ -11,11 +11,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from engine.sampling.plain import uniform
 from engine.small_models import EVEN, QWEN3, random_tokens, random_weights
 from kvblocks.engine import Engine, LoadedModel, StepLimits, stepper
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling import batch_sampler
 from kvblocks.engine.sampling.host_copy import HostCopy
+from kvblocks.engine.sampling.random_numbers import sample_seed
 from kvblocks.engine.text.tokenizer import StreamDecoder
 from kvblocks.engine.undoing import written_tokens
 from kvblocks.errors import InvalidArgumentError
@@ -208,6 +210,20 @@ def count_ahead(model, log, options):
     engine.submit(random_tokens(TINY, 5), **{**GREEDY, **options})
     run(engine)
     return num_ahead(log)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_random_numbers_go_by_the_seed_and_the_tokens_position(model, overlap):
+    engine, given = Engine(model, num_blocks=64, overlap=overlap), []
+    begin = engine.stepper.sampler.begin
+    engine.stepper.sampler.begin = lambda *asked: given.extend(asked[3].tolist()) or begin(*asked)
+    engine.submit([1, 2, 3], seed=7, **DRAWN)
+    engine.submit([4] * 20, seed=9, n=2, **DRAWN)
+    engine.submit([5], **GREEDY)
+    while engine.has_work:
+        engine.step()
+    seeds = (7, 9, sample_seed(9, 1))
+    assert sorted(given) == sorted([0.0] * 8 + [uniform(seed, position) for seed in seeds for position in range(8)])
 
 
 def test_what_needs_the_last_token_is_not_launched_before_it_is_known(model, log):

@@ -117,8 +117,8 @@ def test_what_the_vocabulary_lacks_is_refused(engine):
 def test_a_ban_ends_with_the_tokens_that_it_is_for():
     sampler, sequence = Sampler(SamplingParams(temperature=1.0), seed=5), Sequence("one", [1, 2, 3])
     sampler.ban([4, 5], 2)
-    assert sampler.next_draw(sequence).banned == (4, 5)
+    assert sampler.next_draw(sequence, 0).banned == (4, 5)
     sequence.append_tokens([7])
-    assert sampler.next_draw(sequence).banned == (4, 5)
+    assert sampler.next_draw(sequence, 1).banned == (4, 5)
     sequence.append_tokens([7])
-    assert sampler.next_draw(sequence).banned == ()
+    assert sampler.next_draw(sequence, 2).banned == ()

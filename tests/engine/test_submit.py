@@ -353,7 +353,7 @@ def test_only_who_has_broken_logits_fails_and_the_cache_is_not_trusted(engine, p
 
 
 class BadSampler(Sampler):
-    def next_draw(self, sequence, num_unknown=0):
+    def next_draw(self, sequence, position):
         raise ZeroDivisionError("no token today")
 
 

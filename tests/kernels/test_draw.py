@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from engine.sampling.plain import sample, uniform
 
 from kvblocks import Sequence
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling import weights
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.random_numbers import uniform
 from kvblocks.engine.sampling.sampler import GREEDY, Draw, TokenCounts
 from kvblocks.kernels import draw
 from kvblocks.kernels.draw import NUM_PARAMETERS, draw_tokens
@@ -53,7 +53,7 @@ def some_logits(device, num_rows, seed=0, spread=2.0):
 def check(logits, draws):
     """Both ways draw the same, and exclude the same as broken."""
     sampler = BatchSampler(draw_tokens)
-    got, expected = sampler.sample(logits, draws), BatchSampler().sample(logits, draws)
+    got, expected = sample(sampler, logits, draws), sample(BatchSampler(), logits, draws)
     assert [str(outcome) for outcome in got] == [str(outcome) for outcome in expected]
     return got
 
@@ -74,7 +74,7 @@ def test_limits(device, monkeypatch, name):
     logits = some_logits(device, len(asked), spread=1.0)
     chooser = random.Random(name)
     draws = [
-        [Draw(SamplingParams(**({"temperature": 0.8} | options)), uniform(chooser.randrange(99), row))]
+        [(Draw(SamplingParams(**({"temperature": 0.8} | options))), uniform(chooser.randrange(99), row))]
         for row, options in enumerate(asked)
     ]
     found = check(logits, draws)
@@ -86,7 +86,7 @@ def test_limits(device, monkeypatch, name):
 def test_no_limit_and_greedy_by_random_numbers_from_first_to_last(device):
     numbers = [0.0, *(uniform(seed, 0) for seed in range(12)), LAST]
     logits = some_logits(device, 2)
-    own = [Draw(GREEDY), *(Draw(SamplingParams(**PLAIN), number) for number in numbers)]
+    own = [(Draw(GREEDY), 0.0), *((Draw(SamplingParams(**PLAIN)), number) for number in numbers)]
     found = check(logits, [own, own])
     assert len({drawn.token_id for drawn in found}) > 8
     assert found[0].token_id == int(logits[0].argmax())
@@ -94,7 +94,7 @@ def test_no_limit_and_greedy_by_random_numbers_from_first_to_last(device):
 
 @pytest.mark.parametrize("number", [0.0, LAST])
 def test_the_first_and_the_last_of_what_is_left(device, number):
-    check(some_logits(device, 1), [[Draw(SamplingParams(**LIMITED), number)]])
+    check(some_logits(device, 1), [[(Draw(SamplingParams(**LIMITED)), number)]])
 
 
 def test_changed_logits_and_logarithms_in_one_step(device):
@@ -105,9 +105,9 @@ def test_changed_logits_and_logarithms_in_one_step(device):
     logits = some_logits(device, 4, spread=1.0)
     best = int(logits[1].argmax())
     draws = [
-        [Draw(SamplingParams(**LIMITED, presence_penalty=1.0), uniform(1, 0), seen)],
-        [Draw(GREEDY, banned=(best,)), ValueError("no token today")],
-        [Draw(SamplingParams(**PLAIN, logprobs=2), uniform(2, 0)), Draw(SamplingParams(logprobs=0), 0.0)],
+        [(Draw(SamplingParams(**LIMITED, presence_penalty=1.0), seen), uniform(1, 0))],
+        [(Draw(GREEDY, banned=(best,)), 0.0), ValueError("no token today")],
+        [(Draw(SamplingParams(**PLAIN, logprobs=2)), uniform(2, 0)), (Draw(SamplingParams(logprobs=0)), 0.0)],
         [],
     ]
     found = check(logits, draws)
@@ -125,7 +125,7 @@ def test_odd_rows(device, options):
     logits[4, :-1] = -torch.inf
     logits[5] = torch.finfo(torch.float32).min
     logits[6] = 1.5
-    found = check(logits, [[Draw(SamplingParams(**options), 0.7)]] * 7)
+    found = check(logits, [[(Draw(SamplingParams(**options)), 0.7)]] * 7)
     assert [isinstance(outcome, BrokenLogitsError) for outcome in found] == [True, False, False, True, *[False] * 3]
     assert found[1].token_id in (5, 250)
     assert found[4].token_id == SIZE - 1
@@ -135,13 +135,13 @@ def test_odd_rows(device, options):
 @pytest.mark.parametrize("temperature", [1e-308, 1e308])
 def test_the_least_and_the_largest_temperature(device, temperature):
     params = [SamplingParams(temperature=temperature), SamplingParams(temperature=temperature, top_p=0.5)]
-    check(some_logits(device, 2), [[Draw(one, 0.6)] for one in params])
+    check(some_logits(device, 2), [[(Draw(one), 0.6)] for one in params])
 
 
 @pytest.mark.parametrize("size", [1, 2, 128, 129])
 def test_small_vocabularies_and_rows_that_are_apart(device, size):
     logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(1)).to(device)[:, :size]
-    draws = [[Draw(SamplingParams(**options), 0.9)] for options in ({}, PLAIN, {"temperature": 1.0, "top_k": 1})]
+    draws = [[(Draw(SamplingParams(**options)), 0.9)] for options in ({}, PLAIN, {"temperature": 1.0, "top_k": 1})]
     check(logits, draws)
 
 
@@ -154,30 +154,33 @@ def test_a_step_is_one_launch(device):
         return draw_tokens(logits, parameters)
 
     sampler = BatchSampler(counted)
-    own = [Draw(SamplingParams(**options), 0.5) for options in ({}, PLAIN, LIMITED)]
-    sampler.sample(some_logits(device, 2), [own, own])
+    own = [(Draw(SamplingParams(**options)), 0.5) for options in ({}, PLAIN, LIMITED)]
+    sample(sampler, some_logits(device, 2), [own, own])
     assert calls == [[0, 0, 0, 1, 1, 1]]
     assert (sampler.counts.num_draws, sampler.counts.num_sorted) == (6, 0)
-    sampler.sample(some_logits(device, 2), [[own[0]], [Draw(GREEDY, banned=(1,))]])
+    sample(sampler, some_logits(device, 2), [[own[0]], [(Draw(GREEDY, banned=(1,)), 0.0)]])
     assert calls[1:] == [[0], [0]]
-    assert sampler.sample(some_logits(device, 1), [[]]) == []
+    assert sample(sampler, some_logits(device, 1), [[]]) == []
 
 
 @pytest.mark.parametrize(
-    ("logits", "parameters", "message"),
+    ("change", "message"),
     [
-        (torch.zeros(1, 4, dtype=torch.float16), torch.zeros(1, 6).double(), "logits: expected .*float32"),
-        (torch.zeros(4), torch.zeros(1, 6).double(), "logits: expected .*num_rows, vocab"),
-        (torch.zeros(1, 0), torch.zeros(1, 6).double(), "logits: expected"),
-        (torch.zeros(4, 1).expand(4, 3), torch.zeros(1, 6).double(), "rows contiguous"),
-        (torch.zeros(1, 4), torch.zeros(1, 6), "parameters: expected .*float64"),
-        (torch.zeros(1, 4), torch.zeros(1, 5).double(), "parameters: expected .*num_draws, 6"),
-        (torch.zeros(1, 4), torch.zeros(6, 1).double().T, None),
-        (torch.zeros(1, 4), torch.zeros(6, 2).double().T, "parameters: expected .*contiguous"),
+        (lambda logits, parameters: (logits.half(), parameters), "logits: expected .*float32"),
+        (lambda logits, parameters: (logits[0], parameters), "logits: expected .*num_rows, vocab"),
+        (lambda logits, parameters: (logits[:, :0], parameters), "logits: expected"),
+        (lambda logits, parameters: (logits[:, :1].expand(4, 3), parameters), "rows contiguous"),
+        (lambda logits, parameters: (logits, parameters.float()), "parameters: expected .*float64"),
+        (lambda logits, parameters: (logits, parameters[:, :5]), "parameters: expected .*num_draws, 6"),
+        (lambda logits, parameters: (logits, parameters[:1].T.contiguous().T), None),
+        (lambda logits, parameters: (logits, parameters.T.contiguous().T), "parameters: expected .*contiguous"),
     ],
 )
-def test_what_is_refused(device, logits, parameters, message):
-    logits, parameters = logits.to(device), parameters.to(device)
+def test_what_is_refused(device, change, message):
+    """Views are made where they are used, since a move to a device makes most of them contiguous."""
+    logits = torch.zeros(4, 4, device=device)
+    parameters = torch.zeros(2, NUM_PARAMETERS, dtype=torch.float64, device=device)
+    logits, parameters = change(logits, parameters)
     if message is None:
         assert draw_tokens(logits, parameters).tolist() == [[0, 0, 1]]
     else:

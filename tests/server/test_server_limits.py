@@ -249,8 +249,11 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(server, gate):
 
 
 def test_a_client_that_goes_away_before_its_body_is_whole_leaves_nothing(server):
+    before = outcomes(server)
     with connect(server) as connection:
         connection.sendall(raw_request(b"x" * 100)[:-50])
+        wait_for(lambda: server.server.server_state.tasks)
+    wait_for(lambda: outcomes(server) == before | {"cancelled": before["cancelled"] + 1})
     server.wait_until_idle()
     with server.http() as http:
         assert http.get("/health").status_code == 200

@@ -9,12 +9,14 @@ import pytest
 from kvblocks.wire import CODECS, BlockStored, EventBatch, MalformedFrameError, decode
 from kvblocks.wire.frames import (
     END,
+    MAX_NUMBER,
     SNAPSHOT,
     Batch,
     ReplayEnd,
     SnapshotChunk,
     SnapshotHead,
     SnapshotRequest,
+    pack_number,
     read_batch,
     read_reply,
     read_request,
@@ -73,3 +75,17 @@ def test_newer_heads_and_requests_may_say_more():
 def test_what_is_malformed_is_one_error(read, parts):
     with pytest.raises(MalformedFrameError, match=r"expected .*, got"):
         read(parts)
+
+
+@pytest.mark.parametrize("number", [-5, MAX_NUMBER + 1, 2**64 - 1])
+def test_a_number_that_no_publisher_reaches_is_malformed(number):
+    """A mirror would ask for the number after it, which has no place in a message."""
+    head = msgspec.msgpack.encode([1, 2, 0, number, 0, 1])
+    with pytest.raises(MalformedFrameError, match=r"expected .*, got"):
+        read_reply([b"", SNAPSHOT, head, b"p"])
+    if number > 0:
+        with pytest.raises(
+            MalformedFrameError, match=rf"frame: expected a number of at most {MAX_NUMBER}, got {number}"
+        ):
+            read_batch([b"", number.to_bytes(8, "big"), b"p"])
+    assert read_batch([b"", pack_number(MAX_NUMBER), b"p"]) == Batch(b"", MAX_NUMBER, b"p")

@@ -32,7 +32,7 @@ from kvblocks.wire import (
     decode,
 )
 from kvblocks.wire.convert import to_u64
-from kvblocks.wire.frames import END, SNAPSHOT, VERSION, read_reply, snapshot_request
+from kvblocks.wire.frames import END, SNAPSHOT, VERSION, read_reply, replay_request, snapshot_request
 from kvblocks.wire.ledger import Limits
 from kvblocks.wire.publisher import check_endpoint, new_epoch
 
@@ -212,6 +212,70 @@ def test_requests_that_are_none_are_answered_by_nothing():
         wait_for(lambda: publisher.num_errors == 5)
         asks.send_multipart((b"", b"\xff" * 7 + b"\xfe"))
         assert asks.recv_multipart() == [b"", b"", END, b""] and publisher.num_requests == 1
+
+
+FLOODER = """
+import os, sys, zmq
+
+context = zmq.Context()
+one = context.socket(zmq.DEALER if sys.argv[2] == "ask" else zmq.SUB)
+monitor = one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+one.connect(sys.argv[1])
+if sys.argv[2] == "ask":
+    one.send_multipart([b"", bytes(2**20)])
+else:
+    one.subscribe(bytes(2**20))
+print("cut off" if monitor.poll(60_000) else "heard", flush=True)
+os._exit(0)  # without the end of the context, which recurses over the topic's bytes
+"""
+
+
+@pytest.mark.parametrize("how", ["ask", "subscribe"])
+def test_who_sends_more_than_a_request_is_cut_off(how):
+    """Otherwise whoever can connect could have the engine's process take any memory."""
+    with make() as publisher, asker(publisher) as asks:
+        endpoint = publisher.replay_endpoint if how == "ask" else publisher.endpoint
+        ended = subprocess.run(
+            [sys.executable, "-c", FLOODER, endpoint, how], capture_output=True, text=True, check=True
+        )
+        assert ended.stdout.strip() == "cut off" and publisher.num_errors == publisher.num_requests == 0
+        asks.send_multipart(snapshot_request(3))
+        assert read_reply(asks.recv_multipart()).head.request == 3
+
+
+class FakeRouter:
+    """Gives requests, and remembers what is sent."""
+
+    def __init__(self, requests):
+        self.requests, self.sent = requests, []
+
+    def recv_multipart(self, _):
+        if not self.requests:
+            raise zmq.Again
+        return self.requests.pop(0)
+
+    def send_multipart(self, parts):
+        self.sent.append(parts)
+
+
+def test_live_batches_do_not_wait_for_replays():
+    publisher = make(epoch=0, limits=Limits(num_kept_batches=500))
+    for number in range(300):
+        publisher.publish([stored(number)])
+    publisher.close()
+    asked = [(client, 250 + turn) for turn in range(20) for client in (b"a", b"b", b"c")]
+    router = FakeRouter([[client, *replay_request(number)] for client, number in asked])
+    publisher._router = router  # noqa: SLF001
+    while router.requests or publisher._replays:  # noqa: SLF001
+        before = len(router.sent)
+        publisher._answer()  # noqa: SLF001
+        publisher._send_replayed()  # noqa: SLF001
+        assert len(router.sent) - before <= 64 + 16  # the end of a replay is a message, too
+    for client in (b"a", b"b", b"c"):
+        found = [int.from_bytes(parts[3], "big") for parts in router.sent if parts[0] == client]
+        replays = [[*range(number, 301), 2**64 - 1] for one, number in asked if one == client]
+        assert found == [number for replay in replays for number in replay], client
+    assert [parts[0] for parts in router.sent[:12]] == [b"a"] * 4 + [b"b"] * 4 + [b"c"] * 4, "in turn"
 
 
 def test_too_many_snapshots_at_once_are_refused():
@@ -432,6 +496,23 @@ def test_clients_check_what_they_are_given():
             client.add("v", Source(publisher.endpoint, "nowhere"))
         client.remove("w")
         assert client.mirror.workers == [] and client.receive(0.01) == 0
+
+
+@pytest.mark.parametrize(
+    ("timeout", "waits"), [(-0.5, 0), (-float("inf"), 0), (0.05, 50), (9, 1000), (float("inf"), 1000)]
+)
+def test_a_wait_ends(timeout, waits, monkeypatch):
+    """What is left of a deadline that has passed is below 0, where a poll would wait for ever."""
+    asked = []
+    with MirrorClient({}) as client:
+        monkeypatch.setattr(client._poller, "poll", lambda wait: asked.append(wait) or [])  # noqa: SLF001
+        assert client.receive(timeout) == 0 and asked == [waits]
+        for wrong in (float("nan"), "1"):
+            with pytest.raises(InvalidArgumentError, match="timeout: expected a number, got"):
+                client.receive(wrong)
+    with MirrorClient({}, patience=float("inf")) as client:
+        monkeypatch.setattr(client._poller, "poll", lambda wait: asked.append(wait) or [])  # noqa: SLF001
+        assert client.receive(float("inf")) == 0 and asked[-1] == 3_600_000
 
 
 def test_malformed_messages_are_counted_and_skipped():

@@ -12,6 +12,7 @@ other rows are stored, in blocks of their own sequence.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,32 @@ class SequenceRows(NamedTuple):
         return range(self.start, self.seq_len)
 
 
+class StepColumns(NamedTuple):
+    """The sequences of a step by columns, with an entry for each sequence, in the same order.
+
+    It says what `SequenceRows` says of each sequence. token_ids: the tokens of all sequences, one after another, of
+    which each has as many as `lengths` says. block_tables: for each KV-cache group, the sequences' own lists. The other
+    columns have the names of that class's fields.
+    """
+
+    token_ids: list[int]
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    num_readonly_tokens: Sequence[int]
+    wants_logits: Sequence[bool]
+    block_tables: Sequence[Sequence[list[int]]]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens in context once the step has run. O(sequences)."""
+        return [*map(add, self.starts, self.lengths)]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one token, whose logits are wanted. O(sequences)."""
+        return max(self.lengths) == 1 and all(self.wants_logits)
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The sizes of a step, as known on the host. Reading them from a tensor would wait for the device.
@@ -87,13 +114,11 @@ class StepShape:
     lengths: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[SequenceRows]) -> "StepShape":
-        """The shape of a step of these rows. O(sequences)."""
-        lengths = [len(sequence.token_ids) for sequence in rows]
+    def of(cls, lengths: Sequence[int], seq_lens: Sequence[int]) -> "StepShape":
+        """The shape of a step: each sequence's number of rows, and of tokens in context. O(sequences)."""
         num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
-        contexts = [sequence.start + length for sequence, length in zip(rows, lengths, strict=True)]
-        pairs = tuple(zip(lengths, contexts, strict=True))
-        return cls(num_decodes, max(lengths, default=0), max(contexts, default=0), pairs)
+        pairs = tuple(zip(lengths, seq_lens, strict=True))
+        return cls(num_decodes, max(lengths, default=0), max(seq_lens, default=0), pairs)
 
 
 @dataclass(frozen=True)
@@ -157,7 +182,7 @@ class StepBatch:
                 [stop - 1 for sequence, stop in zip(rows, query_start[1:], strict=True) if sequence.wants_logits],
                 dtype=torch.int64,
             ).to(device),
-            shape=StepShape.of(rows),
+            shape=StepShape.of(lengths, [sequence.seq_len for sequence in rows]),
             state_rows=StateRows(tuple(slots), tuple(query_start)) if len(slots) == len(rows) else None,
         )
 

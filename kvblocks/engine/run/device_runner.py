@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from operator import add
 
 import torch
 from torch import Tensor
 
-from kvblocks.engine.attention.batch import SequenceRows, StepBatch
+from kvblocks.engine.attention.batch import StepBatch, StepColumns
 from kvblocks.engine.attention.cascade import CascadePlanner, RunBucket
 from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.run.decode_step import RAGGED_TOKENS, Capture, DecodeBuckets, bucket_of
@@ -92,25 +91,24 @@ class DeviceRunner(ModelRunner):
         position that the model doesn't have, and ModelError if the number of torch threads differs from the one that
         was checked.
         """
-        num_groups = self.model.num_groups
-        rows = [self.rows_of(chunk, num_groups) for chunk in chunks]
-        self._check_rows(rows, 0 if drawn is None else len(drawn))
+        step = columns_of(chunks, self.model.num_groups)
+        self._check(step, 0 if drawn is None else len(drawn))
         with self._on_device():
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-            if score is None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
-                return self._decode(chunks, rows, drawn)
-            size = self._ragged_size(rows) if score is None else None
+            if score is None and step.is_decode:
+                return self._decode(chunks, step, drawn)
+            size = self._ragged_size(step) if score is None else None
             if size is not None:
                 assert self._buckets is not None
-                logits = self._buckets.run_ragged(self._uploader.upload_ragged(rows, size, drawn), size)
-                return logits[: sum(chunk.samples for chunk in chunks)]
-            return self._compute(self._uploader.batch(self._uploader.upload(rows, drawn=drawn)), score)
+                logits = self._buckets.run_ragged(self._uploader.upload_ragged(step, size, drawn), size)
+                return logits[: sum(step.wants_logits)]
+            return self._compute(self._uploader.batch(self._uploader.upload(step, drawn)), score)
 
-    def _ragged_size(self, rows: Sequence[SequenceRows]) -> RaggedSize | None:
+    def _ragged_size(self, step: StepColumns) -> RaggedSize | None:
         """What a step with a prompt is padded to for its graph; None: it runs without one."""
         if self._buckets is None or self.model.strategy.is_deterministic:
             return None
-        return self._buckets.ragged_size(sum(len(sequence.token_ids) for sequence in rows), len(rows))
+        return self._buckets.ragged_size(len(step.token_ids), len(step.starts))
 
     def warm_up_steps(self, max_num_seqs: int, max_num_tokens: int = max(RAGGED_TOKENS)) -> list[WarmUpStep]:
         """Prompts, decodes with prompts, decode steps and cascades of all buckets, draws, and copies of blocks."""
@@ -182,9 +180,10 @@ class DeviceRunner(ModelRunner):
         batch = padding_batch(self._uploader.tables, self.kv_cache.block_size, [1, 1], self.kv_cache.block_size)
         return self.model.compute(batch, self._cascade.begin_any(batch, self.kv_cache))
 
-    def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows], drawn: Tensor | None) -> Tensor:
+    def _decode(self, chunks: Sequence[ScheduledChunk], step: StepColumns, drawn: Tensor | None) -> Tensor:
         """Compute one token of each sequence."""
-        bucket = None if self._buckets is None else bucket_of(len(rows))
+        num_seqs = len(chunks)
+        bucket = None if self._buckets is None else bucket_of(num_seqs)
         runs, packed = None, None
         if self._cascade is not None:
             room = None if bucket is None else RunBucket.of(bucket)
@@ -192,26 +191,24 @@ class DeviceRunner(ModelRunner):
             packed = self._cascade.packed
             self.num_cascades += runs is not None
         if self._buckets is not None and bucket is not None and (runs is None or packed is not None):
-            return self._buckets.run(self._uploader.upload_decodes(rows, bucket, drawn), len(rows), packed)
-        batch = self._uploader.batch(self._uploader.upload(rows, drawn=drawn))
+            return self._buckets.run(self._uploader.upload_decodes(step, bucket, drawn), num_seqs, packed)
+        batch = self._uploader.batch(self._uploader.upload(step, drawn))
         if self._cascade is None or runs is None:
             return self._compute(batch)
         return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
 
-    def _check_rows(self, rows: Sequence[SequenceRows], num_drawn: int) -> None:
+    def _check(self, step: StepColumns, num_drawn: int) -> None:
         """Raise what `DecoderModel.forward` would, without reading from the device. The uploader checks block ids.
 
         num_drawn: how many tokens the step before has drawn, which codes below 0 may stand for.
         """
         config = self.model.config
         self.model.check_threads()
-        token_ids, starts, *_ = zip(*rows, strict=True)
-        flat = [*chain.from_iterable(token_ids)]
-        low, high = min(flat), max(flat)
+        low, high = min(step.token_ids), max(step.token_ids)
         if low < -num_drawn or high >= config.vocab_size:
             got = low if low < -num_drawn else high
             raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
-        first, end = min(starts), max(map(add, starts, map(len, token_ids)))
+        first, end = min(step.starts), max(step.seq_lens)
         if first < 0 or end > config.max_position_embeddings:
             got = first if first < 0 else end - 1
             raise InvalidArgumentError(f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}")
@@ -219,3 +216,20 @@ class DeviceRunner(ModelRunner):
     def _on_device(self) -> AbstractContextManager[object]:
         """Makes the model's device the current one, on which kernels are launched."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+def columns_of(chunks: Sequence[ScheduledChunk], num_groups: int) -> StepColumns:
+    """The chunks of a step by columns. Their block tables are the sequences' own lists. O(tokens + groups x chunks)."""
+    sequences = [chunk.request.sequence for chunk in chunks]
+    if sequences[0].side_tables is None:
+        tables = [[own.block_ids for own in sequences]]
+    else:
+        tables = [[own.group_block_ids(group) for own in sequences] for group in range(num_groups)]
+    return StepColumns(
+        token_ids=[*chain.from_iterable([chunk.token_ids for chunk in chunks])],
+        lengths=[chunk.num_tokens for chunk in chunks],
+        starts=[chunk.start for chunk in chunks],
+        num_readonly_tokens=[own.num_readonly_tokens for own in sequences],
+        wants_logits=[chunk.samples for chunk in chunks],
+        block_tables=tables,
+    )

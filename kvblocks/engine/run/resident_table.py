@@ -18,6 +18,7 @@ except entries that have left the group's window.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -33,13 +34,16 @@ class TableChanges:
     block_ids: list[int] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
     """The owner of a row, and how much of its table the device has."""
 
     number: int
     owner: list[int]
     resident: list[int] = field(default_factory=list)
+
+
+_owner_of = attrgetter("owner")
 
 
 class ResidentTable:
@@ -53,6 +57,7 @@ class ResidentTable:
         self._num_blocks = num_blocks
         self._rows: dict[int, _Row] = {}  # by the id of the list, least recently used first
         self._free = list(range(num_rows))
+        self._last: list[_Row] = []  # those of the last step, which mostly has the same sequences
 
     def reserve(self, num_seqs: int) -> None:
         """Make room for a step of `num_seqs` sequences. Raises InvalidArgumentError for more than int32 can address."""
@@ -76,18 +81,23 @@ class ResidentTable:
         computes; num_used: how many first blocks the step needs. Call `reserve` before. Raises InvalidArgumentError for
         blocks that don't exist. O(blocks from start_blocks on), or O(num_used) for a sequence without a row.
         """
-        rows, numbers = self._rows, []
-        for block_ids, start, used in zip(tables, start_blocks, num_used, strict=True):
-            row = rows.pop(id(block_ids), None)
-            if row is None:
-                row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
-            rows[id(block_ids)] = row
+        last = self._last
+        if len(last) != len(tables) or not all(map(is_, map(_owner_of, last), tables)):
+            last = self._last = [self._use(block_ids) for block_ids in tables]
+        for row, block_ids, start, used in zip(last, tables, start_blocks, num_used, strict=True):
             resident = row.resident
             is_for_decode = used == len(resident) == start + 1 <= len(block_ids)
             if not is_for_decode or resident[start] != block_ids[start]:  # mostly nothing is new
                 self._update(row, start, used, changes)
-            numbers.append(row.number)
-        return numbers
+        return [row.number for row in last]
+
+    def _use(self, block_ids: list[int]) -> _Row:
+        """The row of a list, which is now the most recently used one."""
+        row = self._rows.pop(id(block_ids), None)
+        if row is None:
+            row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
+        self._rows[id(block_ids)] = row
+        return row
 
     def _update(self, row: _Row, start_block: int, num_used: int, changes: TableChanges) -> None:
         """Take up what is new in a row's list from `start_block` on, and what the row lacks before it."""
@@ -96,23 +106,22 @@ class ResidentTable:
             raise InvalidArgumentError(
                 f"expected a context of at most {min(max_blocks, len(block_ids))} blocks, got {num_used}"
             )
-        first = min(start_block, len(resident))
-        for column, block_id in enumerate(block_ids[first:num_used], first):
-            is_known = column < len(resident)
-            if is_known and resident[column] == block_id:
-                continue
-            if not 0 <= block_id < self._num_blocks:
-                raise InvalidArgumentError(f"expected block ids from 0 to {self._num_blocks - 1}, got {block_id}")
-            if is_known:
-                resident[column] = block_id
-            else:
-                resident.append(block_id)
-            changes.indexes.append(row.number * max_blocks + column)
-            changes.block_ids.append(block_id)
+        first, offset = min(start_block, len(resident)), row.number * max_blocks
+        new, indexes = block_ids[first:num_used], [*range(offset + first, offset + num_used)]
+        if first < len(resident):  # otherwise all are new, as for a sequence without a row
+            lacking = [at for at in range(first, num_used) if at >= len(resident) or resident[at] != block_ids[at]]
+            new, indexes = [block_ids[at] for at in lacking], [offset + at for at in lacking]
+        if new and (min(new) < 0 or max(new) >= self._num_blocks):
+            got = next(block_id for block_id in new if not 0 <= block_id < self._num_blocks)
+            raise InvalidArgumentError(f"expected block ids from 0 to {self._num_blocks - 1}, got {got}")
+        resident[first:num_used] = block_ids[first:num_used]
+        changes.indexes += indexes
+        changes.block_ids += new
 
     def forget(self) -> None:
         """Forget all rows. Call it after a step whose changes may not have reached the device. O(rows)."""
         self._rows.clear()
+        self._last = []
         self._free = list(range(self.blocks.shape[0]))
 
     def _evict(self) -> int:

@@ -10,15 +10,14 @@ Invariant: the vector is overwritten only after the device has read it.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from operator import add
 
 import torch
 from torch import Tensor
 
-from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
+from kvblocks.engine.attention.batch import StepBatch, StepColumns, StepShape
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
 from kvblocks.engine.sampling.feeding import feed
 
@@ -109,73 +108,64 @@ class StepUploader:
         self._host, self._staging = self._buffers(1024)
         self._was_read: torch.cuda.Event | None = None
 
-    def upload_ragged(self, rows: Sequence[SequenceRows], size: RaggedSize, drawn: Tensor | None = None) -> Tensor:
+    def upload_ragged(self, step: StepColumns, size: RaggedSize, drawn: Tensor | None = None) -> Tensor:
         """Upload a step padded to `size`, and return int32 [size.num_values], in the order of `RaggedSize.split`.
 
         An extra sequence after the last one holds the padding's tokens, at read-only positions. Otherwise as `upload`.
         """
-        num_missing = size.num_tokens - sum(len(sequence.token_ids) for sequence in rows)
-        zeros = [0] * (size.num_seqs - len(rows))
-
-        def arrange(token_ids: list[int], seq_lens: list[int], readonly: list[int], *table_rows: list[int]) -> Sections:
-            query_start, logits_rows = _ragged_sections(rows)
-            of_padding = [num_missing, *zeros[1:]] if zeros else []
-            return [
-                token_ids + [0] * num_missing,
-                seq_lens + of_padding,
-                readonly + of_padding,
-                *(numbers + zeros for numbers in table_rows),
-                query_start + [size.num_tokens] * len(zeros),
-                logits_rows + [0] * (size.num_seqs - len(logits_rows)),
-            ]
-
-        parts = self._upload(rows, arrange, drawn)
+        num_missing = size.num_tokens - len(step.token_ids)
+        zeros = [0] * (size.num_seqs - len(step.starts))
+        of_padding = [num_missing, *zeros[1:]] if zeros else []
+        query_start, logits_rows = _ragged_sections(step)
+        behind = [query_start + [size.num_tokens] * len(zeros), logits_rows + [0] * (size.num_seqs - len(logits_rows))]
+        padding = ([0] * num_missing, of_padding, of_padding, zeros)
+        parts = self._upload(step, padding, behind, drawn)
         assert sum(len(part) for part in parts) == size.num_values
         return self._staging[: size.num_values]
 
-    def upload_decodes(self, rows: Sequence[SequenceRows], num_seqs: int, drawn: Tensor | None = None) -> Tensor:
+    def upload_decodes(self, step: StepColumns, num_seqs: int, drawn: Tensor | None = None) -> Tensor:
         """Upload a step of single tokens whose logits are wanted: int32 [DECODE_COLUMNS + num_groups, num_seqs].
 
         num_seqs: the step is padded to so many sequences by some that have no tokens. A padding sequence's length is 0,
         and it has a read-only token. Otherwise as `upload`.
         """
-        zeros = [0] * (num_seqs - len(rows))
-
-        def arrange(token_ids: list[int], seq_lens: list[int], readonly: list[int], *table_rows: list[int]) -> Sections:
-            of_padding = [1] * len(zeros)
-            return [token_ids + zeros, seq_lens + zeros, readonly + of_padding, *(own + zeros for own in table_rows)]
-
-        num_columns = len(self._upload(rows, arrange, drawn))
+        zeros = [0] * (num_seqs - len(step.starts))
+        num_columns = len(self._upload(step, (zeros, zeros, [1] * len(zeros), zeros), [], drawn))
         return self._staging[: num_columns * num_seqs].view(num_columns, num_seqs)
 
-    def upload(self, rows: Sequence[SequenceRows], drawn: Tensor | None = None) -> UploadedStep:
+    def upload(self, step: StepColumns, drawn: Tensor | None = None) -> UploadedStep:
         """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
 
-        rows: their block tables are the sequences' own lists (see `resident_table`). drawn: see `feed`. Raises
+        step: its block tables are the sequences' own lists (see `resident_table`). drawn: see `feed`. Raises
         InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for those without a row.
         """
-        shape = StepShape.of(rows)
-        if shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows):
-            index = torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device)
-            return UploadedStep.of_decodes(self.upload_decodes(rows, len(rows), drawn), index, shape)
-        parts = self._upload(rows, lambda *packed: [*packed, *_ragged_sections(rows)], drawn)
+        shape = StepShape.of(step.lengths, step.seq_lens)
+        if step.is_decode:
+            num_seqs = len(step.starts)
+            index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
+            return UploadedStep.of_decodes(self.upload_decodes(step, num_seqs, drawn), index, shape)
+        parts = self._upload(step, ([], [], [], []), [*_ragged_sections(step)], drawn)
         token_ids, seq_lens, num_readonly, *rest = parts
         *table_rows, query_start, logits_rows = rest
         return UploadedStep(token_ids, seq_lens, num_readonly, tuple(table_rows), query_start, logits_rows, None, shape)
 
     def _upload(
-        self, rows: Sequence[SequenceRows], arrange: Callable[..., Sections], drawn: Tensor | None
+        self, step: StepColumns, padding: tuple[list[int], ...], behind: Sections, drawn: Tensor | None
     ) -> list[Tensor]:
-        """Upload sections, and write the tables' changes that are found. Returns the sections.
+        """Upload a step's sections, and write the changes of the tables. Returns the sections.
 
-        arrange: makes the sections from what `_pack` returns. The first one is the tokens; `drawn` are put in there.
+        They are the tokens, lengths, read-only tokens and rows of each group's table. padding: what follows in these,
+        the last one for all groups. behind: further sections.
         """
         changes = [TableChanges() for _ in self.tables]
+        of_tokens, of_lengths, of_readonly, of_rows = padding
+        seq_lens = step.seq_lens
         try:
             for table in self.tables:
-                table.reserve(len(rows))
-            packed = self._pack(rows, changes)
-            sections = arrange(*packed)
+                table.reserve(len(step.starts))
+            sections = [step.token_ids + of_tokens, seq_lens + of_lengths, [*step.num_readonly_tokens, *of_readonly]]
+            sections += [numbers + of_rows for numbers in self._assign_rows(step, seq_lens, changes)]
+            sections += behind
             num_sections = len(sections)
             sections += [values for change in changes for values in (change.indexes, change.block_ids)]
             parts = self._transfer(sections)
@@ -184,7 +174,7 @@ class StepUploader:
                 table.forget()
             raise
         if drawn is not None:
-            feed(parts[0], packed[0], drawn)
+            feed(parts[0], step.token_ids, drawn)
         self._write(changes, parts[num_sections:])
         return parts[:num_sections]
 
@@ -202,18 +192,12 @@ class StepUploader:
                 table.blocks.view(-1).index_copy_(0, indexes.long(), block_ids)
             self.counts.num_block_ids += len(change.indexes)
 
-    def _pack(self, rows: Sequence[SequenceRows], changes: Sequence[TableChanges]) -> Sections:
-        """Token ids, lengths, read-only tokens, and table rows of each group."""
+    def _assign_rows(self, step: StepColumns, seq_lens: list[int], changes: Sequence[TableChanges]) -> Sections:
+        """The sequences' rows of each group's table. Adds the entries that the device lacks to `changes`."""
         size = self._block_size
-        token_ids, starts, block_ids, num_readonly, _, others, _ = zip(*rows, strict=True)
-        seq_lens = [*map(add, starts, map(len, token_ids))]
-        start_blocks, num_used = [start // size for start in starts], [-(-seq_len // size) for seq_len in seq_lens]
-        table_rows = []
-        for group, (table, change) in enumerate(zip(self.tables, changes, strict=True)):
-            block_tables = block_ids if not group else [own[group - 1] for own in others]
-            own_lists = [own if isinstance(own, list) else list(own) for own in block_tables]
-            table_rows.append(table.assign_rows(own_lists, start_blocks, num_used, change))
-        return [[*chain.from_iterable(token_ids)], seq_lens, [*num_readonly], *table_rows]
+        start_blocks, num_used = [start // size for start in step.starts], [-(-seq_len // size) for seq_len in seq_lens]
+        found = zip(self.tables, step.block_tables, changes, strict=True)
+        return [table.assign_rows(block_ids, start_blocks, num_used, change) for table, block_ids, change in found]
 
     def _transfer(self, sections: Sections) -> list[Tensor]:
         """Copy lists of ints to the device in one transfer. Returns a vector for each."""
@@ -269,8 +253,8 @@ def lay_out(step: UploadedStep, block_tables: Sequence[Tensor], block_size: int)
     )
 
 
-def _ragged_sections(rows: Sequence[SequenceRows]) -> Sections:
+def _ragged_sections(step: StepColumns) -> tuple[list[int], list[int]]:
     """Each sequence's first row, then the end, and the rows whose logits are wanted."""
-    query_start = [0, *accumulate(len(sequence.token_ids) for sequence in rows)]
-    wanted = [end - 1 for sequence, end in zip(rows, query_start[1:], strict=True) if sequence.wants_logits]
-    return [query_start, wanted]
+    query_start = [0, *accumulate(step.lengths)]
+    ends = zip(query_start[1:], step.wants_logits, strict=True)
+    return query_start, [end - 1 for end, is_wanted in ends if is_wanted]

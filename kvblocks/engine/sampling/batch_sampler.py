@@ -13,10 +13,10 @@ asked. It reads only as much as each draw needs.
 On a CPU a group is computed a few rows at a time, so that intermediate values stay in the processor's cache.
 """
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -86,54 +86,89 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
     return has_limit and not params.is_greedy
 
 
-class AlikeDraws(NamedTuple):
-    """Draws that need the same work. places, rows: each one's index among the outcomes, and its row of logits.
+class Work(NamedTuple):
+    """The work that a draw needs.
 
     is_changed: whether logits are changed before the draw, by penalties, a bias or excluded tokens. num_likely: how
-    many of the most likely tokens they read. width: the most top tokens whose log probabilities a draw wants; -1: none
-    at all. draw_tokens: the kernel that draws them, or None. With it, greedy and limited draws need the same work, so
-    the group is marked as neither. parameters: what the kernel takes, float64 [draws, 6], but for rows and random
-    numbers.
+    many of the most likely tokens it reads. draw_tokens: the kernel that draws it, or None. With it, greedy and limited
+    draws need the same work, so they are marked as neither.
     """
 
-    places: list[int]
-    rows: list[int]
-    draws: list[Draw]
     is_greedy: bool
     is_limited: bool
     is_changed: bool
     num_likely: int
-    width: int
-    draw_tokens: DrawTokens | None = None
-    parameters: NDArray[np.float64] | None = None
-
-    def take(self, indexes: list[int]) -> "AlikeDraws":
-        """Only these of the draws. O(indexes)."""
-        return self._replace(
-            places=[self.places[index] for index in indexes],
-            rows=[self.rows[index] for index in indexes],
-            draws=[self.draws[index] for index in indexes],
-            parameters=None if self.parameters is None else self.parameters[indexes],
-        )
-
-    @property
-    def num_results(self) -> int:
-        """How many numbers each draw returns."""
-        return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
+    has_logprobs: bool
+    draw_tokens: DrawTokens | None
 
     @property
     def is_by_kernel(self) -> bool:
         """Whether the kernel draws from the unchanged logits, so that no copy of them is needed."""
         return self.draw_tokens is not None and not self.is_changed
 
-    def is_final(self, vocab_size: int) -> bool:
-        """Whether the device alone decides the tokens: no draw is ever repeated, and none returns log probabilities."""
-        return self.width < 0 and (self.draw_tokens is not None or not self.is_limited or self.num_likely == vocab_size)
-
     @property
     def is_bare(self) -> bool:
         """Whether only the most likely token of the unchanged logits is wanted."""
-        return self.draw_tokens is None and self.is_greedy and not self.is_changed and self.width < 0
+        return self.draw_tokens is None and self.is_greedy and not self.is_changed and not self.has_logprobs
+
+    def is_final(self, vocab_size: int) -> bool:
+        """Whether the device alone decides the tokens: no draw is ever repeated, and none returns log probabilities."""
+        is_certain = self.draw_tokens is not None or not self.is_limited or self.num_likely == vocab_size
+        return is_certain and not self.has_logprobs
+
+
+_Fields = tuple[bool, bool, bool, int, bool, DrawTokens | None]
+"""Those of `Work`, which are compared faster."""
+
+_Member = tuple[int, int, Draw]
+"""A draw with its index among the outcomes, and its row of logits."""
+
+
+class AlikeDraws:
+    """Draws that need the same work, and are drawn together. members: at least one.
+
+    places, rows: each one's index among the outcomes, and its row of logits. width: the most top tokens whose log
+    probabilities a draw wants; -1: none at all. What is the same in each step that has these draws is on the device
+    already: columns; banned and bias, as `ban` and `add_bias` take them, or None.
+    """
+
+    def __init__(self, work: Work, members: Sequence[_Member], vocab_size: int, device: torch.device) -> None:
+        self.work = work
+        places, rows, draws = zip(*members, strict=True)
+        self.places: list[int] = [*places]
+        self.rows: list[int] = [*rows]
+        self.draws: list[Draw] = [*draws]
+        asked = [draw.params for draw in self.draws]
+        self.width = max(min(params.logprobs or 0, vocab_size) for params in asked) if work.has_logprobs else -1
+        is_plain = work.is_by_kernel or work.is_bare
+        self.columns = None if is_plain else Columns.upload(asked, vocab_size, device)
+        self.banned = None if is_plain else _banned(self.draws, device)
+        self.bias = None if is_plain else _bias(self.draws, device)
+        own_rows = range(len(asked)) if work.is_changed else self.rows  # of what the kernel gets
+        self._parameters = None if work.draw_tokens is None else _parameters(asked, own_rows, vocab_size)
+        self._uploaded: Tensor | None = None
+        if self._parameters is not None and not any(params.temperature for params in asked):
+            self._uploaded = to_device(torch.from_numpy(self._parameters), device)
+
+    def __len__(self) -> int:
+        return len(self.draws)
+
+    @property
+    def num_results(self) -> int:
+        """How many numbers each draw returns."""
+        return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
+
+    def upload_parameters(self, numbers: NDArray[np.float64], device: torch.device) -> Tensor:
+        """What `DrawTokens` takes for these draws, without waiting for it. One transfer, unless all are greedy.
+
+        numbers: the random numbers of all draws of the step.
+        """
+        if self._uploaded is not None:
+            return self._uploaded
+        assert self._parameters is not None
+        table = self._parameters.copy()
+        table[:, -1] = numbers[self.places]
+        return to_device(torch.from_numpy(table), device)
 
 
 def group_draws(
@@ -144,26 +179,29 @@ def group_draws(
     rows: of `logits`, one for each draw. draw_tokens: the kernel for draws without log probabilities, or None.
     """
     vocab_size = logits.shape[1]
-    groups: dict[tuple[bool, bool, bool, int, bool], list[tuple[int, int, Draw]]] = {}
+    alike: dict[_Fields, list[_Member]] = {}
     for place, (draw, row) in enumerate(zip(draws, rows, strict=True)):
         if isinstance(draw, Exception):
             continue
-        params = draw.params
-        is_by_kernel = draw_tokens is not None and params.logprobs is None
-        is_greedy = not is_by_kernel and params.is_greedy
-        is_limited = not is_by_kernel and _is_limited(params, vocab_size)
-        num_likely = 0 if is_by_kernel else num_to_look_at(params, logits)
-        key = (is_greedy, is_limited, draw.is_changed, num_likely, params.logprobs is not None)
-        groups.setdefault(key, []).append((place, row, draw))
-    found = []
-    for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
-        places, own_rows, own = map(list, zip(*members, strict=True))
-        width = max(min(draw.params.logprobs or 0, vocab_size) for draw in own) if has_logprobs else -1
-        draws_by = None if has_logprobs else draw_tokens
-        parameters = None if draws_by is None else _parameters(own, vocab_size)
-        flags = (is_greedy, is_limited, is_changed)
-        found.append(AlikeDraws(places, own_rows, own, *flags, num_likely, width, draws_by, parameters))
-    return found
+        params, is_changed = draw.params, draw.is_changed
+        if draw_tokens is not None and params.logprobs is None:
+            work: _Fields = (False, False, is_changed, 0, False, draw_tokens)
+        else:
+            is_limited, num_likely = _is_limited(params, vocab_size), num_to_look_at(params, logits)
+            work = (params.temperature == 0, is_limited, is_changed, num_likely, params.logprobs is not None, None)
+        alike.setdefault(work, []).append((place, row, draw))
+    return _groups({Work(*work): members for work, members in alike.items()}, logits)
+
+
+def _groups(members: Mapping[Work, Sequence[_Member]], logits: Tensor) -> list[AlikeDraws]:
+    """Groups that are drawn one after the other: of each kind of work one, or several so that each fits a tile."""
+    vocab_size, device = logits.shape[1], logits.device
+    tile = max(1, (_GPU_TILE if device.type == "cuda" else _CPU_TILE) // vocab_size)
+    groups = []
+    for work, own in members.items():
+        size = len(own) if work.is_by_kernel else tile
+        groups += [AlikeDraws(work, own[at : at + size], vocab_size, device) for at in range(0, len(own), size)]
+    return groups
 
 
 class BatchSampler:
@@ -175,43 +213,48 @@ class BatchSampler:
     def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
         self.counts = SamplingCounts()
         self._memory = Workspace()
-        self._grouped: tuple[object, list[AlikeDraws]] = None, []  # what the last step asked for, and its groups
+        self._key: object = None  # what the last step asked for, and its groups
+        self._draws: list[Draw] = []
+        self._groups: list[AlikeDraws] = []
         self.draw_tokens = draw_tokens
 
-    def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
+    def sample(
+        self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]], numbers: Sequence[float]
+    ) -> list[Outcome]:
         """The outcome of each draw, in order: `begin`, and then `BegunDraws.read`. `draws[i]` are those of row i."""
         rows = [row for row, own in enumerate(draws) for _ in own]
-        return self.begin(logits, [*chain.from_iterable(draws)], rows).read()
+        return self.begin(logits, [*chain.from_iterable(draws)], rows, np.array(numbers, dtype=np.float64)).read()
 
     @torch.inference_mode()
-    def begin(self, logits: Tensor, draws: Sequence[Draw | Exception], rows: list[int]) -> "BegunDraws":
+    def begin(
+        self, logits: Tensor, draws: Sequence[Draw | Exception], rows: list[int], numbers: NDArray[np.float64]
+    ) -> "BegunDraws":
         """Begin to draw, without waiting. rows: of `logits` [rows, vocab], the one from which each draw is made.
 
-        An exception in the place of a draw becomes its outcome. The outcome of a row with NaN is BrokenLogitsError.
-        Neither affects other draws. logits: any float dtype, unchanged. They may be overwritten once the draws have
-        been read; if `BegunDraws.tokens` isn't None, work that the device does later may overwrite them, too. O(draws x
-        vocab).
+        numbers: each draw's random number in [0, 1), which greedy ones ignore. An exception in the place of a draw
+        becomes its outcome. The outcome of a row with NaN is BrokenLogitsError. Neither affects other draws. logits:
+        any float dtype, unchanged. They may be overwritten once the draws have been read; if `BegunDraws.tokens` isn't
+        None, work that the device does later may overwrite them, too. O(draws x vocab).
         """
         sound = [draw for draw in draws if not isinstance(draw, Exception)]
         self.counts.num_draws += len(sound)
         if len(sound) == len(draws):
-            return BegunDraws(logits, self._group(logits, sound, rows), {}, self)
-        failures: dict[int, Outcome] = {place: draw for place, draw in enumerate(draws) if isinstance(draw, Exception)}
-        return BegunDraws(logits, group_draws(draws, rows, logits, self.draw_tokens), failures, self)
+            return BegunDraws(logits, self._group(logits, sound, rows), numbers, {}, self)
+        failures = {place: draw for place, draw in enumerate(draws) if isinstance(draw, Exception)}
+        return BegunDraws(logits, group_draws(draws, rows, logits, self.draw_tokens), numbers, failures, self)
 
-    def enqueue(self, logits: Tensor, groups: Sequence[AlikeDraws]) -> Tensor:
+    def enqueue(self, logits: Tensor, groups: Sequence[AlikeDraws], numbers: NDArray[np.float64]) -> Tensor:
         """The results of these draws, group by group, on the device. Doesn't wait."""
-        self.counts.num_sorted += sum([len(group.draws) for group in groups if group.num_likely == logits.shape[1]])
-        return enqueue(logits, groups, self._memory)
+        self.counts.num_sorted += sum([len(group) for group in groups if group.work.num_likely == logits.shape[1]])
+        return enqueue(logits, groups, numbers, self._memory)
 
     def _group(self, logits: Tensor, draws: list[Draw], rows: list[int]) -> list[AlikeDraws]:
-        """As `group_draws`, which is only called if the last step's groups aren't these."""
-        params, are_changed = [draw.params for draw in draws], [draw.is_changed for draw in draws]
-        key = (logits.shape[1], logits.device, self.draw_tokens, rows, params, are_changed)
-        if key != self._grouped[0]:
-            self._grouped = key, group_draws(draws, rows, logits, self.draw_tokens)
-            return self._grouped[1]
-        return [group._replace(draws=[draws[place] for place in group.places]) for group in self._grouped[1]]
+        """As `group_draws`, which is only called if the last step's draws weren't these objects."""
+        key = (logits.shape[1], logits.device, self.draw_tokens, rows)
+        if key != self._key or len(draws) != len(self._draws) or not all(map(is_, draws, self._draws)):
+            self._groups = group_draws(draws, rows, logits, self.draw_tokens)
+            self._key, self._draws = key, draws
+        return self._groups
 
 
 class BegunDraws:
@@ -222,17 +265,23 @@ class BegunDraws:
     """
 
     def __init__(
-        self, logits: Tensor, groups: list[AlikeDraws], failures: dict[int, Outcome], sampler: BatchSampler
+        self,
+        logits: Tensor,
+        groups: list[AlikeDraws],
+        numbers: NDArray[np.float64],
+        failures: Mapping[int, Exception],
+        sampler: BatchSampler,
     ) -> None:
         self._logits: Tensor | None = logits  # while a draw may have to be repeated: they are large
         self._sampler = sampler
-        self._outcomes = failures
+        self._outcomes: dict[int, Outcome] = {**failures}
         self._groups = groups
+        self._numbers = numbers
         self.tokens: Tensor | None = None
         self._results: HostCopy | None = None
         if groups:
-            results = sampler.enqueue(logits, groups)
-            if not failures and all(group.is_final(logits.shape[1]) for group in groups):
+            results = sampler.enqueue(logits, groups, numbers)
+            if not failures and all(group.work.is_final(logits.shape[1]) for group in groups):
                 self.tokens, self._logits = _in_order(groups, results), None
             self._results = HostCopy(results)
 
@@ -254,58 +303,58 @@ class BegunDraws:
             uncertain = _read(self._groups, self._results.read(), outcomes)
             self._results = None
             if uncertain and self._logits is not None:
-                self._groups = [group._replace(num_likely=self._logits.shape[1]) for group in uncertain]
-                self._results = HostCopy(self._sampler.enqueue(self._logits, self._groups))
+                vocab_size = self._logits.shape[1]
+                whole = {work._replace(num_likely=vocab_size): members for work, members in uncertain.items()}
+                self._groups = _groups(whole, self._logits)
+                self._results = HostCopy(self._sampler.enqueue(self._logits, self._groups, self._numbers))
         return [outcomes[place] for place in range(len(outcomes))]
 
 
-def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], memory: Workspace) -> Tensor:
+def enqueue(logits: Tensor, groups: Sequence[AlikeDraws], numbers: NDArray[np.float64], memory: Workspace) -> Tensor:
     """Begin to draw, without waiting. Returns the results of `_draw`, group by group, draw by draw."""
-    results = [_draw(logits, tile, memory).flatten() for group in groups for tile in _tiles(group, logits)]
+    results = [_draw(logits, group, numbers, memory).flatten() for group in groups]
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def _tiles(group: AlikeDraws, logits: Tensor) -> Iterator[AlikeDraws]:
-    """The parts of a group that are drawn one after the other."""
-    size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
-    number = len(group.draws)
-    if group.is_by_kernel or number <= size:
-        yield group
-        return
-    for start in range(0, number, size):
-        yield group.take(list(range(start, min(start + size, number))))
-
-
-def _draw(logits: Tensor, tile: AlikeDraws, memory: Workspace) -> Tensor:
+def _draw(logits: Tensor, group: AlikeDraws, numbers: NDArray[np.float64], memory: Workspace) -> Tensor:
     """float64 [draws, num_results]: token, whether its row has NaN, whether it is certain, and wanted logarithms."""
-    device, vocab_size, draws = logits.device, logits.shape[1], tile.draws
-    if tile.draw_tokens is not None and not tile.is_changed:
-        return tile.draw_tokens(_in_float32(logits), _upload_parameters(tile, tile.rows, device))
-    own = _rows(logits, tile.rows)
-    if tile.is_bare:
+    device, work, columns = logits.device, group.work, group.columns
+    if work.draw_tokens is not None and not work.is_changed:
+        return work.draw_tokens(_in_float32(logits), group.upload_parameters(numbers, device))
+    own = _rows(logits, group.rows)
+    if columns is None:
         return _facts(*pick_greedy(own))
-    columns, changed = Columns.upload(draws, vocab_size, device), own
-    if tile.is_changed:
-        changed = memory.take("changed", (len(draws), vocab_size), torch.float32, device).copy_(own)
-        penalize(changed, to_device(_entries(draws), device), columns)
-        _add_bias(changed, draws)
-        ban(changed, to_device(_banned(draws), device))
-        _restrict(changed, draws)
-    if tile.draw_tokens is not None:
-        return tile.draw_tokens(changed, _upload_parameters(tile, range(len(draws)), device))
-    if tile.is_greedy:
+    changed = _changed(own, group, columns, memory) if work.is_changed else own
+    if work.draw_tokens is not None:
+        return work.draw_tokens(changed, group.upload_parameters(numbers, device))
+    if work.is_greedy:
         token, is_broken = pick_greedy(changed)
         is_certain = torch.ones_like(is_broken)
     else:
         below, is_broken = below_largest(changed, memory)
-        if tile.is_limited:
-            token, is_certain = pick_limited(below, columns, tile.num_likely, memory)
+        uniform = to_device(torch.from_numpy(numbers[group.places]).unsqueeze(1), device)
+        if work.is_limited:
+            token, is_certain = pick_limited(below, columns, uniform, work.num_likely, memory)
         else:
-            token, is_certain = pick_plain(below, columns, memory), torch.ones_like(is_broken)
-    if tile.width < 0:
+            token, is_certain = pick_plain(below, columns, uniform, memory), torch.ones_like(is_broken)
+    if group.width < 0:
         return _facts(token, is_broken, is_certain)
-    logs, is_sure = logprobs_of(own, token, columns, tile.num_likely, tile.width, memory)
+    logs, is_sure = logprobs_of(own, token, columns, work.num_likely, group.width, memory)
     return torch.cat([_facts(token, is_broken, is_certain & is_sure), logs], 1)
+
+
+def _changed(own: Tensor, group: AlikeDraws, columns: Columns, memory: Workspace) -> Tensor:
+    """The rows with penalties and biases, and without excluded tokens."""
+    changed = memory.take("changed", (own.shape[0], own.shape[1]), torch.float32, own.device).copy_(own)
+    entries = _entries(group.draws)
+    if entries is not None:
+        penalize(changed, to_device(entries, own.device), columns)
+    if group.bias is not None:
+        add_bias(changed, *group.bias)
+    if group.banned is not None:
+        ban(changed, group.banned)
+    _restrict(changed, group.draws)
+    return changed
 
 
 def _facts(token: Tensor, is_broken: Tensor, is_certain: Tensor | None = None) -> Tensor:
@@ -328,55 +377,50 @@ def _in_float32(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float32 else logits.float()
 
 
-def _parameters(draws: Sequence[Draw], vocab_size: int) -> NDArray[np.float64]:
-    """What `DrawTokens` takes for these draws, but for what may differ in the next step: rows and random numbers."""
+def _parameters(asked: Sequence[SamplingParams], rows: Sequence[int], vocab_size: int) -> NDArray[np.float64]:
+    """What `DrawTokens` takes for draws from these rows, but for the random numbers, which are 0."""
     table = [
         (
-            0,
+            row,
             0.0 if params.temperature == 0 else scale_of(params),
             vocab_size if params.top_k is None else min(params.top_k, vocab_size),
             params.top_p,
             params.min_p,
             0.0,
         )
-        for params in [draw.params for draw in draws]
+        for row, params in zip(rows, asked, strict=True)
     ]
     # numpy reads a list of tuples several times as fast as torch.
     return np.array(table, dtype=np.float64)
 
 
-def _upload_parameters(tile: AlikeDraws, rows: Sequence[int], device: torch.device) -> Tensor:
-    """What `DrawTokens` takes for draws from these rows, uploaded in one transfer, without waiting for it."""
-    assert tile.parameters is not None
-    table = tile.parameters.copy()
-    table[:, 0], table[:, -1] = rows, [draw.uniform for draw in tile.draws]
-    return to_device(torch.from_numpy(table), device)
-
-
-def _entries(draws: Sequence[Draw]) -> Tensor:
-    """The tokens that each draw's answer has: int64 [3, number], as `penalize` takes them."""
+def _entries(draws: Sequence[Draw]) -> Tensor | None:
+    """The tokens that each draw's answer has: int64 [3, number], as `penalize` takes them; None: there are none."""
     seen = [(index, draw.seen) for index, draw in enumerate(draws) if draw.seen is not None]
-    tokens, counts = array("q"), array("q")
-    for _, own in seen:
-        tokens.extend(own.tokens)
-        counts.extend(own.counts)
-    owners = np.repeat([index for index, _ in seen], [len(own.tokens) for _, own in seen])
-    return torch.from_numpy(np.array([owners, tokens, counts], dtype=np.int64))
+    numbers = [len(own.tokens) for _, own in seen]
+    if not any(numbers):
+        return None
+    entries = np.empty((3, sum(numbers)), dtype=np.int64)
+    entries[0] = np.repeat([index for index, _ in seen], numbers)
+    entries[1] = np.frombuffer(b"".join([own.tokens for _, own in seen]), dtype=np.int64)
+    entries[2] = np.frombuffer(b"".join([own.counts for _, own in seen]), dtype=np.int64)
+    return torch.from_numpy(entries)
 
 
-def _banned(draws: Sequence[Draw]) -> Tensor:
-    """The tokens that each draw excludes: int64 [2, number], as `ban` takes them."""
+def _banned(draws: Sequence[Draw], device: torch.device) -> Tensor | None:
+    """The tokens that each draw excludes: int64 [2, number], as `ban` takes them; None: there are none."""
     pairs = [(index, token) for index, draw in enumerate(draws) for token in draw.banned]
-    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
+    return to_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device) if pairs else None
 
 
-def _add_bias(logits: Tensor, draws: Sequence[Draw]) -> None:
-    """Add each draw's bias to its row."""
+def _bias(draws: Sequence[Draw], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Each draw's bias, as `add_bias` takes it; None: there is none."""
     added = [(index, token, value) for index, draw in enumerate(draws) for token, value in draw.bias]
-    if added:
-        entries = torch.tensor([[index for index, _, _ in added], [token for _, token, _ in added]])
-        values = torch.tensor([value for _, _, value in added], dtype=torch.float32)
-        add_bias(logits, to_device(entries, logits.device), to_device(values, logits.device))
+    if not added:
+        return None
+    entries = torch.tensor([[index for index, _, _ in added], [token for _, token, _ in added]])
+    values = torch.tensor([value for _, _, value in added], dtype=torch.float32)
+    return to_device(entries, device), to_device(values, device)
 
 
 def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:
@@ -400,26 +444,28 @@ def _in_order(groups: Sequence[AlikeDraws], results: Tensor) -> Tensor:
     return tokens.index_select(0, to_device(order, results.device))
 
 
-def _read(groups: Sequence[AlikeDraws], results: list[float], outcomes: dict[int, Outcome]) -> list[AlikeDraws]:
-    """Store the outcomes by index, and return the groups to draw again, without the draws that are certain."""
-    values = iter(results)
-    if len(results) == _NUM_FACTS * sum([len(group.draws) for group in groups]):  # no logarithms
+def _read(
+    groups: Sequence[AlikeDraws], results: list[float], outcomes: dict[int, Outcome]
+) -> dict[Work, list[_Member]]:
+    """Store the outcomes by index, without those of draws that are uncertain, and return these."""
+    if len(results) == _NUM_FACTS * sum(map(len, groups)):  # no logarithms
         tokens, are_broken, are_certain = results[::_NUM_FACTS], results[1::_NUM_FACTS], results[2::_NUM_FACTS]
         if not any(are_broken) and all(are_certain):
             places = chain.from_iterable([group.places for group in groups])
             outcomes.update(zip(places, map(Drawn, map(int, tokens)), strict=True))
-            return []
-    uncertain: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        for index, (place, draw) in enumerate(zip(group.places, group.draws, strict=True)):
+            return {}
+    values = iter(results)
+    uncertain: dict[Work, list[_Member]] = {}
+    for group in groups:
+        for place, row, draw in zip(group.places, group.rows, group.draws, strict=True):
             token, is_broken, is_certain, *logs = islice(values, group.num_results)
             if is_broken:
                 outcomes[place] = BrokenLogitsError(_BROKEN)
             elif not is_certain:
-                uncertain.setdefault(number, []).append(index)
+                uncertain.setdefault(group.work, []).append((place, row, draw))
             else:
                 outcomes[place] = Drawn(int(token), _logprobs(logs, group.width, draw.params) if logs else None)
-    return [groups[number].take(indexes) for number, indexes in uncertain.items()]
+    return uncertain
 
 
 def _logprobs(logs: list[float], width: int, params: SamplingParams) -> TokenLogprobs:

@@ -17,7 +17,6 @@ from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling.batch_sampler import num_to_look_at
 from kvblocks.engine.sampling.drawn import TokenLogprobs
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.weights import Columns, logprobs_of, to_device
 from kvblocks.engine.sampling.workspace import Workspace
 
@@ -94,7 +93,7 @@ class Scorer:
     def _read(self, logits: Tensor, targets: Sequence[int], params: SamplingParams) -> list[TokenLogprobs]:
         """The scores of rows, from their logits."""
         vocab_size, width = logits.shape[1], min(params.logprobs or 0, logits.shape[1])
-        columns = Columns.upload([Draw(params)] * len(targets), vocab_size, logits.device)
+        columns = Columns.upload([params] * len(targets), vocab_size, logits.device)
         tokens = to_device(torch.tensor(targets, dtype=torch.int64).view(-1, 1), logits.device)
         first_look = num_to_look_at(params, logits)
         for num_likely in dict.fromkeys((first_look, vocab_size)):

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvblocks.arguments import as_int, wrong
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.random_numbers import MAX_SEED, sample_seed, uniform
+from kvblocks.engine.sampling.random_numbers import MAX_SEED, sample_seed
 
 GREEDY = SamplingParams()
 
@@ -59,14 +59,13 @@ class Constraint(Protocol):
 
 
 class Draw(NamedTuple):
-    """How to draw from a row of logits. uniform: the random number.
+    """How to draw from a row of logits, but for the random number. An answer has the same object for most tokens.
 
-    seen: counts of earlier tokens, if there are penalties. bias: what to add to the logits of tokens. banned: tokens to
-    exclude. allowed: a bit mask of the allowed tokens, as from `Constraint`; None: all are allowed.
+    seen: counts of earlier tokens, if there are penalties. banned: tokens to exclude. allowed: a bit mask of the
+    allowed tokens, as from `Constraint`; None: all are allowed. bias: what to add to the logits of tokens.
     """
 
     params: SamplingParams
-    uniform: float = 0.0
     seen: TokenCounts | None = None
     banned: tuple[int, ...] = ()
     allowed: Tensor | None = None
@@ -81,7 +80,8 @@ class Draw(NamedTuple):
 class Sampler:
     """Prepares the draws of one request. seed: 0 to 2**64 - 1; None: a random one. Raises InvalidArgumentError.
 
-    constraint: the form of the answer's text; None: any text. bias: for each biased token, what to add to its logit.
+    random_seed: the seed of its random numbers; None: its draws are greedy, and take none. constraint: the form of the
+    answer's text; None: any text. bias: for each biased token, what to add to its logit.
     """
 
     def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
@@ -90,12 +90,13 @@ class Sampler:
             raise wrong("seed", "None or an int from 0 to 2**64 - 1", seed)
         self.params = params
         self.seed = number
+        self.random_seed = None if params.is_greedy else number
         self._seen = TokenCounts(with_prompt=params.repetition_penalty != 1) if params.is_penalized else None
         self.constraint: Constraint | None = None
         self.bias: tuple[tuple[int, float], ...] = ()
         self._banned: tuple[int, ...] = ()
         self._num_without = 0
-        self._plain = Draw(params)
+        self._draw = Draw(params, self._seen)  # the last token's
 
     def ban(self, tokens: Collection[int], num_tokens: int) -> None:
         """Exclude `tokens` from the first `num_tokens` of the answer. They must not be the whole vocabulary."""
@@ -106,21 +107,19 @@ class Sampler:
         """Whether a draw depends on the answer's earlier tokens, because of penalties or a grammar. O(1)."""
         return self._seen is not None or self.constraint is not None
 
-    def next_draw(self, sequence: Sequence, num_unknown: int = 0) -> Draw:
-        """How to draw the next token of `sequence`. Calls give the same result until the sequence has that token.
+    def next_draw(self, sequence: Sequence, position: int) -> Draw:
+        """How to draw the answer's token at `position`. Calls give the same result until the sequence has that token.
 
-        O(new tokens). num_unknown: how many tokens before it the sequence doesn't have yet. It must be 0 if the sampler
-        `needs_tokens`.
+        The sequence has all tokens before it, or may lack some if the sampler doesn't `needs_tokens`. O(new tokens).
         """
         if self._seen is not None:
             self._seen.catch_up(sequence)
-        elif self.params.temperature == 0 and self.constraint is None and not (self._banned or self.bias):
-            return self._plain
-        position = sequence.num_tokens - sequence.num_prompt_tokens + num_unknown
         banned = self._banned if position < self._num_without else ()
-        number = 0.0 if self.params.temperature == 0 else uniform(self.seed, position)
         allowed = None if self.constraint is None else self.constraint.allowed(sequence)
-        return Draw(self.params, number, self._seen, banned, allowed, self.bias)
+        draw = self._draw
+        if draw.banned is not banned or draw.allowed is not allowed or draw.bias is not self.bias:
+            draw = self._draw = Draw(self.params, self._seen, banned, allowed, self.bias)
+        return draw
 
 
 def make_samplers(params: SamplingParams, seed: int | None, num_samples: int) -> list[Sampler]:

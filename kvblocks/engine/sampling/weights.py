@@ -10,13 +10,13 @@ A random number u selects the first token at which the running sum of weights ex
 Nothing here reads a tensor's value on the host, so nothing waits for a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.workspace import Workspace
 
 _BLOCK = 128
@@ -38,7 +38,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 class Columns:
     """The parameters of draws as tensors [num_draws, 1], and facts about all of them that the host knows.
 
-    scale: 1 / temperature, float32. top_k: int64, at most the vocabulary's size. top_p, min_p, uniform: float64.
+    scale: 1 / temperature, float32. top_k: int64, at most the vocabulary's size. top_p, min_p: float64.
     num_logprobs: int64. repetition, presence, frequency: float32. has_min_p: whether any draw has a min_p.
     has_share_of_all: whether any draw has neither min_p nor top_k, so that its top_p is a share of all weights.
     """
@@ -47,7 +47,6 @@ class Columns:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    uniform: Tensor
     num_logprobs: Tensor
     repetition: Tensor
     presence: Tensor
@@ -56,25 +55,23 @@ class Columns:
     has_share_of_all: bool
 
     @classmethod
-    def upload(cls, draws: list[Draw], vocab_size: int, device: torch.device) -> "Columns":
-        """The columns of `draws` on `device`, uploaded in one transfer, without waiting for it. O(draws)."""
+    def upload(cls, asked: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Columns":
+        """The columns on `device`, uploaded in one transfer, without waiting for it. O(draws)."""
         rows = [
             (
                 scale_of(params),
                 vocab_size if params.top_k is None else min(params.top_k, vocab_size),
                 params.top_p,
                 params.min_p,
-                draw.uniform,
                 min(params.logprobs or 0, vocab_size),
                 params.repetition_penalty,
                 params.presence_penalty,
                 params.frequency_penalty,
             )
-            for draw in draws
-            for params in (draw.params,)
+            for params in asked
         ]
         table = to_device(torch.tensor(rows, dtype=torch.float64), device)
-        scale, top_k, top_p, min_p, uniform, num_logprobs, *penalties = table.split(1, dim=1)
+        scale, top_k, top_p, min_p, num_logprobs, *penalties = table.split(1, dim=1)
         # Clamped to finite float32: infinity times 0 would be NaN, which stands for broken weights.
         repetition, presence, frequency = (column.clamp(-_LARGEST, _LARGEST).float() for column in penalties)
         return cls(
@@ -82,15 +79,13 @@ class Columns:
             top_k=top_k.long(),
             top_p=top_p,
             min_p=min_p,
-            uniform=uniform,
             num_logprobs=num_logprobs.long(),
             repetition=repetition.clamp(min=_SMALLEST),
             presence=presence,
             frequency=frequency,
-            has_min_p=any(draw.params.min_p > 0 for draw in draws),
+            has_min_p=any(params.min_p > 0 for params in asked),
             has_share_of_all=any(
-                not draw.params.min_p and (draw.params.top_k is None or draw.params.top_k >= vocab_size)
-                for draw in draws
+                not params.min_p and (params.top_k is None or params.top_k >= vocab_size) for params in asked
             ),
         )
 
@@ -170,8 +165,11 @@ def below_largest(logits: Tensor, memory: Workspace) -> tuple[Tensor, Tensor]:
     return below.sub_(largest), largest.isnan()
 
 
-def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
-    """Draw a token of each row by weight: int64 [num_draws, 1]. below: from `below_largest`; overwritten. O(vocab)."""
+def pick_plain(below: Tensor, columns: Columns, uniform: Tensor, memory: Workspace) -> Tensor:
+    """Draw a token of each row by weight: int64 [num_draws, 1]. O(vocab).
+
+    below: from `below_largest`; overwritten. uniform: the random numbers, float64 [num_draws, 1].
+    """
     num_draws, vocab_size = below.shape
     num_blocks = -(-vocab_size // _BLOCK)
     weights = memory.take("integers", (num_draws, num_blocks * _BLOCK), torch.int64, below.device)
@@ -180,7 +178,7 @@ def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
     blocks = weights.view(num_draws, num_blocks, _BLOCK)
     sums = blocks.sum(-1)
     upto = sums.cumsum(-1)
-    place = _place(upto[:, -1:], columns.uniform)
+    place = _place(upto[:, -1:], uniform)
     block = _reaching(upto, place)
     place -= upto.gather(1, block) - sums.gather(1, block)
     inner = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
@@ -188,13 +186,15 @@ def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
     return token.clamp_(max=vocab_size - 1)  # a row with NaN may give any index
 
 
-def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Workspace) -> tuple[Tensor, Tensor]:
+def pick_limited(
+    below: Tensor, columns: Columns, uniform: Tensor, num_likely: int, memory: Workspace
+) -> tuple[Tensor, Tensor]:
     """Draw a token of each row, by weight, from those that min_p, top_k and top_p leave: int64 [num_draws, 1].
 
     Also returns whether the token is certain, that is, the same as if all logits had been read: bool [num_draws, 1].
     Only the `num_likely` largest of each row are read, so a token isn't certain if min_p, top_k and top_p may leave
-    more than these. top_k must be less than num_likely, or both must be the vocabulary's size. below: from
-    `below_largest`; overwritten.
+    more than these. top_k must be less than num_likely, or both must be the vocabulary's size. below, uniform: as for
+    `pick_plain`.
     """
     num_draws, vocab_size = below.shape
     keys = _ranked(below, num_likely, memory)
@@ -217,7 +217,7 @@ def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Works
         mass, is_known = torch.where(is_share_of_all, total, mass), is_known | is_share_of_all
     goal = (mass * columns.top_p).ceil().long().minimum(mass)
     last = torch.searchsorted(upto, goal).minimum(limit - 1)
-    index = _reaching(upto, _place(upto.gather(1, last), columns.uniform))
+    index = _reaching(upto, _place(upto.gather(1, last), uniform))
     if num_likely == vocab_size:
         is_certain = torch.ones_like(is_known)
     else:  # more tokens may be as likely as the last one that was read, and come earlier in the vocabulary

@@ -93,6 +93,8 @@ class LongPrompts:
         """
         if self.open is not None:
             return self.open.request
+        if not self._has_slices(limits):
+            return None
         parts = [request for request in computable if self._is_by_layers(request, limits)]
         if not parts:
             return None
@@ -194,12 +196,15 @@ class LongPrompts:
                 return False
         return True
 
+    def _has_slices(self, limits: StepLimits) -> bool:
+        """Whether any chunk may be computed by layers. O(1)."""
+        return self.num_layers > 1 and limits.num_step_tokens < limits.max_num_batched_tokens
+
     def _is_by_layers(self, request: Request, limits: StepLimits) -> bool:
         """Whether a request's next chunk is computed by layers if there is room. O(1)."""
-        step = limits.num_step_tokens
-        if self.num_layers == 1 or step == limits.max_num_batched_tokens:
+        if not request.is_long or not self._has_slices(limits):
             return False
-        return request.is_long and request.num_left_tokens > step and request.max_hit_tokens is None
+        return request.num_left_tokens > limits.num_step_tokens and request.max_hit_tokens is None
 
     def has_place(self, request: Request, running: Items[Request], limits: StepLimits) -> bool:
         """Whether a waiting long prompt may run beside those that run. O(running requests)."""

@@ -63,6 +63,8 @@ class Carrier:
         self._commands: Commands = queue.SimpleQueue()
         self._ended: deque[Ended] = deque()
         self._last: dict[str, Transfer | None] = {"load": None, "store": None}
+        self._lock = threading.Lock()  # guards the next attribute
+        self._uses: dict[int, None] = {}  # noted, and not yet given to the place; the latest is last
         self._is_open = True
         self._is_hurried = False
         self._settle_at: float | None = None  # on the clock; None: nothing is to be made durable
@@ -88,10 +90,17 @@ class Carrier:
     def note_used(self, slots: list[int]) -> None:
         """Queue a note of the slots in which used prefixes end.
 
-        It is made durable within `USES_S`, or with other notes.
+        It is made durable within `USES_S`, or with other notes. While the place hangs, a note per slot waits at most.
         """
-        if slots:
-            self._commands.put(lambda: self._note_used(slots))
+        if not slots:
+            return
+        with self._lock:
+            is_queued = bool(self._uses)
+            for slot in slots:
+                self._uses.pop(slot, None)
+                self._uses[slot] = None
+        if not is_queued:
+            self._commands.put(self._note_used)
 
     def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> "Future[None]":
         """Queue the deletion of a salt's bytes, between earlier and later calls (see `Place`).
@@ -207,7 +216,9 @@ class Carrier:
         self._try(lambda: self._place.remember(changes))
         self._settle_within(PATIENCE_S)
 
-    def _note_used(self, slots: list[int]) -> None:
+    def _note_used(self) -> None:
+        with self._lock:
+            slots, self._uses = [*self._uses], {}
         self._try(lambda: self._place.note_used(slots))
         self._settle_within(USES_S)
 

@@ -1,9 +1,11 @@
 """`Disk`: the disk tier of a `BlockPromptCache`, in a `kvblocks.tiers.disk.DiskStore`.
 
 Blocks are stored under their `BlockIdentity`. A piece takes as many slots as it needs. Their identities have the digest
-of the last block before the piece's end, and a hash of the tail after that block. A store serves one model and layout
-at a time; the folder keeps what was stored for others as long as there is room. `layout.txt` has the layout of the
-model that was stored last, so that a new process can read blocks before it has computed any.
+of the last block before the piece's end, and a hash of the tail after that block. A piece is found while all its slots
+are there, and begins with a checksum of the whole, so slots that were written at different times are no piece. A store
+serves one model and layout at a time; the folder keeps what was stored for others as long as there is room.
+`layout.txt` has the layout of the model that was stored last, so that a new process can read blocks before it has
+computed any.
 
 A separate thread writes. If the process is killed, only what isn't synced yet is lost.
 """
@@ -17,11 +19,12 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from struct import pack, unpack_from
+from struct import calcsize, pack, unpack_from
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import cache as theirs
 
 from kvblocks import BlockIdentity, InvalidArgumentError
 from kvblocks.integrations.mlx_lm.cache_layout import CacheLayout
@@ -29,7 +32,7 @@ from kvblocks.integrations.mlx_lm.layers import NAME, Layer, Stack
 from kvblocks.tiers.disk import DiskError, DiskStore
 
 _LOG = logging.getLogger(NAME)
-_FORMAT = "kvblocks below mlx-lm 1"
+_FORMAT = "kvblocks below mlx-lm 2"
 _PIECE = b"piece"
 _HEAD = "<5sIII"  # the mark, tokens of the tail, chunk, chunks
 _MOST_JOBS = 4  # insertions whose bytes may wait to be written
@@ -59,6 +62,18 @@ class StoredPiece(NamedTuple):
     states: list[tuple[list[mx.array], tuple[int, ...]]] | None
 
 
+Placed = tuple[int, BlockIdentity, bytes]
+"""A slot, and the block that is to be written there."""
+
+
+class _Chunk(NamedTuple):
+    """Which piece a chunk is of: the digest of the block above, the tail's length and hash, and how many chunks."""
+
+    above: bytes
+    tail: tuple[int, bytes]
+    total: int
+
+
 class Disk:
     """A folder with the blocks and pieces of one model. After construction nothing is raised: a failure is a miss."""
 
@@ -72,11 +87,11 @@ class Disk:
         self._opened: tuple[bytes, Any] | None = None
         self._model: tuple[Hashable, bytes | None] | None = None
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest of the identity, the least recently used first
-        self._digests: dict[int, bytes] = {}
         self._free: list[int] = []
         self._tails: dict[bytes, dict[tuple[int, bytes], int]] = {}  # by block: of pieces, how many chunks
+        self._chunks: dict[int, _Chunk] = {}  # by slot: what a chunk of a piece belongs to
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvblocks_mlx_disk")
-        self._jobs: deque[Future[None]] = deque()
+        self._jobs: deque[Future[list[Placed]]] = deque()
         self._folder.mkdir(parents=True, exist_ok=True)
 
     # Opening.
@@ -91,13 +106,13 @@ class Disk:
             if name != fingerprint.hex() or digest != hashlib.sha256(text.encode()).hexdigest():
                 return None
             shape, found = ast.literal_eval(text)
-        except (OSError, ValueError, SyntaxError):
+            layers = [
+                Layer(kind, getattr(theirs, class_name).__name__, options, tuple([Stack(*stack) for stack in stacks]))
+                for kind, class_name, options, stacks in found
+            ]
+            layout = CacheLayout(shape, layers, self._block_size)
+        except (OSError, ValueError, SyntaxError, TypeError, AttributeError):  # or it is of other versions
             return None
-        layers = [
-            Layer(kind, class_name, options, tuple([Stack(*stack) for stack in stacks]))
-            for kind, class_name, options, stacks in found
-        ]
-        layout = CacheLayout(shape, layers, self._block_size)
         return layout if self.open(model, layout) else None
 
     def open(self, model: Hashable, layout: CacheLayout) -> bool:
@@ -133,36 +148,68 @@ class Disk:
         self._slot_bytes = layout.block_bytes if layout.num_rows else 1 << 16
         self._free = sorted(set(range(self._store.num_slots)) - {slot for slot, _ in remembered}, reverse=True)
         for slot, identity in remembered:
-            self._note(slot, identity)
+            self._drop(identity)  # an older slot for the same
+            if not identity.extra_keys or self._chunk_of(identity) is not None:
+                self._note(slot, identity)
+            else:
+                self._free.append(slot)
         return True
 
     def close(self) -> None:
         """Write what is waiting, and close the store. The next `open` opens it again."""
         while self._jobs:
-            self._jobs.popleft().result()
+            self._end_job()
         if self._store is not None:
             try:
                 self._store.close()
             except DiskError as error:
                 _LOG.warning("%s", error)
         self._store = self._opened = None
-        for kept in (self._slots, self._digests, self._tails):
+        for kept in (self._slots, self._tails, self._chunks):
             kept.clear()
 
     def _fingerprint(self, model: Hashable) -> bytes | None:
         if self._model is None or self._model[0] != model:
             self._model = model, _fingerprint_of(model, self._options.fingerprint)
             if self._model[1] is None:
-                _LOG.warning("nothing is kept on the disk: %r names no files of a model", model)
+                _LOG.warning("nothing is kept on the disk: %r names no files of a model that can be read", model)
         return self._model[1]
 
+    # What is stored.
+
     def _note(self, slot: int, identity: BlockIdentity) -> None:
+        self._slots[identity.digest()] = slot
+        chunk = self._chunk_of(identity)
+        if chunk is not None:
+            self._chunks[slot] = chunk
+            self._tails.setdefault(chunk.above, {})[chunk.tail] = chunk.total
+
+    def _drop(self, identity: BlockIdentity, slot: int | None = None) -> None:
+        """Forget a block, if it is there. slot: only if it is in this one."""
         digest = identity.digest()
-        self._slots[digest] = slot
-        self._digests[slot] = digest
-        if identity.extra_keys.startswith(_PIECE):
-            _, length, _, total = unpack_from(_HEAD, identity.extra_keys)
-            self._tails.setdefault(identity.parent, {})[length, identity.extra_keys[-32:]] = total
+        if digest in self._slots and slot in (None, self._slots[digest]):
+            own = self._slots.pop(digest)
+            self._free.append(own)
+            self._leave(own)
+
+    def _leave(self, slot: int) -> None:
+        """Forget the piece that has a chunk in this slot, since it isn't whole any more."""
+        chunk = self._chunks.pop(slot, None)
+        tails = {} if chunk is None else self._tails.get(chunk.above, {})
+        if chunk is not None and tails.get(chunk.tail) == chunk.total:
+            del tails[chunk.tail]
+            if not tails:
+                del self._tails[chunk.above]
+
+    def _chunk_of(self, identity: BlockIdentity) -> "_Chunk | None":
+        """Return what a chunk belongs to. None if there can be no such chunk, since the index is not verified."""
+        keys = identity.extra_keys
+        if self._store is None or len(keys) != calcsize(_HEAD) + 32:
+            return None
+        mark, length, index, total = unpack_from(_HEAD, keys)
+        if mark != _PIECE or length >= self._block_size or not index < total <= self._store.num_slots // 2:
+            return None
+        return _Chunk(identity.parent, (length, keys[-32:]), total)
 
     # Finding and reading.
 
@@ -222,7 +269,7 @@ class Disk:
             return None
         out = bytearray(num_bytes)
         while self._jobs:  # what was placed is there when it is written
-            self._jobs.popleft().result()
+            self._end_job()
         try:
             if self._store.read([slot], [identity], out) == 1:
                 self._slots.move_to_end(identity.digest())
@@ -230,6 +277,7 @@ class Disk:
                 return bytes(out)
         except DiskError as error:
             _LOG.warning("%s", error)
+        self._drop(identity, slot)  # so that it is stored again
         return None
 
     def _chunk(self, above: bytes, tail: bytes, index: int, total: int) -> BlockIdentity:
@@ -242,6 +290,8 @@ class Disk:
         """Queue the writing of a prompt's blocks and pieces that aren't stored yet. blocks: all of them, by number."""
         if self._store is None:
             return
+        while self._jobs and self._jobs[0].done():
+            self._end_job()
         identities = list(self.identities(packed, len(packed) // self._block_size))
         items: list[tuple[BlockIdentity, bytes]] = []
         for number, rows in blocks:
@@ -264,8 +314,8 @@ class Disk:
             if identity.digest() in self._slots:
                 self._slots.move_to_end(identity.digest())
         placed = [(self._place(identity), identity, raw) for identity, raw in items[: self._store.num_slots // 2]]
-        while len(self._jobs) >= _MOST_JOBS or (self._jobs and self._jobs[0].done()):
-            self._jobs.popleft().result()
+        while len(self._jobs) >= _MOST_JOBS:
+            self._end_job()
         self._jobs.append(self._writer.submit(_write, self._store, placed))
 
     def _has_piece(self, above: bytes, tail: bytes) -> bool:
@@ -279,19 +329,32 @@ class Disk:
         slot = self._slots.pop(digest, None)
         if slot is None:
             slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
-            self._digests.pop(slot, None)
+            self._leave(slot)
         self._note(slot, identity)
         return slot
 
+    def _end_job(self) -> None:
+        """Wait for the oldest job, and forget what it couldn't write, so that it is stored again."""
+        for slot, identity, _ in self._jobs.popleft().result():
+            self._drop(identity, slot)
 
-def _write(store: DiskStore, placed: Sequence[tuple[int, BlockIdentity, bytes]]) -> None:
+
+def _write(store: DiskStore, placed: Sequence[Placed]) -> list[Placed]:
+    """Write blocks. Return those from the first on that couldn't be written."""
+    number = 0
     try:
         for slot, identity, raw in placed:
             store.write([slot], [identity], raw)
-        store.remember({slot: identity for slot, identity, _ in placed})
-        store.sync()
-    except DiskError as error:  # a slot whose bytes are not right is a miss when it is read
+            number += 1
+    except DiskError as error:
         _LOG.warning("%s", error)
+    try:
+        store.remember({slot: identity for slot, identity, _ in placed[:number]})
+        store.remember(dict.fromkeys([slot for slot, _, _ in placed[number:]]))
+        store.sync()
+    except DiskError as error:  # the next sync tries it again
+        _LOG.warning("%s", error)
+    return [*placed[number:]]
 
 
 def _plain(key: Any) -> Any:
@@ -308,11 +371,14 @@ def _fingerprint_of(model: Hashable, given: bytes | None) -> bytes | None:
     folders = [_folder_of(part) for part in (model if isinstance(model, tuple) else (model,)) if part is not None]
     if not folders or None in folders:
         return None
-    for folder in folders:
-        files = {file for pattern in _WEIGHTS for file in Path(str(folder)).glob(pattern)}
-        for file in sorted(files):
-            found = file.resolve().stat()
-            digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    try:
+        for folder in folders:
+            files = {file for pattern in _WEIGHTS for file in Path(str(folder)).glob(pattern)}
+            for file in sorted(files):
+                found = file.resolve().stat()
+                digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    except OSError:  # such as a link to a file that is gone
+        return None
     return digest.digest()
 
 
@@ -340,7 +406,9 @@ def _array_of(raw: bytes, shape: Sequence[int], dtype: str) -> mx.array:
 
 
 def _packed(piece: StoredPiece, tail: bytes) -> bytes:
-    """Return a piece as bytes: the length of a description, the description, the tail's tokens and the arrays."""
+    """Return a piece as bytes: their checksum and number, then the lengths of a description and of the tail's tokens,
+    these two, and the arrays.
+    """
     states = piece.states or []
     arrays = [*piece.rows, *[rows for _, rows in piece.windows.values()]]
     arrays += [array for own, _ in states for array in own]
@@ -351,10 +419,14 @@ def _packed(piece: StoredPiece, tail: bytes) -> bytes:
         "arrays": [(list(array.shape), str(array.dtype)) for array in arrays],
     }
     text = json.dumps(head).encode()
-    return pack("<II", len(text), len(tail)) + text + tail + b"".join([_bytes_of(array) for array in arrays])
+    body = pack("<II", len(text), len(tail)) + text + tail + b"".join([_bytes_of(array) for array in arrays])
+    return hashlib.sha256(body).digest() + pack("<Q", len(body)) + body
 
 
-def _unpack(raw: bytes, tail: bytes, num_tokens: int) -> StoredPiece | None:
+def _unpack(whole: bytes, tail: bytes, num_tokens: int) -> StoredPiece | None:
+    raw = whole[40 : 40 + unpack_from("<Q", whole, 32)[0]]
+    if hashlib.sha256(raw).digest() != whole[:32]:
+        return None  # of chunks that were written at different times
     num_text, num_tail = unpack_from("<II", raw)
     head = json.loads(raw[8 : 8 + num_text])
     place = 8 + num_text + num_tail

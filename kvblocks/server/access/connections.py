@@ -12,12 +12,13 @@ import asyncio
 import errno
 import logging
 import time
+from collections import deque
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvblocks.server.access.gate import is_operators
 from kvblocks.server.errors import ApiError
@@ -99,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_chunks = 0
         self._num_vain_bytes = 0  # since anything was complete
+        self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered; `cycle` is the last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request's head, if need be in the place of another connection, or refuse."""
@@ -157,7 +159,10 @@ class BoundedProtocol(HttpToolsProtocol):
         is_full = len(self.tasks) >= self.max_connections and not is_operators(path)
         self.app = self._refuse if is_full else self.config.loaded_app
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
         self.headers = []  # trailers come here, and nobody reads them
+        if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) <= READ_BYTES:
+            self.flow.resume_reading()  # uvicorn has paused it, but only who reads learns that the client has gone
 
     def on_message_complete(self) -> None:
         """A request is complete."""
@@ -198,6 +203,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request's head, unless a pipelined one is there already."""
         has_next = bool(self.pipeline)
+        self._unanswered.popleft()
         super().on_response_complete()
         if not has_next and not self.transport.is_closing():
             self._wait_for_head()
@@ -235,10 +241,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End all waits."""
+        """End all waits, and all answers: uvicorn ends only the last one, which may wait behind others."""
         _cancel(self._head_timer)
         _cancel(self._read_timer)
         self.waiting.pop(self, None)
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -5,9 +5,10 @@ or of numbers with a fraction take 0.2 s, of whole numbers 0.1 s, and one string
 """
 
 import json
+import math
 import re
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 
 from kvblocks.server.errors import ApiError
 
@@ -44,7 +45,7 @@ def parse_json(text: str) -> Any:
         if sum(map(text.count, marks)) > most and _exceeds(text, marks, most):
             raise ApiError(400, f"expected a JSON body with at most {most} {what}, got more", code="too_many_values")
     try:
-        return json.loads(text) if len(text) <= SMALL_TEXT else json.loads(text, parse_float=_Fractions())
+        return json.loads(text, parse_float=_Fractions(), parse_constant=_refuse)
     except RecursionError:
         raise ApiError(400, "expected a JSON body, got one that is nested too deep") from None
     except ValueError as error:
@@ -60,23 +61,23 @@ def decode_json(body: bytes) -> Any:
     return parse_json(text)
 
 
-def is_small(value: Any) -> bool:
+def is_small(value: Any, slack: int = 0) -> bool:
     """Whether a JSON value has at most MAX_ITEMS values, itself included, nested at most MAX_DEPTH deep.
 
-    O(MAX_ITEMS).
+    slack: how many more values and levels it may have, for what is around a value that may have so many. O(MAX_ITEMS).
     """
     number, level = 0, [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_DEPTH + slack):
         number += len(level)
-        if not level or number > MAX_ITEMS:
+        if not level or number > MAX_ITEMS + slack:
             break
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
-        level = list(islice(chain.from_iterable(inner), MAX_ITEMS + 1))
-    return not level and number <= MAX_ITEMS
+        level = list(islice(chain.from_iterable(inner), MAX_ITEMS + slack + 1))
+    return not level and number <= MAX_ITEMS + slack
 
 
 class _Fractions:
-    """Reads numbers with a fraction, up to MAX_ITEMS of them."""
+    """Reads numbers with a fraction, up to MAX_ITEMS of them, all finite."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -86,7 +87,15 @@ class _Fractions:
         if self._number > MAX_ITEMS:
             message = f"expected a JSON body with at most {MAX_ITEMS} numbers with a fraction, got more"
             raise ApiError(400, message, code="too_many_values")
-        return float(digits)
+        value = float(digits)
+        if math.isinf(value):
+            raise ValueError(f"expected a finite number, got {digits:.40}")
+        return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and infinity, which Python reads and JSON doesn't have: an answer that repeats them is no JSON."""
+    raise ValueError(f"expected a finite number, got {constant}")
 
 
 def _exceeds(text: str, marks: str, most: int) -> bool:

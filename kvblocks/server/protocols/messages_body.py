@@ -7,6 +7,7 @@ from typing import Any
 
 from kvblocks.server.body.fields import Fields
 from kvblocks.server.body.messages import check_number, parse_messages
+from kvblocks.server.body.parsing import MAX_DEPTH, MAX_ITEMS, is_small
 from kvblocks.server.body.prefix_mark import PrefixMark
 from kvblocks.server.errors import ApiError
 from kvblocks.server.requests import MAX_REQUEST_ID, AnswerRequest, parse_chat
@@ -15,6 +16,11 @@ Json = dict[str, Any]
 
 MAX_MARKS = 4
 _TTLS = {"5m": 300.0, "1h": 3600.0}
+# Tuples, since a client may send a list, which can't be looked for in a set.
+_ROLES = ("user", "assistant", "system")
+_THINKING = ("enabled", "disabled", "adaptive")
+_CHOICES = ("auto", "any", "tool", "none")
+_LEFT_OUT = ("thinking", "redacted_thinking")
 # A system text that Claude Code sends for its own server's books. It differs in each request, and isn't for the model.
 _BILLING = "x-anthropic-billing-header:"
 _WITHOUT_EFFECT = (
@@ -153,7 +159,7 @@ def _parse_message(value: Any, name: str) -> tuple[str, list[tuple[Json, float |
     """Read a message: its role, and its blocks, each with the seconds of its mark."""
     message = Fields(value, name)
     role, content = message.take("role"), message.take("content")
-    if role not in {"user", "assistant", "system"}:
+    if role not in _ROLES:
         raise message.error("role", "user or assistant")
     message.refuse_unknown()
     items = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -177,15 +183,16 @@ def _parse_block(value: Any, name: str) -> tuple[Json, float | None]:
         found: Json = {"type": "text", "text": text}
     elif kind == "tool_use":
         called, arguments = block.text("name"), block.take("input")
-        if called is None or not isinstance(arguments, dict):
-            raise block.error("input" if called else "name", "a tool's name, and an object as its input")
+        if called is None or not isinstance(arguments, dict) or not is_small(arguments):
+            most = f"of at most {MAX_ITEMS} values, nested at most {MAX_DEPTH} deep"
+            raise block.error("input" if called else "name", f"a tool's name, and an object as its input, {most}")
         found = {"type": kind, "id": block.text("id"), "name": called, "input": arguments}
         block.ignore(("caller",))
     elif kind == "tool_result":
         text = _result_text(block, name)
         found = {"type": kind, "id": block.text("tool_use_id"), "text": text}
         block.flag("is_error")
-    elif kind in {"thinking", "redacted_thinking"}:
+    elif kind in _LEFT_OUT:
         found = {"type": kind}
         block.ignore(("thinking", "signature", "data"))
     else:
@@ -258,7 +265,7 @@ def _parse_choice(choice: Fields) -> Json:
     kind, name = choice.take("type"), choice.take("name")
     is_one = choice.flag("disable_parallel_tool_use")
     choice.refuse_unknown()
-    if kind not in {"auto", "any", "tool", "none"}:
+    if kind not in _CHOICES:
         raise choice.error("type", "auto, any, tool or none")
     named = {"type": "function", "function": {"name": name}}
     chosen = {"auto": "auto", "none": "none", "any": "required"}.get(str(kind), named)
@@ -272,7 +279,7 @@ def _parse_thinking(fields: Fields) -> Json:
         return {}
     thinking = Fields(value, "thinking")
     kind = thinking.take("type")
-    if kind not in {"enabled", "disabled", "adaptive"}:
+    if kind not in _THINKING:
         raise thinking.error("type", "enabled, disabled or adaptive")
     thinking.ignore(("budget_tokens", "display"))
     thinking.refuse_unknown()

@@ -9,6 +9,7 @@ from kvblocks.server.access.callers import Caller
 from kvblocks.server.body.fields import Fields, show
 from kvblocks.server.body.messages import check_number, parse_messages
 from kvblocks.server.body.origin import Origin
+from kvblocks.server.body.parsing import MAX_DEPTH, MAX_ITEMS, is_small
 from kvblocks.server.body.prefix_mark import PrefixMark
 from kvblocks.server.errors import ApiError
 from kvblocks.server.protocols.response_store import ResponseStore
@@ -17,11 +18,15 @@ from kvblocks.server.requests import MAX_REQUEST_ID, AnswerRequest, parse_chat
 Json = dict[str, Any]
 
 _RETAINED_S = 3600.0
+_AROUND_SCHEMA = 16  # values and levels of a tool or a form beside its schema, which is bounded where it is read
 _COPIED = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "cache_salt", "prompt_cache_key")
 _ALSO_COPIED = ("prompt_cache_options", "priority")
 _WITHOUT_EFFECT = ("include", "metadata", "user", "safety_identifier", "service_tier", "max_tool_calls", "top_logprobs")
 _ECHOED = ("instructions", "previous_response_id", "temperature", "top_p", "max_output_tokens", "metadata", "user")
-_LEFT_OUT = frozenset({"reasoning"})
+# Tuples, since a client may send a list, which can't be looked for in a set.
+_LEFT_OUT = ("reasoning",)
+_TEXTS = ("input_text", "output_text", "text", "summary_text")
+_NO_EFFORT = (None, "none")
 
 
 def parse_response(body: Any, store: ResponseStore, caller: Caller) -> AnswerRequest:
@@ -59,6 +64,7 @@ def parse_response(body: Any, store: ResponseStore, caller: Caller) -> AnswerReq
     echo |= {"tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto"}
     echo |= {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "store": stored}
     echo |= {"text": body.get("text") or {"format": {"type": "text"}}, "prompt_cache_key": body.get("prompt_cache_key")}
+    _check_echo(fields, echo)
     return replace(
         asked,
         id_prefix="resp_",
@@ -67,6 +73,14 @@ def parse_response(body: Any, store: ResponseStore, caller: Caller) -> AnswerReq
         warnings=(*asked.warnings, *warnings),
         origin=Origin(echo, tuple(turns), is_stored=stored),
     )
+
+
+def _check_echo(fields: Fields, echo: Json) -> None:
+    """Raise ApiError for a field that the answer repeats and that is nested too deep to be written."""
+    for name, value in echo.items():
+        parts = value if name == "tools" else [value]
+        if not all(is_small(part, _AROUND_SCHEMA) for part in parts):
+            raise fields.error(name, f"at most {MAX_ITEMS} values, nested at most {MAX_DEPTH} deep")
 
 
 def _parse_previous(fields: Fields, store: ResponseStore, caller: Caller) -> Sequence[Json]:
@@ -133,7 +147,7 @@ def _text_of(item: Fields, name: str) -> str:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if kind == "refusal":
             text = part.get("refusal")
-        elif kind not in {"input_text", "output_text", "text", "summary_text"}:
+        elif kind not in _TEXTS:
             text = None
         if not isinstance(text, str):
             raise item.error(name, "parts of type input_text or output_text, since this server reads text")
@@ -179,7 +193,7 @@ def _parse_told(fields: Fields) -> tuple[str, ...]:
     reasoning = fields.take("reasoning")
     if reasoning is not None:
         inner = Fields(reasoning, "reasoning")
-        if inner.take("effort") not in {None, "none"}:
+        if inner.take("effort") not in _NO_EFFORT:
             warnings.append("reasoning: this server doesn't tell reasoning from answers")
         inner.ignore(("summary", "generate_summary", "context", "mode"))
         inner.refuse_unknown()

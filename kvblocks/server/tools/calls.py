@@ -6,6 +6,8 @@ import string
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from kvblocks.server.body.parsing import is_small
+
 _SEPARATORS = " \n\r\t;,"
 _LETTERS = string.ascii_letters + string.digits
 
@@ -80,12 +82,26 @@ def as_call(value: Any) -> Written | None:
             arguments = json.loads(arguments, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return None
-    return Written(value["name"], write_json(arguments)) if isinstance(arguments, dict) else None
+    return write_call(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def write_call(name: str, arguments: dict[str, Any]) -> Written | None:
+    """Return a call with these arguments, or None for those that JSON or a later request couldn't have.
+
+    That is infinity, which `1e999` is read as, and arguments of too many values or nested too deep.
+    """
+    try:
+        return Written(name, write_json(arguments)) if is_small(arguments) else None
+    except ValueError:
+        return None
 
 
 def write_json(value: Any) -> str:
-    """Return a JSON value as templates write it, so that a call that comes back later has the same tokens."""
-    return json.dumps(value, ensure_ascii=False)
+    """Return a JSON value as templates write it, so that a call that comes back later has the same tokens.
+
+    Raises ValueError for a number that isn't finite.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -139,6 +139,7 @@ def parse_function(function: Fields, schema_name: str) -> Mapping[str, Any]:
     schema = function.take(schema_name)
     if schema is not None and (not isinstance(schema, dict) or not is_small(schema)):
         raise function.error(schema_name, f"a JSON schema, an object of at most {MAX_ITEMS} values")
+    function.check_unicode(schema_name, write_json(schema or {}))
     function.ignore(("strict",))
     described = {} if text is None else {"description": text}
     return {"type": "function", "function": {"name": called, **described, "parameters": schema or {"type": "object"}}}

@@ -3,10 +3,11 @@
 import re
 from typing import Any
 
-from kvblocks.server.tools.calls import Written, write_json
+from kvblocks.server.tools.calls import Written, write_call
 
 _HEAD = re.compile(r"\s*call:([^\s{]+)\s*(?=\{)")
-_KEY = re.compile(r"\s*(<escape>)?([^:{}\[\],]+?)(?(1)<escape>)\s*:\s*")
+_KEY = re.compile(r"([^:{}\[\],]++):\s*+")
+_ESCAPED = re.compile(r"<escape>(.+)<escape>", re.DOTALL)
 _PLAIN = re.compile(r"[^,{}\[\]]+")
 _TEXT = re.compile(r"<escape>(.*?)<escape>", re.DOTALL)
 _CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None}
@@ -22,7 +23,7 @@ def read_gemma_call(text: str) -> Written | None:
         value, end = _value(text, head.end(), 0)
     except ValueError:
         return None
-    return Written(head[1], write_json(value)) if not text[end:].strip() else None
+    return write_call(head[1], value) if not text[end:].strip() else None
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
@@ -60,9 +61,11 @@ def _items(text: str, at: int, depth: int, *, is_object: bool) -> tuple[Any, int
             return found, at + 1
         if isinstance(found, dict):
             key = _KEY.match(text, at)
-            if key is None:
+            name = "" if key is None else key[1].strip()
+            if key is None or not name:
                 raise ValueError("expected a key")
-            found[key[2]], at = _value(text, key.end(), depth + 1)
+            escaped = _ESCAPED.fullmatch(name)
+            found[name if escaped is None else escaped[1]], at = _value(text, key.end(), depth + 1)
         else:
             value, at = _value(text, at, depth + 1)
             found.append(value)

@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from kvblocks.server.tools.calls import Written, write_json
+from kvblocks.server.tools.calls import Written, write_call
 
 _NAMES = {"true": True, "false": False, "null": None}
 
@@ -26,7 +26,10 @@ def _read_call(node: ast.expr) -> Written:
         if keyword.arg is None:
             raise ValueError("expected named arguments")
         arguments[keyword.arg] = _value(keyword.value)
-    return Written(ast.unparse(node.func), write_json(arguments))
+    call = write_call(ast.unparse(node.func), arguments)
+    if call is None:
+        raise ValueError("expected arguments that JSON can have")
+    return call
 
 
 def _value(node: ast.expr) -> Any:

@@ -5,6 +5,7 @@ A slot is written in place, so a crash can leave it half written. Its record sho
 
 import errno
 import os
+from collections.abc import Iterable
 
 from kvblocks.tiers.disk.folder import flush
 from kvblocks.tiers.disk.layout import Layout
@@ -24,11 +25,13 @@ class Arena:
         self.descriptor = descriptor
         self._layout = layout
         self._sealer = sealer
+        self._is_blank = bytearray(layout.num_slots)  # by slot: 1 if it was erased and not written since
         if os.fstat(descriptor).st_size > layout.offset(layout.num_slots):
             os.ftruncate(descriptor, layout.offset(layout.num_slots))
 
     def write(self, slot: int, identity: BlockIdentity, payload: memoryview) -> None:
         """Write a block. O(its bytes)."""
+        self._is_blank[slot] = 0
         record = self._sealer.seal(identity, payload).ljust(self._layout.num_room_bytes, b"\0")
         offset = self._layout.offset(slot)
         done = os.pwritev(self.descriptor, [record, payload], offset)
@@ -56,15 +59,22 @@ class Arena:
             done += len(more)
         return done == expected and self._sealer.opens(record, identity, out)
 
-    def erase(self, slot: int) -> None:
-        """Overwrite a slot with zeros, its record last. A slot without a record holds nothing. O(its bytes).
+    def erase(self, slots: Iterable[int]) -> None:
+        """Overwrite slots with zeros, each one's record last, and wait until that is on the disk. O(their bytes).
 
-        This takes no room on the disk, since only bytes that were written are overwritten.
+        No record doesn't mean no bytes: a loss of power may have left a block's bytes without it. So only slots that
+        were erased before, and not written since, are left alone. This takes no room on the disk, since only bytes that
+        were written are overwritten.
         """
-        offset, room = self._layout.offset(slot), self._layout.num_room_bytes
-        if any(os.pread(self.descriptor, room, offset)):
-            overwrite(self.descriptor, offset + room, offset + self._layout.stride)
-            overwrite(self.descriptor, offset, offset + room)
+        left = [slot for slot in slots if not self._is_blank[slot]]
+        for slot in left:
+            start = self._layout.offset(slot)
+            bytes_at = start + self._layout.num_room_bytes
+            overwrite(self.descriptor, bytes_at, start + self._layout.stride)
+            overwrite(self.descriptor, start, bytes_at)
+        self.flush()
+        for slot in left:
+            self._is_blank[slot] = 1
 
     @property
     def num_bytes(self) -> int:

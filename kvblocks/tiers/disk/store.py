@@ -71,7 +71,7 @@ class DiskStore:
     ) -> None:
         given: Any = folder
         path = Path(given) if is_a(given, str) or isinstance(given, os.PathLike) else None
-        if path is None or not str(given):
+        if path is None or not _is_path(str(given)):
             raise wrong("DiskStore: folder", "a path", folder)
         self._sealer = Sealer(fingerprint, secret)
         self._block_size = check_count("DiskStore: block_size", block_size, 1)
@@ -236,9 +236,7 @@ class DiskStore:
                 self._changes.update(dict.fromkeys(checked))
                 self._is_unflushed = True
             with _as_disk_error(f"DiskStore.erase: {_BYTES_LEFT}"):
-                for slot in checked:
-                    self._arena.erase(slot)
-                self._arena.flush()
+                self._arena.erase(checked)
                 self._room.erase_kept()
             with _as_disk_error(f"DiskStore.erase: {_ROWS_LEFT}"):
                 self._with_room(self._sync_whole)
@@ -477,3 +475,11 @@ def _difference(marker: Mapping[str, object], found: Mapping[str, object] | None
     others = [name for name in marker if found.get(name) != marker[name]]
     values = [f"{name} {marker[name]!r}, got {found.get(name)!r}" for name in others if name != "secret"]
     return "expected " + ("; ".join(values) or "the secret that it was made with, got another")
+
+
+def _is_path(text: str) -> bool:
+    """Whether a system could have a file of this name."""
+    try:
+        return bool(os.fsencode(text)) and "\0" not in text
+    except UnicodeEncodeError:
+        return False

@@ -24,7 +24,13 @@ NOTE_USES = """
 local index, most, ttl, first, above = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 if most ~= '' and not redis.call('ZSCORE', index, '') then return false end
 local time = redis.call('TIME')
-local now = math.floor(time[1] * 10 + time[2] / 100000) * 262144 + 262143
+local clock = math.floor(time[1] * 10 + time[2] / 100000) * 262144 + 262143
+local now = clock
+local last = redis.call('ZRANGE', index, -2, -1, 'WITHSCORES')
+for number = 1, #last, 2 do
+  local score = last[number] ~= '' and tonumber(last[number + 1]) or 0
+  if score > now then now = (math.floor(score / 262144) + 1) * 262144 + 262143 end
+end
 for number = 5, #ARGV do
   local place = number - 5
   if place < above then
@@ -38,7 +44,7 @@ if most == '' then return {} end
 if ttl == '' then
   redis.call('PERSIST', index)
 else
-  redis.call('ZREMRANGEBYSCORE', index, '-inf', string.format('%.0f', now - ttl * 10 * 262144))
+  redis.call('ZREMRANGEBYSCORE', index, '-inf', string.format('%.0f', clock - ttl * 10 * 262144))
   redis.call('EXPIRE', index, ttl)
 end
 local excess = redis.call('ZCARD', index) - 1 - most
@@ -46,6 +52,7 @@ if excess <= 0 then return {} end
 return redis.call('ZRANGE', index, 0, excess - 1, 'WITHSCORES')
 """
 """Count a tenant's blocks as used now, by the store's clock in tenths of a second, and within one tenth by position.
+After the clock went back, they count as used just after the latest use.
 
 KEYS: the index. ARGV: the quota ('': only record the uses), the life of an entry in seconds ('': no end), the position
 of the first new block, the number of blocks before it, the digests of those, which count only if they are in the index,

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.small_models import BLOCK_SIZE, EVEN, ODD, converted, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, EVEN, ODD, columns, converted, prefill, random_tokens, random_weights, step
 
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention.attention import KVCache, TorchAttention
@@ -21,6 +21,7 @@ from kvblocks.engine.model.architectures import QWEN3 as QWEN3_ARCHITECTURE
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.engine.run import backends as backends_module
+from kvblocks.engine.run import device_runner
 from kvblocks.engine.run.decode_step import run_in_place
 from kvblocks.engine.run.device_runner import DeviceRunner
 from kvblocks.engine.run.forward import DecoderModel
@@ -420,7 +421,7 @@ def test_on_a_cpu_triton_needs_its_interpreter():
 )
 def test_a_step_that_the_model_cannot_compute_is_refused(model, chunk, message, monkeypatch):
     runner = make_engine(model, "triton").runner
-    monkeypatch.setattr(runner, "rows_of", lambda rows, num_groups: rows)
+    monkeypatch.setattr(device_runner, "columns_of", lambda rows, _: columns(rows))
     with pytest.raises(InvalidArgumentError, match=message):
         runner.run([chunk])
     assert runner.uploads.num_transfers == 0

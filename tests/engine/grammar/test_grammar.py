@@ -9,6 +9,7 @@ from functools import reduce
 
 import pytest
 import torch
+from engine.sampling.plain import sample
 
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.errors import GrammarError, ModelError
@@ -179,9 +180,9 @@ def test_a_step_that_died_or_was_interrupted_leaves_the_answer_where_it_was(mode
     found.append(next(stream).token_id)
 
     def draw_twice():
-        generation.next_draw()
+        generation.next_draw(1)
         generation.request.sequence.append_tokens([found[-1]])
-        generation.next_draw()
+        generation.next_draw(2)
 
     with pytest.raises(KeyboardInterrupt):
         draw_twice()
@@ -222,12 +223,12 @@ def test_only_rows_with_a_mask_are_masked_and_nan_stays_nan(temperature, logprob
     last = torch.zeros(3, dtype=torch.int32)
     last[2] = 32 | 16
     draws = [
-        [Draw(params, 0.99, allowed=words)],
-        [Draw(params, 0.99)],
-        [Draw(params, 0.99, allowed=words)],
-        [Draw(params, 0.99, allowed=last)],
+        [(Draw(params, allowed=words), 0.99)],
+        [(Draw(params), 0.99)],
+        [(Draw(params, allowed=words), 0.99)],
+        [(Draw(params, allowed=last), 0.99)],
     ]
-    one, other, broken, end = BatchSampler().sample(logits, draws)
+    one, other, broken, end = sample(BatchSampler(), logits, draws)
     assert (one.token_id, other.token_id, end.token_id) == (3, 69, 69)
     assert isinstance(broken, ModelError)
     if logprobs is not None:

@@ -11,7 +11,7 @@ if torch.cuda.is_available():
 
 from engine.run.recorded_graph import capture_recorded
 from engine.run.test_decode_step import TINY
-from engine.small_models import BLOCK_SIZE, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, columns, random_tokens, random_weights, step
 
 from kvblocks.engine.attention.attention import TorchAttention
 from kvblocks.engine.attention.batch import SequenceRows
@@ -63,8 +63,8 @@ class Case:
             runs, room = SharedRuns.build(cohorts, len(rows)), RunBucket.of(bucket)
             assert room.holds(runs)
             packed = room.pack(runs)
-        columns = self.uploader.upload_decodes(rows, bucket)
-        got = self.buckets.run(columns, len(rows), packed)
+        uploaded = self.uploader.upload_decodes(columns(rows), bucket)
+        got = self.buckets.run(uploaded, len(rows), packed)
         torch.testing.assert_close(got, step(self.plain, self.caches[0], *rows), rtol=0, atol=3e-4)
         torch.testing.assert_close(self.caches[1].memory[0], self.caches[0].memory[0], rtol=0, atol=3e-4)
         for number in sequences:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.small_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, EVEN, columns, converted, prefill, random_tokens, random_weights, step
 
 from kvblocks.engine.attention.attention import TorchAttention
 from kvblocks.engine.attention.batch import SequenceRows
@@ -60,8 +60,8 @@ class Case:
             SequenceRows([token], self.lengths[number], TABLES[number], num_readonly)
             for number, token in zip(sequences, token_ids, strict=True)
         ]
-        columns = self.uploader.upload_decodes(rows, bucket_of(len(rows)))
-        got = self.buckets.run(columns, len(rows)).cpu()
+        uploaded = self.uploader.upload_decodes(columns(rows), bucket_of(len(rows)))
+        got = self.buckets.run(uploaded, len(rows)).cpu()
         if not num_readonly:
             for number in sequences:
                 self.lengths[number] += 1
@@ -166,8 +166,8 @@ def test_buckets_between_two_powers_of_two_share_memory():
     case, made = Case(), {}
     buckets = DecodeBuckets(case.model, case.cache, case.uploader.tables, fake_capture(made))
     for bucket in (80, 96, 128, 144):
-        columns = torch.zeros(DECODE_COLUMNS + 1, bucket, dtype=torch.int32, device=DEVICE)
-        assert buckets.run(columns, bucket - 3).shape == (bucket - 3, TINY.vocab_size)
+        padding = torch.zeros(DECODE_COLUMNS + 1, bucket, dtype=torch.int32, device=DEVICE)
+        assert buckets.run(padding, bucket - 3).shape == (bucket - 3, TINY.vocab_size)
     assert [made[bucket].logits.data_ptr() == made[128].logits.data_ptr() for bucket in made] == [True] * 3 + [False]
     assert made[144].logits.untyped_storage().nbytes() == 256 * TINY.vocab_size * 4
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine.sampling.plain import sample, uniform
 from engine.small_models import EVEN, converted, random_tokens, random_weights
 
 from kvblocks import Sequence
@@ -189,7 +191,7 @@ def every_kind_of_draw():
     sequence = Sequence("one", random_tokens(CONFIG, 30, seed=3))
     sequence.append_tokens(random_tokens(CONFIG, 9, seed=4))
     samplers = [Sampler(SamplingParams(**options), seed) for seed, options in enumerate(asked * 8)]
-    return [[sampler.next_draw(sequence)] for sampler in samplers]
+    return [[(sampler.next_draw(sequence, 9), uniform(sampler.seed, 9))] for sampler in samplers]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,11 +202,11 @@ def test_tokens_are_drawn_without_waiting_for_the_device(dtype):
         [steep[torch.randperm(50_000, generator=torch.Generator().manual_seed(row))] for row in range(48)]
     )
     logits = rows.to("cuda", dtype)
-    BatchSampler().sample(logits, draws)  # kernels are loaded
-    groups = group_draws([one for (one,) in draws], range(len(draws)), logits)
+    sample(BatchSampler(), logits, draws)  # kernels are loaded
+    groups = group_draws([one for ((one, _),) in draws], range(len(draws)), logits)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results = enqueue(logits, groups, Workspace())
+        results = enqueue(logits, groups, np.full(len(draws), 0.5), Workspace())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert results.device.type == "cuda"
@@ -215,11 +217,11 @@ def test_draws_are_the_same_in_any_batch_on_the_device_and_those_of_a_cpu():
     draws = every_kind_of_draw()
     logits = torch.randn(48, 50_000, generator=torch.Generator().manual_seed(0)) * 3
     sampler = BatchSampler()
-    together = sampler.sample(logits.cuda(), draws)
+    together = sample(sampler, logits.cuda(), draws)
     assert together == [
-        sampler.sample(row.cuda().unsqueeze(0), [own])[0] for row, own in zip(logits, draws, strict=True)
+        sample(sampler, row.cuda().unsqueeze(0), [own])[0] for row, own in zip(logits, draws, strict=True)
     ]
-    expected = BatchSampler().sample(logits, draws)
+    expected = sample(BatchSampler(), logits, draws)
     assert [drawn.token_id for drawn in together] == [drawn.token_id for drawn in expected]
     for drawn, other in zip(together, expected, strict=True):
         assert (drawn.logprobs is None) == (other.logprobs is None)

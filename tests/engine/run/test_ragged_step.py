@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.run.recorded_graph import capture_recorded
-from engine.small_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, EVEN, columns, converted, prefill, random_tokens, random_weights, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvblocks.engine import Engine, LoadedModel, StepLimits
@@ -47,7 +47,7 @@ class Case:
     def check(self, *rows):
         """Compute a step in a bucket, and by torch. All logits, and all of K and V, must be equal."""
         size = self.buckets.ragged_size(sum(len(one.token_ids) for one in rows), len(rows))
-        logits = self.buckets.run_ragged(self.uploader.upload_ragged(rows, size), size)
+        logits = self.buckets.run_ragged(self.uploader.upload_ragged(columns(rows), size), size)
         expected = step(self.plain, self.plain_cache, *rows)
         torch.testing.assert_close(logits[: len(expected)].cpu(), expected, rtol=0, atol=2e-4)
         for mine, other in zip(self.cache.parts, self.plain_cache.parts, strict=True):
@@ -145,6 +145,6 @@ def test_a_replayed_step_is_a_handful_of_operations_whatever_the_model(num_layer
     for _ in range(2):  # the first one makes the buffers
         rows = [suffix(5, 5, [0, 1, 2]), suffix(6, 3, [0, 1, 3])]
         with torch.inference_mode(), Operations() as counted:
-            buckets.run_ragged(uploader.upload_ragged(rows, size), size)
+            buckets.run_ragged(uploader.upload_ragged(columns(rows), size), size)
     # To pinned memory and to the device, new entries of block tables, to the buffers, and each sequence's table.
     assert counted.names == ["copy_", "copy_", "index_copy_", "copy_", "index_select"]

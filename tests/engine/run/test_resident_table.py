@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add_samples, make, next_token
+from engine.small_models import columns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model.sight import first_seen
@@ -50,7 +51,7 @@ def check_equal(batch, fresh, groups=ONE_GROUP):
 
 
 def check_step(uploader, rows, groups=ONE_GROUP):
-    batch = uploader.batch(uploader.upload(rows))
+    batch = uploader.batch(uploader.upload(columns(rows)))
     check_equal(batch, StepBatch.build(rows, BLOCK_SIZE), groups)
     assert batch.block_tables[0].shape[1] == max(-(-sequence.seq_len // BLOCK_SIZE) for sequence in rows)
 
@@ -188,11 +189,23 @@ def test_a_table_grows_and_gives_rows_to_whoever_comes():
     assert set(table.assign_rows(lists, [0] * 5, [1] * 5, TableChanges())) == {0, 1, 2, 3, 4}
 
 
+def test_other_lists_with_the_same_blocks_have_rows_of_their_own():
+    """As after a preemption: a sequence that gets the blocks of another one has another list, and a row of its own."""
+    table, one, other = ResidentTable(num_blocks=9, max_blocks=4, device=CPU), [3], [3]
+    changes = [TableChanges() for _ in range(4)]
+    rows = [
+        table.assign_rows([block_ids], [0], [1], change)
+        for block_ids, change in zip([one, one, other, one], changes, strict=True)
+    ]
+    assert rows[0] == rows[1] == rows[3] != rows[2]
+    assert [change.block_ids for change in changes] == [[3], [], [3], []]
+
+
 def test_what_an_upload_that_failed_took_for_granted_is_forgotten(monkeypatch):
     uploader, rows = uploader_of(), [SequenceRows([1, 2, 3], 0, [5]), SequenceRows([1], 4, [6, 7])]
     monkeypatch.setattr(uploader, "_transfer", lambda sections: (_ for _ in ()).throw(RuntimeError("gone")))
     with pytest.raises(RuntimeError, match="gone"):
-        uploader.upload(rows)
+        uploader.upload(columns(rows))
     monkeypatch.undo()
     check_step(uploader, rows)
 
@@ -209,7 +222,7 @@ def test_what_an_upload_that_failed_took_for_granted_is_forgotten(monkeypatch):
 def test_wrong_blocks_are_refused_and_nothing_is_uploaded(rows, message):
     uploader = uploader_of(64, max_blocks=3)
     with pytest.raises(InvalidArgumentError, match=message):
-        uploader.upload(rows)
+        uploader.upload(columns(rows))
     assert uploader.counts.num_transfers == 0
     assert not uploader.tables[0].blocks.any()
     check_step(uploader, [SequenceRows([1], 4, [1, 2])])
@@ -224,10 +237,10 @@ def test_too_many_rows_for_int32_are_refused():
 def test_a_padded_decode_step():
     uploader = uploader_of()
     rows = [SequenceRows([7], 5, [3, 1]), SequenceRows([8], 0, [2]), SequenceRows([9], 7, [4, 6], 8)]
-    columns = uploader.upload_decodes(rows, 4)
-    assert columns.shape == (DECODE_COLUMNS + 1, 4)
+    uploaded = uploader.upload_decodes(columns(rows), 4)
+    assert uploaded.shape == (DECODE_COLUMNS + 1, 4)
     index = torch.arange(5, dtype=torch.int32)
-    batch = uploader.batch(UploadedStep.of_decodes(columns, index, StepShape(4, 1, 8)))
+    batch = uploader.batch(UploadedStep.of_decodes(uploaded, index, StepShape(4, 1, 8)))
     assert batch.token_ids.tolist() == [7, 8, 9, 0]
     assert batch.positions.tolist() == [5, 0, 7, 0]
     assert batch.slot_mappings[0].tolist() == [5, 8, -1, -1]

@@ -5,8 +5,20 @@ from collections import Counter
 
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.random_numbers import uniform
+from kvblocks.engine.sampling.random_numbers import uniforms
 from kvblocks.engine.sampling.sampler import Draw
+
+
+def uniform(seed, position):
+    """One random number."""
+    return uniforms([seed], [position]).item()
+
+
+def sample(sampler, logits, asked):
+    """The outcomes of draws. asked: for each row, the draws with their random numbers, or errors in their place."""
+    numbers = [0.0 if isinstance(one, Exception) else one[1] for own in asked for one in own]
+    draws = [[one if isinstance(one, Exception) else one[0] for one in own] for own in asked]
+    return sampler.sample(logits, draws, numbers)
 
 
 def penalized(logits, params, prompt=(), answer=()):
@@ -38,8 +50,8 @@ def probabilities(logits, params):
 
 def draw(logits, *, seed=0, position=0, sampler=None, **options):
     """The token drawn from one row, alone."""
-    asked = Draw(SamplingParams(**options), uniform(seed, position))
-    (outcome,) = (sampler or BatchSampler()).sample(logits.unsqueeze(0), [[asked]])
+    asked = Draw(SamplingParams(**options)), uniform(seed, position)
+    (outcome,) = sample(sampler or BatchSampler(), logits.unsqueeze(0), [[asked]])
     if isinstance(outcome, Exception):
         raise outcome
     return outcome.token_id
@@ -48,5 +60,5 @@ def draw(logits, *, seed=0, position=0, sampler=None, **options):
 def draw_many(logits, number, *, sampler=None, **options):
     """The tokens drawn from one row with each of `number` seeds."""
     params = SamplingParams(**options)
-    draws = [Draw(params, uniform(seed, 0)) for seed in range(number)]
-    return [outcome.token_id for outcome in (sampler or BatchSampler()).sample(logits.unsqueeze(0), [draws])]
+    draws = [(Draw(params), uniform(seed, 0)) for seed in range(number)]
+    return [outcome.token_id for outcome in sample(sampler or BatchSampler(), logits.unsqueeze(0), [draws])]

@@ -3,9 +3,10 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
-from engine.sampling.plain import draw, draw_many, probabilities
+from engine.sampling.plain import draw, draw_many, probabilities, sample, uniform
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,6 @@ from kvblocks.engine.sampling import batch_sampler
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, enqueue, group_draws
 from kvblocks.engine.sampling.drawn import Drawn
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.random_numbers import uniform
 from kvblocks.engine.sampling.sampler import GREEDY, Draw, TokenCounts
 from kvblocks.engine.sampling.workspace import Workspace
 
@@ -58,7 +58,7 @@ def any_draw(chooser, seed):
         seen = TokenCounts(with_prompt=True)
         seen.catch_up(sequence)
     banned = tuple(chooser.sample(range(WIDE), chooser.choice([0, 0, 1, 50])))
-    return Draw(params, uniform(seed, chooser.randrange(100)), seen, banned)
+    return Draw(params, seen, banned), uniform(seed, chooser.randrange(100))
 
 
 # --- nothing depends on the batch ------------------------------------------------------------------------------------
@@ -72,7 +72,9 @@ def mixture():
     logits = torch.cat([wide_logits(9, spread=spread) for spread in (0.1, 1.0, 3.0)])
     draws = [[any_draw(chooser, 100 * row + number) for number in range(chooser.randrange(4))] for row in range(27)]
     alone = [
-        BatchSampler().sample(logits[row : row + 1].clone(), [[one]])[0] for row, own in enumerate(draws) for one in own
+        sample(BatchSampler(), logits[row : row + 1].clone(), [[one]])[0]
+        for row, own in enumerate(draws)
+        for one in own
     ]
     return logits, draws, alone
 
@@ -81,9 +83,9 @@ def test_a_draw_is_the_same_in_any_batch(mixture):
     logits, draws, alone = mixture
     assert len(alone) > 30
     sampler = BatchSampler()
-    assert sampler.sample(logits, draws) == alone
-    assert sampler.sample(logits, draws) == alone
-    assert sampler.sample(logits.flip(0), draws[::-1]) == [drawn for own in split(alone, draws)[::-1] for drawn in own]
+    assert sample(sampler, logits, draws) == alone
+    assert sample(sampler, logits, draws) == alone
+    assert sample(sampler, logits.flip(0), draws[::-1]) == [drawn for own in split(alone, draws)[::-1] for drawn in own]
     assert sampler.counts.num_draws == 3 * len(alone)
 
 
@@ -98,7 +100,7 @@ def test_neither_tiles_nor_threads_change_a_draw(mixture, monkeypatch, tile, num
     logits, draws, alone = mixture
     monkeypatch.setattr(batch_sampler, "_CPU_TILE", tile)
     torch.set_num_threads(num_threads)
-    assert BatchSampler().sample(logits, draws) == alone
+    assert sample(BatchSampler(), logits, draws) == alone
 
 
 @pytest.mark.parametrize("num_likely", [1, 16, 300, 2000, WIDE])
@@ -106,7 +108,7 @@ def test_however_many_of_the_likely_are_looked_at_first_the_draw_is_the_same(mix
     logits, draws, alone = mixture
     monkeypatch.setattr(batch_sampler, "_CPU_LIKELY", num_likely)
     sampler = BatchSampler()
-    assert sampler.sample(logits, draws) == alone
+    assert sample(sampler, logits, draws) == alone
     assert sampler.counts.num_sorted > 0
 
 
@@ -114,7 +116,7 @@ def test_however_many_of_the_likely_are_looked_at_first_the_draw_is_the_same(mix
 def test_other_floats_count_as_float32(mixture, dtype):
     logits, draws, _ = mixture
     other = logits.to(dtype)
-    assert BatchSampler().sample(other, draws) == BatchSampler().sample(other.float(), draws)
+    assert sample(BatchSampler(), other, draws) == sample(BatchSampler(), other.float(), draws)
     assert other.dtype == dtype
 
 
@@ -123,9 +125,9 @@ def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
     logits, draws, _ = mixture
     logits = logits.to("meta")
     rows = [row for row, own in enumerate(draws) for _ in own]
-    groups = group_draws([one for own in draws for one in own], rows, logits)
-    results = enqueue(logits, groups, Workspace())
-    assert results.shape == (sum(group.num_results * len(group.draws) for group in groups),)
+    groups = group_draws([one for own in draws for one, _ in own], rows, logits)
+    results = enqueue(logits, groups, np.full(len(rows), 0.5), Workspace())
+    assert results.shape == (sum(group.num_results * len(group) for group in groups),)
     with pytest.raises(NotImplementedError, match="meta tensor"):
         results.tolist()
 
@@ -166,11 +168,12 @@ def test_with_a_kernel_a_step_is_an_upload_and_a_launch(options, least):
         return torch.neg(torch.empty(len(parameters), 3, dtype=torch.float64, device=logits.device))
 
     logits = torch.empty(32, 128256, device="meta")
-    draws = [Draw(SamplingParams(**options[row % len(options)]), 0.5) for row in range(32)]
+    draws = [Draw(SamplingParams(**options[row % len(options)])) for row in range(32)]
     numbers = []
     for kernel in (draw_tokens, None):
         with torch.inference_mode(), Operations() as counted:
-            enqueue(logits, group_draws(draws, range(len(draws)), logits, kernel), Workspace())
+            groups = group_draws(draws, range(len(draws)), logits, kernel)
+            enqueue(logits, groups, np.full(32, 0.5), Workspace())
         numbers.append(counted.number)
     assert numbers[0] == 2
     assert numbers[1] >= least
@@ -249,7 +252,7 @@ def test_what_is_kept_is_what_the_definition_says(logits, top_k, top_p, min_p):
 @pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)])
 def test_the_least_and_the_largest_random_number_give_tokens_that_can_come(options, number, token):
     logits = torch.tensor([[-torch.inf, 2.0, -torch.inf, 1.0, -torch.inf]])
-    (drawn,) = BatchSampler().sample(logits, [[Draw(SamplingParams(temperature=1.0, **options), number)]])
+    (drawn,) = sample(BatchSampler(), logits, [[(Draw(SamplingParams(temperature=1.0, **options)), number)]])
     assert drawn.token_id == token
 
 
@@ -293,7 +296,7 @@ def test_greedy_takes_the_first_of_the_largest_and_heeds_no_limit():
     assert draw(torch.tensor([1.0, 3.0, 2.0, 3.0]), top_p=0.5, top_k=3, min_p=1.0) == 1
     assert draw(torch.full((WIDE,), -torch.inf)) == 0
     logits = wide_logits(8).round()
-    tokens = [drawn.token_id for drawn in BatchSampler().sample(logits, [[Draw(GREEDY)]] * 8)]
+    tokens = [drawn.token_id for drawn in sample(BatchSampler(), logits, [[(Draw(GREEDY), 0.0)]] * 8)]
     assert tokens == [row.index(max(row)) for row in logits.tolist()]
 
 
@@ -317,10 +320,10 @@ def test_the_largest_temperatures_make_all_equally_likely_but_what_is_masked(tem
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2}])
 def test_a_row_with_nan_keeps_no_other_from_its_token(options):
     logits = wide_logits(4)
-    one = Draw(SamplingParams(**options), 0.3)
-    expected = BatchSampler().sample(logits, [[one]] * 4)
+    one = Draw(SamplingParams(**options)), 0.3
+    expected = sample(BatchSampler(), logits, [[one]] * 4)
     logits[1, 3] = torch.nan
-    outcomes = BatchSampler().sample(logits, [[one], [one, one], [one, error := ValueError("no token today")], [one]])
+    outcomes = sample(BatchSampler(), logits, [[one], [one, one], [one, error := ValueError("no token today")], [one]])
     assert [type(outcomes[place]) for place in (1, 2)] == [BrokenLogitsError] * 2
     assert [outcomes[place] for place in (0, 3, 4, 5)] == [expected[0], expected[2], error, expected[3]]
 
@@ -330,8 +333,8 @@ def test_a_row_with_nan_keeps_no_other_from_its_token(options):
 def test_a_row_of_nan_throughout_breaks_nothing(options, size):
     logits = torch.full((1, size), torch.nan)
     for number in (0.0, 0.5, 1 - 2.0**-53):
-        drawn = Draw(SamplingParams(temperature=1.0, logprobs=3, **options), number)
-        assert isinstance(BatchSampler().sample(logits, [[drawn]])[0], BrokenLogitsError)
+        drawn = Draw(SamplingParams(temperature=1.0, logprobs=3, **options)), number
+        assert isinstance(sample(BatchSampler(), logits, [[drawn]])[0], BrokenLogitsError)
 
 
 @pytest.mark.parametrize("size", [5003, 33333, 131072])
@@ -340,8 +343,8 @@ def test_the_largest_random_number_stays_below_the_sum_of_all_weights(size):
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) / 10
     logits[0, -1] = -torch.inf
     for options in ({}, {"top_p": 1 - 1e-15}):
-        drawn = Draw(SamplingParams(temperature=1.0, **options), 1 - 2.0**-53)
-        (outcome,) = BatchSampler().sample(logits, [[drawn]])
+        drawn = Draw(SamplingParams(temperature=1.0, **options)), 1 - 2.0**-53
+        (outcome,) = sample(BatchSampler(), logits, [[drawn]])
         assert logits[0, outcome.token_id].isfinite()
 
 
@@ -362,8 +365,8 @@ def test_of_a_row_that_is_masked_throughout_any_token_may_come(masked):
 
 
 def test_no_rows_have_no_tokens():
-    assert BatchSampler().sample(torch.empty(0, 40), []) == []
-    assert BatchSampler().sample(torch.zeros(2, 40), [[], []]) == []
+    assert sample(BatchSampler(), torch.empty(0, 40), []) == []
+    assert sample(BatchSampler(), torch.zeros(2, 40), [[], []]) == []
 
 
 # --- logarithms ------------------------------------------------------------------------------------------------------
@@ -373,8 +376,8 @@ def test_no_rows_have_no_tokens():
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.3}, {"temperature": 0.5, "top_k": 4}])
 def test_logarithms_are_those_of_the_logits_as_they_came(number, options):
     logits = wide_logits(3)
-    draws = [[Draw(SamplingParams(logprobs=number, **options), 0.7)]] * 3
-    for drawn, row in zip(BatchSampler().sample(logits, draws), logits, strict=True):
+    draws = [[(Draw(SamplingParams(logprobs=number, **options)), 0.7)]] * 3
+    for drawn, row in zip(sample(BatchSampler(), logits, draws), logits, strict=True):
         expected = row.double().log_softmax(0)
         assert abs(drawn.logprobs.logprob - float(expected[drawn.token_id])) < 1e-5
         wanted = expected.sort(descending=True, stable=True)
@@ -390,12 +393,12 @@ def test_what_is_banned_is_as_if_it_were_impossible(options, penalty):
     logits, params = wide_logits(1), SamplingParams(presence_penalty=penalty, logprobs=2, **options)
     seen = TokenCounts(with_prompt=False)
     banned = tuple(int(token) for token in logits[0].topk(300).indices)
-    draws = [Draw(params, uniform(3, number), seen, banned) for number in range(40)]
-    free = [Draw(params, uniform(3, number), seen) for number in range(40)]
-    outcomes = BatchSampler().sample(logits, [draws + free])
+    draws = [(Draw(params, seen, banned), uniform(3, number)) for number in range(40)]
+    free = [(Draw(params, seen), uniform(3, number)) for number in range(40)]
+    outcomes = sample(BatchSampler(), logits, [draws + free])
     masked = logits.clone()
     masked[0, list(banned)] = -torch.inf
-    expected = [one.token_id for one in BatchSampler().sample(masked, [free])]
+    expected = [one.token_id for one in sample(BatchSampler(), masked, [free])]
     assert [one.token_id for one in outcomes[:40]] == expected
     assert not set(expected) & set(banned)
     assert {one.logprobs.top for one in outcomes} == {outcomes[40].logprobs.top}
@@ -405,7 +408,7 @@ def test_what_is_banned_is_as_if_it_were_impossible(options, penalty):
 def test_a_ban_hides_no_nan():
     logits = wide_logits(1)
     logits[0, 7] = torch.nan
-    (outcome,) = BatchSampler().sample(logits, [[Draw(GREEDY, banned=(7, 8))]])
+    (outcome,) = sample(BatchSampler(), logits, [[(Draw(GREEDY, banned=(7, 8)), 0.0)]])
     assert isinstance(outcome, BrokenLogitsError)
 
 
@@ -426,8 +429,8 @@ def test_penalties_that_float32_has_no_numbers_for_make_no_nan(temperature, repe
     seen = TokenCounts(with_prompt=True)
     seen.catch_up(sequence)
     logits = torch.tensor([[0.0, 3.0, -3.0, -torch.inf, 1.0], [-0.0, 3e38, -3e38, torch.inf, 1.0]])
-    draws = [[Draw(params, 0.5, seen)]] * 2
-    assert all(isinstance(outcome, Drawn) for outcome in BatchSampler().sample(logits, draws))
+    draws = [[(Draw(params, seen), 0.5)]] * 2
+    assert all(isinstance(outcome, Drawn) for outcome in sample(BatchSampler(), logits, draws))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -436,7 +439,7 @@ def test_penalties_change_no_logarithm(temperature):
     sequence, seen = Sequence("one", logits[0].topk(20).indices.tolist()), TokenCounts(with_prompt=True)
     seen.catch_up(sequence)
     params = SamplingParams(temperature=temperature, repetition_penalty=1e6, logprobs=5)
-    (drawn,) = BatchSampler().sample(logits, [[Draw(params, 0.5, seen)]])
+    (drawn,) = sample(BatchSampler(), logits, [[(Draw(params, seen), 0.5)]])
     expected = logits[0].double().log_softmax(0)
     assert drawn.token_id not in sequence.token_ids()
     assert abs(drawn.logprobs.logprob - float(expected[drawn.token_id])) < 1e-5
@@ -446,12 +449,12 @@ def test_penalties_change_no_logarithm(temperature):
 def test_equally_likely_tokens_are_named_in_the_order_of_the_vocabulary():
     logits = torch.zeros(WIDE)
     logits[[4000, 17]] = 1.0
-    (drawn,) = BatchSampler().sample(logits.unsqueeze(0), [[Draw(SamplingParams(logprobs=5))]])
+    (drawn,) = sample(BatchSampler(), logits.unsqueeze(0), [[(Draw(SamplingParams(logprobs=5)), 0.0)]])
     assert [token for token, _ in drawn.logprobs.top] == [17, 4000, 0, 1, 2]
 
 
 def test_no_more_tokens_are_named_than_there_are_and_all_logarithms_are_finite():
-    (drawn,) = BatchSampler().sample(LOGITS.unsqueeze(0), [[Draw(SamplingParams(logprobs=9))]])
+    (drawn,) = sample(BatchSampler(), LOGITS.unsqueeze(0), [[(Draw(SamplingParams(logprobs=9)), 0.0)]])
     assert [token for token, _ in drawn.logprobs.top] == [2, 3, 0, 4, 1]
     assert drawn.logprobs.top[4][1] < -1e38
     assert drawn.logprobs.top[0] == (2, drawn.logprobs.logprob)
@@ -460,7 +463,7 @@ def test_no_more_tokens_are_named_than_there_are_and_all_logarithms_are_finite()
 
 def test_who_asks_for_nothing_gets_nothing(mixture):
     _, draws, alone = mixture
-    asked = [one.params.logprobs for own in draws for one in own]
+    asked = [one.params.logprobs for own in draws for one, _ in own]
     for number, drawn in zip(asked, alone, strict=True):
         assert (drawn.logprobs is None) == (number is None)
         assert number is None or len(drawn.logprobs.top) == number
@@ -474,13 +477,13 @@ def test_a_bias_is_as_if_the_logits_were_larger(options):
     params, biased = SamplingParams(**options), logits.clone()
     for token, value in bias:
         biased[0, token] += value
-    draws = [Draw(params, uniform(3, number), bias=bias) for number in range(40)]
-    plain = [Draw(params, uniform(3, number)) for number in range(40)]
+    draws = [(Draw(params, bias=bias), uniform(3, number)) for number in range(40)]
+    plain = [(Draw(params), uniform(3, number)) for number in range(40)]
     sampler = BatchSampler()
-    found = [one.token_id for one in sampler.sample(logits, [draws])]
-    assert found == [one.token_id for one in sampler.sample(biased, [plain])]
-    assert found != [one.token_id for one in sampler.sample(logits, [plain])]
+    found = [one.token_id for one in sample(sampler, logits, [draws])]
+    assert found == [one.token_id for one in sample(sampler, biased, [plain])]
+    assert found != [one.token_id for one in sample(sampler, logits, [plain])]
     if "logprobs" in options:  # they are the model's own
-        (outcome,) = sampler.sample(logits, [draws[:1]])
+        (outcome,) = sample(sampler, logits, [draws[:1]])
         expected = torch.log_softmax(logits[0].double(), 0)[outcome.token_id]
         assert outcome.logprobs.logprob == pytest.approx(float(expected), abs=1e-5)

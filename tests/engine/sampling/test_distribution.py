@@ -5,12 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from engine.sampling.plain import draw_many, penalized, probabilities
+from engine.sampling.plain import draw_many, penalized, probabilities, sample, uniform
 
 from kvblocks import Sequence
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.random_numbers import uniform
 from kvblocks.engine.sampling.sampler import Draw, TokenCounts
 
 NUM_DRAWS = 3000
@@ -76,8 +75,8 @@ def test_penalties_follow_the_definition(penalties, temperature):
     seen = TokenCounts(with_prompt=params.repetition_penalty != 1)
     seen.catch_up(sequence)
     before = logits.clone()
-    draws = [Draw(params, uniform(seed, 0), seen) for seed in range(NUM_DRAWS)]
-    tokens = [drawn.token_id for drawn in BatchSampler().sample(logits.unsqueeze(0), [draws])]
+    draws = [(Draw(params, seen), uniform(seed, 0)) for seed in range(NUM_DRAWS)]
+    tokens = [drawn.token_id for drawn in sample(BatchSampler(), logits.unsqueeze(0), [draws])]
     assert torch.equal(logits, before)
     changed = penalized(logits.tolist(), params, prompt if params.repetition_penalty != 1 else (), answer)
     if temperature:
@@ -90,8 +89,8 @@ def test_penalties_follow_the_definition(penalties, temperature):
 def test_one_seeds_tokens_follow_the_definition_too(temperature):
     logits = steep_logits(SMALL, seed=2)
     params = SamplingParams(temperature=temperature)
-    draws = [Draw(params, uniform(7, position)) for position in range(NUM_DRAWS)]
-    tokens = [drawn.token_id for drawn in BatchSampler().sample(logits.unsqueeze(0), [draws])]
+    draws = [(Draw(params), uniform(7, position)) for position in range(NUM_DRAWS)]
+    tokens = [drawn.token_id for drawn in sample(BatchSampler(), logits.unsqueeze(0), [draws])]
     check(tokens, probabilities(logits.tolist(), params))
 
 

@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from engine.sampling.plain import uniform
 
-from kvblocks.engine.sampling.random_numbers import sample_seed, uniform
+from kvblocks.engine.sampling.random_numbers import sample_seed
 from kvblocks.errors import InvalidArgumentError
 
 NUM_BINS = 16

@@ -8,7 +8,7 @@ from engine.small_models import EVEN, random_tokens
 from kvblocks import Sequence
 from kvblocks.engine.options import GenerationOptions
 from kvblocks.engine.sampling.params import SamplingParams
-from kvblocks.engine.sampling.random_numbers import sample_seed, uniform
+from kvblocks.engine.sampling.random_numbers import sample_seed
 from kvblocks.engine.sampling.sampler import Sampler, TokenCounts, make_samplers
 from kvblocks.errors import InvalidArgumentError
 
@@ -63,12 +63,21 @@ def test_options_say_what_params_say():
     assert GenerationOptions().sampling == SamplingParams()
 
 
-def test_a_draw_depends_on_the_seed_and_the_number_of_tokens_before_it():
-    sampler, sequence = Sampler(SamplingParams(temperature=1.0), seed=5), Sequence("one", [1, 2, 3])
-    assert [sampler.next_draw(sequence).uniform for _ in range(2)] == [uniform(5, 0)] * 2
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "presence_penalty": 0.5}])
+def test_an_answers_draws_are_one_object_until_something_changes(options):
+    sampler, sequence = Sampler(SamplingParams(**options), seed=5), Sequence("one", [1, 2, 3])
+    assert sampler.random_seed == (5 if options else None)
+    sampler.ban([4], 1)
+    banned = sampler.next_draw(sequence, 0)
+    assert (banned.params, banned.banned) == (sampler.params, (4,))
+    assert sampler.next_draw(sequence, 0) is banned
     sequence.append_tokens([7])
-    assert sampler.next_draw(sequence).uniform == uniform(5, 1)
-    assert Sampler(SamplingParams(temperature=1.0), seed=5).next_draw(sequence).uniform == uniform(5, 1)
+    free = sampler.next_draw(sequence, 1)
+    assert free == banned._replace(banned=())
+    sequence.append_tokens([7])
+    assert sampler.next_draw(sequence, 2) is free
+    sampler.bias = ((9, 1.0),)
+    assert sampler.next_draw(sequence, 2) == free._replace(bias=sampler.bias)
 
 
 def test_samples_have_seeds_of_their_own():
@@ -112,4 +121,4 @@ def test_an_interrupt_while_tokens_are_counted_loses_none(number):
 
 
 def test_neutral_penalties_look_at_no_tokens():
-    assert Sampler(SamplingParams(temperature=1.0), seed=5).next_draw(Sequence("one", [1])).seen is None
+    assert Sampler(SamplingParams(temperature=1.0), seed=5).next_draw(Sequence("one", [1]), 0).seen is None

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from engine.sampling.plain import sample
 
 from kvblocks import Sequence
 from kvblocks.engine.sampling import batch_sampler
@@ -44,20 +45,21 @@ class Kernel:
 
 
 class Asked:
-    """A request: its parameters, how many draws are made from its row, and what these exclude."""
+    """A request: its draw, how many draws are made from its row, and whether they fail."""
 
     def __init__(self, chooser):
-        self.params = SamplingParams(**chooser.choice(OPTIONS))
+        self.draw = Draw(SamplingParams(**chooser.choice(OPTIONS)))
+        self.change(params=self.draw.params)
         self.number = chooser.choice([1, 1, 2])
-        self.banned = ()
         self.fails = False
 
+    def change(self, **fields):
+        changed = self.draw._replace(**fields)
+        self.draw = changed._replace(seen=seen_of(changed.params))
+
     def draws(self, chooser):
-        number = 0.0 if self.params.is_greedy else chooser.random()
-        one = (
-            ValueError("no token today") if self.fails else Draw(self.params, number, seen_of(self.params), self.banned)
-        )
-        return [one] * self.number
+        number = 0.0 if self.draw.params.is_greedy else chooser.random()
+        return [ValueError("no token today") if self.fails else (self.draw, number)] * self.number
 
 
 def change(chooser, requests):
@@ -71,9 +73,9 @@ def change(chooser, requests):
         case 2:
             chooser.shuffle(requests)
         case 3:
-            one.params = chooser.choice([requests[0].params, SamplingParams(**chooser.choice(OPTIONS))])
+            one.change(params=chooser.choice([requests[0].draw.params, SamplingParams(**chooser.choice(OPTIONS))]))
         case 4:
-            one.banned = chooser.choice([(), (7, 8)])
+            one.change(banned=chooser.choice([(), (7, 8)]))
         case 5:
             one.fails = not one.fails
         case 6:
@@ -95,13 +97,13 @@ def test_a_sampler_draws_step_after_step_as_a_new_one_does(has_kernel):
         logits = torch.randn(len(draws), size, generator=torch.Generator().manual_seed(chooser.randrange(99)))
         fresh = Kernel() if has_kernel else None
         num_told = len(kernel.told) if has_kernel else 0
-        got, expected = sampler.sample(logits, draws), BatchSampler(fresh).sample(logits, draws)
+        got, expected = sample(sampler, logits, draws), sample(BatchSampler(fresh), logits, draws)
         assert [str(outcome) for outcome in got] == [str(outcome) for outcome in expected]
         if has_kernel:
             assert kernel.told[num_told:] == fresh.told
     assert kernel is None or [given.tolist() for given in kernel.given] == kernel.told  # a device may read them late
     sampler.draw_tokens = None  # at any time
-    assert str(sampler.sample(logits, draws)) == str(BatchSampler().sample(logits, draws))
+    assert str(sample(sampler, logits, draws)) == str(sample(BatchSampler(), logits, draws))
 
 
 @pytest.mark.parametrize("has_kernel", [False, True])
@@ -110,8 +112,9 @@ def test_the_draws_of_the_same_requests_are_grouped_once(monkeypatch, has_kernel
     monkeypatch.setattr(batch_sampler, "group_draws", lambda *given: calls.append(given) or group_draws(*given))
     sampler, params = BatchSampler(Kernel() if has_kernel else None), [SamplingParams(**options) for options in OPTIONS]
     logits = torch.randn(len(params), SIZE, generator=torch.Generator().manual_seed(1))
+    draws = [Draw(one, seen_of(one)) for one in params]
     for number in (0.1, 0.5, 0.9):
-        sampler.sample(logits, [[Draw(one, number, seen_of(one))] for one in params])
+        sample(sampler, logits, [[(one, number)] for one in draws])
     assert len(calls) == 1
-    sampler.sample(logits[:-1], [[Draw(one, 0.5, seen_of(one))] for one in params[:-1]])
+    sample(sampler, logits[:-1], [[(one, 0.5)] for one in draws[:-1]])
     assert len(calls) == 2

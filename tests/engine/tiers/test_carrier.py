@@ -257,3 +257,18 @@ def test_the_order_of_use_alone_is_settled_later(place, carrier, monkeypatch):
     until(lambda: place.calls.count(("settle",)) == 2)  # with what is remembered it is settled too
     carrier.close()
     assert [call for call in place.calls if call[0] == "note_used"] == [("note_used", [3]), ("note_used", [4])]
+
+
+def test_uses_do_not_pile_up_while_a_place_hangs(place, carrier):
+    place.gate.clear()
+    _, transfer = a_store()
+    carrier.begin(transfer)
+    until(lambda: not carrier._commands.qsize())  # noqa: SLF001
+    for number in range(1000):
+        carrier.note_used([number % 5, 7])
+    assert carrier._commands.qsize() == 1  # noqa: SLF001
+    place.gate.set()
+    until(lambda: ("note_used", [0, 1, 2, 3, 4, 7]) in place.calls)
+    carrier.note_used([2])
+    carrier.close()
+    assert place.calls[-3:] == [("note_used", [2]), ("settle",), ("close",)]

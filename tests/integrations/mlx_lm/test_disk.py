@@ -1,7 +1,12 @@
 """What is kept on a disk: found again, bounded, and never wrong, whatever happened to the folder."""
 
+import errno
+import os
 import random
 import shutil
+from array import array
+from hashlib import sha256
+from struct import pack
 
 import mlx.core as mx
 import pytest
@@ -9,8 +14,9 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from integrations.mlx_lm.driver import decode, forward
 from integrations.mlx_lm.models import CONFIGS, make_model
-from kvblocks import InvalidArgumentError
+from kvblocks import BlockIdentity, InvalidArgumentError
 from kvblocks.integrations.mlx_lm import BlockPromptCache, DiskOptions
+from kvblocks.integrations.mlx_lm.disk import StoredPiece, _packed, _unpack
 
 CLOSE = 1e-5
 BYTES = 60 << 20
@@ -129,6 +135,105 @@ def test_what_is_evicted_from_memory_is_read_again(tmp_path):
     prompts = fill(cache, model, number=4)
     assert all(num_found(cache, model, tokens) > 40 for tokens in prompts)
     assert cache.nbytes <= 40_000
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("num_written", [0, 1, 3])
+def test_what_a_full_disk_refused_is_stored_later(name, num_written, tmp_path, monkeypatch):
+    model = make_model(name)
+    cache = make(tmp_path, model)
+    real, written = os.pwritev, iter(range(num_written))
+
+    def full(*given):
+        if next(written, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        tokens = fill(cache, model, number=1)[0]
+        assert all(job.result() for job in cache._disk._jobs)  # noqa: SLF001
+    cache.clear()
+    fill(cache, model, number=1)
+    cache.close()
+    assert num_found(make(tmp_path, model), model, tokens) >= len(tokens) // 8 * 8
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_block_that_is_damaged_is_stored_again(name, tmp_path):
+    model = make_model(name)
+    first = make(tmp_path, model)
+    tokens = fill(first, model, number=1)[0]
+    first.close()
+    arena = tmp_path / "store" / "kvblocks.arena"
+    arena.write_bytes(bytes(4096) + arena.read_bytes()[4096:])
+    second = make(tmp_path, model)
+    assert num_found(second, model, tokens) == 0
+    fill(second, model, number=1)
+    second.close()
+    assert num_found(make(tmp_path, model), model, tokens) >= len(tokens) // 8 * 8
+
+
+def test_pieces_that_left_the_disk_are_forgotten(tmp_path):
+    model, source = make_model("qwen3_next"), random.Random(3)
+    cache = BlockPromptCache(model, block_size=8, disk=DiskOptions(tmp_path, 4 << 20, b"weights"))
+    for _ in range(70):
+        tokens = [source.randrange(6, 100) for _ in range(6)]
+        found = make_prompt_cache(model)
+        forward(model, found, tokens)
+        cache.insert_cache("m", tokens, found)
+    disk = cache._disk  # noqa: SLF001
+    num_chunks = sum([total for tails in disk._tails.values() for total in tails.values()])  # noqa: SLF001
+    assert num_chunks <= disk._store.num_slots == len(disk._slots)  # noqa: SLF001
+    cache.close()
+
+
+def test_chunks_that_were_written_at_different_times_are_no_piece():
+    tail = bytes(12)
+    pieces = [StoredPiece(3, [], {}, [([mx.full((700,), value)], ())]) for value in (1, 2)]
+    one, other = [_packed(piece, tail) for piece in pieces]
+    assert mx.array_equal(_unpack(one, tail, 3).states[0][0][0], mx.full((700,), 1))
+    assert len(one) == len(other) and _unpack(one[:1024] + other[1024:], tail, 3) is None
+    assert _unpack(one[:-1], tail, 3) is None and _unpack(one + bytes(9), tail, 3) is not None
+
+
+def test_rows_that_no_cache_wrote_are_misses(tmp_path):
+    """The index isn't verified: bits may flip, and others may write."""
+    model = make_model("qwen3_next")
+    first = make(tmp_path, model)
+    tokens = fill(first, model, number=1)[0]
+    first.close()
+    second = make(tmp_path, model)
+    assert num_found(second, model, tokens) > 0
+    store = second._disk._store  # noqa: SLF001
+    above, zeros = next(second._disk.identities(array("I", tokens), 1)).digest(), bytes(32)  # noqa: SLF001
+    keys = [b"piece", b"piece" + pack("<III", 1, 0, 2**32 - 1) + bytes(32), b"letter" + bytes(43), b"x" * 500]
+    places = range(store.num_slots - len(keys), store.num_slots)
+    identities = [BlockIdentity(above, key, zeros) for key in keys]
+    store.write(places, identities, bytes(len(keys) * second._disk._slot_bytes))  # noqa: SLF001
+    store.remember(dict(zip(places, identities, strict=True)))
+    second.close()
+    assert num_found(make(tmp_path, model), model, tokens) > 0
+
+
+def test_a_layout_of_other_versions_is_not_read(tmp_path):
+    model = make_model("llama")
+    first = make(tmp_path, model)
+    tokens = fill(first, model, number=1)[0]
+    first.close()
+    path = tmp_path / "layout.txt"
+    name, _, text = path.read_text().split("\n")
+    for other in (text.replace("KVCache", "OlderCache"), text.replace("float32", "float33"), "5", "(None,), [5]"):
+        path.write_text("\n".join([name, sha256(other.encode()).hexdigest(), other]))
+        assert num_found(make(tmp_path, model), model, tokens) == 0
+
+
+def test_a_model_whose_files_are_gone_is_not_kept(tmp_path, caplog):
+    model = make_model("llama")
+    (tmp_path / "config.json").symlink_to(tmp_path / "nowhere")
+    cache = BlockPromptCache(model, block_size=8, disk=DiskOptions(tmp_path / "kv", BYTES))
+    assert cache.fetch_nearest_cache(str(tmp_path), [*range(20)])[0] is None
+    assert "names no files of a model that can be read" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_is_said(tmp_path, caplog):

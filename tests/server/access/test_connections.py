@@ -299,6 +299,26 @@ def test_several_requests_sent_at_once_are_answered_in_turn(server, monkeypatch)
         assert read_all(connection).count(b"HTTP/1.1 200 ") == 3
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_a_client_that_goes_ends_its_answer_though_it_has_sent_more_requests(server, streams, comes_later):
+    gate, before = Gate(server.engine), server.service.metrics.counts()
+    long = raw_request(json.dumps({**HELLO, "max_tokens": 900, "ignore_eos": True, "stream": streams}).encode())
+    with connect(server) as connection:
+        gate.shut()
+        connection.sendall(long if comes_later else long * 2)
+        gate.wait_for_step()
+        if comes_later:
+            connection.sendall(long)
+            wait_for(lambda: any(one.pipeline for one in server.server.server_state.connections))
+    wait_for(lambda: not server.server.server_state.connections)
+    wait_for(lambda: server.service.metrics.counts()["cancelled"] == before["cancelled"] + 1)
+    gate.open()
+    server.wait_until_idle()
+    assert server.service.metrics.counts()["finished"] == before["finished"]
+    assert gate.num_steps <= 2
+
+
 def test_a_client_that_does_not_read_its_answer_is_cut_off(server, monkeypatch):
     monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.3)
     url = httpx2.URL(server.url)

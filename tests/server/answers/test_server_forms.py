@@ -196,7 +196,7 @@ def test_a_schema_that_takes_longer_than_a_second_is_refused_and_counts_until_it
 def test_when_no_thread_is_free_a_client_is_told_to_come_back(server, client, slow_compiler, monkeypatch):
     monkeypatch.setattr(compiling, "COMPILE_S", 0.2)
     gate, begun = slow_compiler
-    errors = []
+    errors, before = [], server.service.metrics.counts()
 
     def ask():
         with server.client() as other:
@@ -209,6 +209,8 @@ def test_when_no_thread_is_free_a_client_is_told_to_come_back(server, client, sl
     for thread in threads:
         thread.join(60)
     assert sorted(errors) == [(400, "compile_timeout")] * 2 + [(429, "compiling")] * 2
+    counted = server.service.metrics.counts()
+    assert [counted[name] - before[name] for name in ("rejected", "refused")] == [2, 2]
     assert len(begun) == 2
     gate.set()
     server.wait_until_idle()

@@ -77,3 +77,10 @@ def test_other_bodies_are_refused(body):
 
 def test_a_body_may_begin_with_a_mark_of_utf_8():
     assert decode_json(b'\xef\xbb\xbf{"a": "\xc3\xa4"}') == {"a": "\u00e4"}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1.5e999"])
+def test_numbers_that_no_answer_could_repeat_are_refused(number):
+    with pytest.raises(ApiError, match="finite number") as raised:
+        parse_json(f'{{"metadata": {{"a": {number}}}}}')
+    assert raised.value.status == 400

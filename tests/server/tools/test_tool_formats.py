@@ -60,11 +60,26 @@ def test_a_format_reads_what_its_models_write(name, text):
         "call:weather{town:<escape>Bergen}",
         "call:weather{town:" + "[" * 10_000,
         "call:weather{a:1} more",
+        '{"name": "weather", "arguments": {"a": -1e999}}',  # Python reads infinity, which JSON can't have
+        'weather[ARGS]{"a": 1e999}',
+        "[weather(days=1e999)]",
+        "call:weather{days:1e999}",
+        "call:weather{" + "\v" * 20_000 + "}",  # in a time that doesn't grow with its cube
+        # Deeper than a later request could send back.
+        '{"name": "weather", "arguments": {"a": ' + "[" * 65 + "]" * 65 + "}}",
+        "[weather(a=" + "[" * 65 + "]" * 65 + ")]",
     ],
 )
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_no_call_is_none_for_any_format(name, text):
     assert FORMATS[name].read(text) is None
+
+
+def test_no_depth_of_a_call_is_an_error():
+    """Python could just read some depths, and not write them: an error there would end the engine's thread."""
+    for depth in range(900, 1000):
+        inner = "[" * depth + "]" * depth
+        assert FORMATS["hermes"].read(f'{{"name": "weather", "arguments": {{"a": {inner}}}}}') is None
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -360,6 +360,27 @@ def test_a_flush_that_fails_remembers_nothing_of_it(tmp_path, monkeypatch):
         assert remembered(store) == [(0, 0)]
 
 
+def test_a_deletion_whose_flush_failed_overwrites_again(tmp_path, monkeypatch):
+    """The system may have dropped the zeros, though it shows them."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_store(tmp_path) as store:
+        fill(store, {3: 3})
+        before = (tmp_path / "kvblocks.arena").read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(DiskError, match="bytes of blocks are left"):
+                store.erase([3])
+        with (tmp_path / "kvblocks.arena").open("r+b") as arena:
+            place = store._layout.offset(3) + store._layout.num_room_bytes  # noqa: SLF001
+            arena.seek(place)
+            arena.write(before[place:])
+        store.erase([3])
+        assert not any((tmp_path / "kvblocks.arena").read_bytes())
+
+
 def test_a_commit_that_fails_is_tried_again_and_newer_changes_win(tmp_path, monkeypatch):
     def fail(*_):
         raise sqlite3.OperationalError("database or disk is full")

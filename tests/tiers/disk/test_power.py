@@ -1,4 +1,6 @@
-"""Loss of power at any point of a history: what had been synced is there, and nothing that is read is wrong."""
+"""Loss of power at any point of a history: what had been synced is there, nothing that is read is wrong, and what is
+erased then is gone.
+"""
 
 import random
 import shutil
@@ -88,5 +90,8 @@ def test_what_was_synced_survives_a_loss_of_power(recorder, tmp_path, num_losses
             (folder / "claims").unlink(missing_ok=True)  # it lies beside the store, as the process sees it
             with DiskStore(folder, **histories.OPTIONS) as store:
                 claims.check(store)
+                erased = range(store.num_slots if point % 4 == 0 else 0)
+                store.erase(erased)
+            assert not (erased and any((folder / "kvblocks.arena").read_bytes()))
         shutil.rmtree(tmp_path / str(seed))
     assert num_midway > num_losses // 20

@@ -234,6 +234,30 @@ def test_what_is_erased_stays_so_without_a_close(tmp_path):
         assert remembered(store) == [(4, 4), (6, 6), (7, 7)]
 
 
+def test_bytes_whose_record_was_lost_are_erased(tmp_path):
+    """A loss of power may leave a block's bytes without its record, as when it comes while the block is written."""
+    with open_store(tmp_path) as store:
+        fill(store, {2: 5})
+        with (tmp_path / "kvblocks.arena").open("r+b") as arena:
+            arena.seek(store._layout.offset(2))  # noqa: SLF001
+            arena.write(bytes(store._layout.num_room_bytes))  # noqa: SLF001
+        store.erase([2])
+        assert not any((tmp_path / "kvblocks.arena").read_bytes())
+
+
+def test_what_was_erased_is_not_overwritten_again(tmp_path, monkeypatch):
+    with open_store(tmp_path) as store:
+        fill(store, {1: 1, 2: 2})
+        store.erase([1, 2])
+        stores.write(store, {2: 22})
+        offset, places = store._layout.offset, []  # noqa: SLF001
+        real = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda *given: places.append(given[2]) or real(*given))
+        store.erase([1, 2])
+        assert places and all(offset(2) <= place < offset(3) for place in places)
+        assert not any((tmp_path / "kvblocks.arena").read_bytes())
+
+
 # Sizes.
 
 
@@ -422,6 +446,8 @@ def test_bad_arguments_are_refused_and_change_nothing(store, tmp_path, call, arg
         ({"folder": 5}, "DiskStore: folder: expected a path, got 5"),
         ({"folder": ""}, "DiskStore: folder: expected a path, got ''"),
         ({"folder": None}, "DiskStore: folder: expected a path, got None"),
+        ({"folder": "a\0b"}, "DiskStore: folder: expected a path, got 'a\\x00b'"),
+        ({"folder": "a\ud800b"}, "DiskStore: folder: expected a path, got 'a\\ud800b'"),
         ({"fingerprint": b"a"}, "fingerprint: expected 32 bytes, got 1"),
         ({"secret": b"a"}, "secret: expected at least 16 bytes, got 1"),
         ({"num_block_bytes": 0}, "num_block_bytes: expected an int of at least 1, got 0"),

@@ -95,6 +95,23 @@ def test_the_store_s_clock_decides(server, connect, monkeypatch):
     assert abs(newest - plain()) < 60
 
 
+@pytest.mark.parametrize("ttl", ["", "&ttl_s=1000"])
+def test_after_the_store_s_clock_went_back_what_is_new_is_stored(server, connect, ttl):
+    """As when it was wrong for a while, or a replica on another machine took over."""
+    store, owner = connect(server.url, options=PATIENT + ttl), Owner("ann", 8)
+    (first, payloads), (second, _), (third, _) = chain(8), chain(4, 100), chain(4, 200)
+    store.write(owner, first, payloads)
+    client, day = server.client(), 86400 * 10 * 2**18
+    ahead = {digest: score + day for digest, score in client.zrange(INDEX, 0, -2, withscores=True)}
+    client.zadd(INDEX, ahead)
+    for identities in (second, third):
+        assert store.write(owner, identities, payloads[:4])
+    assert finds(store, second + third, "ann") == [True] * 8 and not any(finds(store, first, "ann"))
+    assert touch(store, owner, second) == [True] * 4
+    assert store.write(owner, first[:4], payloads[:4])
+    assert finds(store, second, "ann") == [True] * 4 and not any(finds(store, third, "ann"))
+
+
 def test_an_index_that_was_lost_is_made_again(server, connect):
     one, other = connect(server.url), connect(server.url)
     owner, (first, payloads), (second, _) = Owner("ann", 10), chain(8), chain(6, 100)
