@@ -29,7 +29,7 @@ from bench.serving.overhead import CPU_CASES, GPU_CASES, NUM_ROUNDS, QUICK_CASES
 from bench.serving.process import served
 from bench.serving.rows import COST_ROWS, ROWS, shown_rows
 from bench.serving.workloads import GPU, QUICK, Sizes, Workload, make_workloads, slowed
-from kvblocks.engine.engine import choose_device
+from kvblocks.engine.run.backends import choose_device
 from kvblocks.engine.text.tokenizer import Tokenizer
 
 CPU_SCALE = 24.0

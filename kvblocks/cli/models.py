@@ -39,8 +39,8 @@ EvictionOption = Annotated[str | None, option_of(CacheSettings, "eviction", call
 
 def load_model(model: str, device: str = "auto", dtype: str | None = None) -> "LoadedModel":
     """Load a model for a command, as `Engine` would. A known model is fetched first, with its progress shown."""
-    from kvblocks.engine.engine import choose_device
     from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
+    from kvblocks.engine.run.backends import choose_device
     from kvblocks.engine.run.runner import LoadedModel
 
     if model in KNOWN_MODELS:

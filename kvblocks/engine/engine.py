@@ -6,10 +6,15 @@ generations. There, an error ends only the generation that it concerns (see `eng
 
 An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: a step of one
 advances all of them.
+
+An interrupt (KeyboardInterrupt) may come at any point of a call. The next call repairs what it has left: requests that
+ran wait again, and lose neither tokens nor pieces. What an interrupted `generate` or iterator of `stream` was to answer
+is dropped. If the interrupt comes in the middle of a call of the manager, later steps raise CorruptStateError: make
+another engine.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -22,7 +27,7 @@ from kvblocks.engine.intake import Intake, Prompt
 from kvblocks.engine.model.fields import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
-from kvblocks.engine.run.backends import Backend, watch_compiling
+from kvblocks.engine.run.backends import Backend, choose_device, watch_compiling
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, SamplingCounts
 from kvblocks.engine.schedule.entrance import Entrance, make_gate
@@ -96,7 +101,12 @@ class Engine:
     "disk:FOLDER" and "valkey://HOST:6379", or `TierOptions`, which also have a size and a secret (docs/tiers.md). Close
     an engine with tiers (`close`, or `with`): the next one finds only blocks stored by then.
     on_events: called after each step with the events of blocks that were cached or removed, on the device and in tiers.
-    It must neither block nor raise; `EventPublisher.publish` is such a function. None: no events are recorded.
+    It must neither block nor raise; `EventPublisher.publish` is such a function. An interrupt may lose the events of
+    its step. None: no events are recorded.
+
+    On CUDA, use an engine under the stream that was current when it was made, since only a stream's order keeps a step
+    behind the ones before it. Under another stream, `step` and other calls that use the device raise
+    InvalidArgumentError.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling, num_steps, and stepper with its
     `waited_s` and `overlaps`. You may assign `limits` and `stepper.overlaps`.
@@ -191,7 +201,7 @@ class Engine:
         Prompts that wait for the session gate count only from `wake_at` on.
         """
         wake_at = self.wake_at
-        if wake_at is not None and wake_at <= time.monotonic():
+        if not self.stepper.is_settled or (wake_at is not None and wake_at <= time.monotonic()):
             return True
         return self.scheduler.has_work or (self.offload is not None and self.offload.has_work)
 
@@ -214,7 +224,7 @@ class Engine:
         still be used.
         """
         generations = self._read(prompts, GenerationOptions(**options))
-        for _ in self._run(generations):
+        for _ in self._begin(generations):
             pass
         return [generation.completion for generation in generations if generation.completion is not None]
 
@@ -234,7 +244,7 @@ class Engine:
         0 for kernels in Triton's cache on disk, and nothing for attention without Triton kernels. Raises
         InvalidArgumentError if the engine has unfinished work, and what a step raises. Cached blocks are unchanged.
         """
-        self._check_open()
+        self._check_usable()
         if on_step is not None and not callable(on_step):
             raise wrong("on_step", "a callable or None", on_step)
         if self.has_work or self.scheduler.entrance.held:
@@ -253,7 +263,7 @@ class Engine:
         Arguments and errors are those of `generate`. Prompts are checked at once, and begin when the first piece is
         taken. Closing the iterator drops unfinished prompts.
         """
-        return self._run(self._read(prompts, GenerationOptions(**options)))
+        return self._begin(self._read(prompts, GenerationOptions(**options)))
 
     def submit(
         self,
@@ -268,7 +278,8 @@ class Engine:
         prompt, options: as for `generate`. prompt_index: the number that its pieces carry, for callers with several
         prompts. timeout_s: seconds from now, waiting included, after which the next step ends the prompt with
         finish_reason "timeout". Raises what `generate` raises before anything is computed, and then queues nothing. A
-        later failure ends the generation with finish_reason "error"; the exception is its attribute `error`.
+        later failure ends the generation with finish_reason "error"; the exception is its attribute `error`. An
+        interrupted call queues nothing, unless the interrupt comes as it returns: then nobody can cancel the prompt.
         """
         if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
             raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
@@ -285,23 +296,24 @@ class Engine:
     def step(self) -> list[Generation]:
         """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
 
-        With `overlap` it may return the results of the previous step, and leave its own to the next call.
+        With `overlap` it may return the results of the previous step, and leave its own to the next call. What an
+        interrupted call was to return, the next one returns, unless the interrupt came as it returned.
 
         `stream` and `generate` call this, and you may call it too. For submitted generations it never raises: if a step
         fails, its generations end with finish_reason "error". For the generations of a stream it raises the errors of
         the model and the sampler, and PoolExhaustedError if pins hold so many blocks that no request can go on. Nothing
         is lost then, and the next step tries again.
         """
-        self._check_open()
+        self._check_usable()
         self.manager.now = time.monotonic()
         if self.offload is not None:
             self.offload.seek(self.scheduler)
-        changed = self.stepper.step(self.runner)
+        self.stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
         self.metrics.observe()
         self._tell_events()
-        return changed
+        return self.stepper.take_told()
 
     def forget_salt(self, salt: str | None) -> int:
         """Delete the cached blocks of a salt (None: those of prompts without a salt), on the device and in all tiers.
@@ -326,7 +338,7 @@ class Engine:
         The result says when the tiers' bytes are gone. Keep calling `step` until then: what is being transferred now is
         deleted by the step that sees the transfer end.
         """
-        self._check_open()
+        self._check_usable()
         self._note_transfers()
         number = self.manager.forget_salt(salt)
         if self.scheduler.remembered is not None:
@@ -351,10 +363,11 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        """Raise KVBlocksError if the engine was closed, since nobody would carry out its loads."""
+    def _check_usable(self) -> None:
+        """Raise KVBlocksError if the engine was closed, since nobody would carry out its loads, and for its stream."""
         if self.offload is not None and self.offload.is_closed:
             raise KVBlocksError("expected an engine that is open, got one that was closed: make another one")
+        self.runner.check_stream()
 
     def _tell_events(self) -> None:
         """Report the events since the last call."""
@@ -390,7 +403,13 @@ class Engine:
             for generation in self._intake.read(prompt, options, f"prompts[{index}]", index)
         ]
 
-    def _run(self, generations: list[Generation]) -> Iterator[Piece]:
+    def _begin(self, generations: list[Generation]) -> Iterator[Piece]:
+        """The stream of these generations, which ends them however it ends."""
+        stream = self._run(generations)
+        self.stepper.watch(stream, generations)
+        return stream
+
+    def _run(self, generations: list[Generation]) -> Generator[Piece]:
         """Queue the requests, step until they are finished, and yield their pieces."""
         try:
             self.stepper.add(generations)
@@ -403,8 +422,7 @@ class Engine:
                 self.step()
                 self._wait_for_gate()
         finally:
-            for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
-                self.stepper.cancel(generation)
+            self.stepper.end(generations)
 
 
 def _check_limits(limits: object) -> StepLimits:
@@ -480,20 +498,3 @@ def _load(
     if parse_dtype(dtype) not in {None, loaded.dtype}:
         raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
     return loaded
-
-
-def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
-    """The device that `device` names. loaded: where the loaded model is, if any. Raises InvalidArgumentError."""
-    if device == "auto":
-        return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        chosen = torch.device("meta")
-    if chosen.type not in {"cpu", "cuda"}:
-        raise InvalidArgumentError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise InvalidArgumentError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
-    if loaded is not None and (chosen.type, chosen.index or 0) != (loaded.type, loaded.index or 0):
-        raise InvalidArgumentError(f"device: expected {str(loaded)!r}, where the loaded model is, got {device!r}")
-    return chosen

@@ -18,7 +18,8 @@ class Generation:
     prompt's tokens, shared with the other samples; None if none were asked for. pieces: those that haven't been taken
     yet. text: the text of all pieces so far. completion: set once it has all its tokens. error: the exception, if its
     finish_reason is "error". is_submitted: if True, a failure ends this generation; if False, the failure is raised to
-    the caller of `step`. start_s: when it was queued, on the clock that `record` is given.
+    the caller of `step`. start_s: when it was queued, on the clock that `record` is given. num_told: how many tokens
+    have become pieces.
     """
 
     def __init__(
@@ -41,9 +42,12 @@ class Generation:
         self.error: Exception | None = None
         self.is_submitted = False
         self.start_s = 0.0
+        self.num_told = 0
+        self._last: tuple[int, Piece] | None = None  # the last piece and its number; it may not be out yet
+        self._is_whole = True  # no call of `record` was left half done
         self._decoder = decoder
         self._stops = stops
-        self._ttft_s: float | None = None
+        self._ttft_s = 0.0
         self._logprobs: list[TokenLogprobs] | None = None if sampler.params.logprobs is None else []
 
     @property
@@ -63,11 +67,13 @@ class Generation:
     def record(self, drawn: Drawn, now_s: float) -> None:
         """Turn a drawn token into a piece. The last piece has the completion. O(1) a character.
 
-        A stop string completes the generation, too. Its request is then still unfinished, and the caller ends it.
+        A stop string completes the generation, too. Its request is then still unfinished, and the caller ends it. After
+        an interrupted call, call `recover` first.
         """
+        self._is_whole = False
         token_id, own = drawn
         of_prompt, num_cached = None, None
-        if self._ttft_s is None:
+        if not self.num_told:
             num_cached = self.request.num_cached_tokens
             self._ttft_s = now_s - self.start_s
             of_prompt = self._prompt_logprobs
@@ -76,11 +82,36 @@ class Generation:
         if self._logprobs is not None and own is not None:
             self._logprobs.append(own)
         reason: FinishReason | None = "stop" if self._stops.is_matched else self.request.finish_reason
-        if reason is not None:
-            self.completion = self._complete(reason, self._ttft_s)
-        self.pieces.append(
-            Piece(self.prompt_index, token_id, text, self.completion, self.sample_index, own, of_prompt, num_cached)
-        )
+        completion = None if reason is None else self._complete(reason, self._ttft_s)
+        piece = Piece(self.prompt_index, token_id, text, completion, self.sample_index, own, of_prompt, num_cached)
+        self._last = self.num_told + 1, piece
+        self.pieces.append(piece)
+        self.num_told, self.completion = self.num_told + 1, completion
+        self._is_whole = True
+
+    def recover(self) -> None:
+        """Undo what an interrupted call of `record` did, or end the call if its piece is out already. O(tokens).
+
+        Does nothing if no call was interrupted. May be interrupted itself, and called again.
+        """
+        if self._is_whole:
+            return
+        if self._last is not None and self.pieces and self.pieces[-1] is self._last[1]:
+            self.num_told, self.completion = self._last[0], self._last[1].completion
+        if self.completion is None:
+            self._decode_again(self.request.output_token_ids[: self.num_told])
+        self._is_whole = True
+
+    def _decode_again(self, token_ids: list[int]) -> None:
+        """Decode the tokens that have become pieces, from the first one on, as if nothing had come after them."""
+        self._stops.reset()
+        self.text = ""
+        if self._decoder is not None:
+            self._decoder.reset()
+            for token_id in token_ids:
+                self.text += self._stops.feed(self._decoder.feed([token_id]))
+        if self._logprobs is not None:
+            del self._logprobs[len(token_ids) :]
 
     def end(self, now_s: float) -> None:
         """Complete a request that generates nothing. It gets no piece. O(1)."""

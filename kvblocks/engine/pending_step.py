@@ -16,7 +16,8 @@ class PendingStep:
 
     chunks: as they were scheduled. generations: those that get a token, chunk by chunk. scorer: scores prompts, if any
     asked for it. start_s: when it was launched, or when the device finished the previous step, if that is later; by
-    `time.perf_counter`.
+    `time.perf_counter`. took_s: how long it took, if it had ended when it was launched, as on a CPU. ended_unseen:
+    whether it ended while the caller did something else, so that nobody knows how long it took.
     """
 
     chunks: Sequence[ScheduledChunk]
@@ -24,6 +25,8 @@ class PendingStep:
     draws: BegunDraws
     scorer: Scorer | None
     start_s: float
+    took_s: float | None = None
+    ended_unseen: bool = False
 
     @property
     def may_be_followed(self) -> bool:
@@ -52,6 +55,10 @@ class PendingStep:
         return any(chunk.request.finish_reason is None for chunk in self.chunks)
 
     @property
-    def starts(self) -> dict[Request, int]:
-        """For each unfinished request, how many of its tokens were computed before this step. O(requests)."""
-        return {chunk.request: chunk.start for chunk in self.chunks if chunk.request.finish_reason is None}
+    def starts(self) -> dict[tuple[Request, int], int]:
+        """For each unfinished request, how many of its tokens were computed before this step. O(requests).
+
+        As `written_tokens` has them.
+        """
+        unfinished = [chunk for chunk in self.chunks if chunk.request.finish_reason is None]
+        return {(chunk.request, chunk.request.num_preemptions): chunk.start for chunk in unfinished}

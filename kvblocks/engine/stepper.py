@@ -7,16 +7,24 @@ is known to be the cause.
 
 Where steps overlap, the device computes a step while the host schedules and launches the next one (`PendingStep`).
 
-In both cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and it
+A call may also be interrupted at any point. So each call marks its beginning and its end, as the manager's changes do,
+and what was left half done is repaired at once, or else by the next call. The repair trusts only what an interrupt
+can't leave half changed: the generations, each request's tokens, and what was written before the call.
+
+In all cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and it
 is unknown since when. So the whole cache is reset, which only costs time.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from inspect import GEN_CLOSED, getgeneratorstate
 from traceback import clear_frames
+from weakref import ref
 
 from torch import Tensor
 
+from kvblocks.engine.completion import Piece
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.pending_step import PendingStep
@@ -27,13 +35,15 @@ from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
 from kvblocks.engine.sampling.random_numbers import uniforms
 from kvblocks.engine.schedule.ahead import may_plan
 from kvblocks.engine.schedule.capacity import StalledError, keeps_states
-from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import ScheduledChunk
-from kvblocks.engine.undoing import undo, written_tokens
+from kvblocks.engine.undoing import Written, undo, written_tokens
+from kvblocks.errors import CorruptStateError
 from kvblocks.groups.states.copies import StateCopy
 
 Outcomes = list[tuple[Generation, Outcome]]
+Stream = Generator[Piece]
 
 
 class Stepper:
@@ -52,62 +62,157 @@ class Stepper:
         self.overlaps = overlaps
         self._pending: PendingStep | None = None  # launched, but not read
         self._generations: dict[Request, Generation] = {}
+        self._streams: list[tuple[ref[Stream], Sequence[Generation]]] = []  # with their generations
+        self._told: dict[Generation, None] = {}  # those that got a piece or ended since the last `take_told`
         self._only_answered = False  # in the last step
+        # For a call that is interrupted, so that the next one can repair what it has left.
+        self._is_whole = True  # False during a call
+        self._adding: Sequence[Generation] = ()  # what `add` is adding
+        self._written: Written = {}  # before the call
+        self._results: Outcomes = []  # the last outcomes
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether an interrupt has left nothing to repair for the next step, and nothing to tell. O(1)."""
+        return self._is_whole and not self._told
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
         """Queue generations that `Intake` made. The samples of a prompt must be adjacent, the first one first.
 
-        timeout_s: seconds from now. O(generations).
+        timeout_s: seconds from now. If the call is interrupted, none of them is queued. O(generations + running
+        requests).
         """
         now_s = time.perf_counter()
         for generation in generations:
             generation.start_s = now_s
             generation.request.deadline = None if timeout_s is None else now_s + timeout_s
-        for generation in generations:
-            if generation.sample_index == 0:
-                self.scheduler.add_checked(generation.request)
-            self._generations[generation.request] = generation
+        with self._change():
+            self._adding = generations
+            for generation in generations:
+                self._generations[generation.request] = generation
+            for generation in generations:
+                if generation.sample_index == 0:
+                    self.scheduler.add_checked(generation.request)
 
     def cancel(self, generation: Generation) -> None:
         """End a generation and free its blocks at once. Does nothing if it has ended. O(requests)."""
-        self.scheduler.cancel(generation.request)
-        self._generations.pop(generation.request, None)
+        with self._change():
+            self._drop(generation)
 
-    def step(self, runner: ModelRunner) -> list[Generation]:
-        """Compute one step with `runner`. Return the generations that got a piece or ended, expired ones included.
+    def watch(self, stream: Stream, generations: Sequence[Generation]) -> None:
+        """Drop these generations when the stream that adds them has ended: by `end`, or else in the next step. O(1)."""
+        self._streams.append((ref(stream), generations))
+
+    def end(self, generations: Sequence[Generation]) -> None:
+        """Cancel all generations of a stream. O(requests) for each unfinished one."""
+        with self._change():
+            self._end(generations)
+
+    def step(self, runner: ModelRunner) -> None:
+        """Compute one step with `runner`. `take_told` then returns the generations that got a piece or ended.
 
         If steps overlap, a step that another can follow is only launched. The next call launches the step after it, and
-        then reads and returns its tokens.
+        then reads its tokens.
 
         Remembered tokens are given before anything is computed. A step that gives some computes nothing, unless the
         previous step already computed nothing for this reason.
 
-        Raises the failure of a generation that wasn't submitted, and whatever isn't an Exception, after undoing the
-        step. A step that was launched earlier is read first if possible, and otherwise undone, too.
+        Raises the failure of a generation that wasn't submitted, after undoing the step. A step that was launched
+        earlier is read first if possible, and otherwise undone, too. An interrupt may come at any point; the requests
+        then wait again, and lose nothing.
         """
-        told = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
+        with self._change():
+            try:
+                self._step(runner)
+            except Exception:
+                self._is_whole = True  # it has undone what has failed
+                raise
+
+    def take_told(self) -> list[Generation]:
+        """Return the generations that got a piece or ended since the last call, expired ones included. O(these)."""
+        told, self._told = list(self._told), {}
+        return told
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Mark a change, so that one that is left half done is repaired: now, or if that is interrupted, too, later."""
+        if not self._is_whole:
+            self._repair()
+        self._adding = ()
+        self._written = written_tokens(self.scheduler) | ({} if self._pending is None else self._pending.starts)
+        self._is_whole = False
+        try:
+            yield
+        except BaseException:
+            if not self._is_whole:
+                self._repair()
+            raise
+        self._is_whole = True
+        self._adding = ()
+
+    def _repair(self) -> None:
+        """Bring all in order after a call that ended at any point. May itself be interrupted, and repeated.
+
+        Requests wait again. Tokens that they have got, and that nobody was told of, become pieces. Raises the first
+        error if some can't be told to streams, once all is done.
+        """
+        for generation in self._adding:
+            generation.request.finish_reason = "cancelled"
+        self._pending = None
+        undo(self.scheduler, self._written, self._generations)
+        outcomes = dict(self._results)
+        errors = []
+        for generation in list(self._generations.values()):
+            try:
+                self._settle(generation, outcomes.get(generation))
+            except Exception as error:  # noqa: BLE001  # raised below
+                errors.append(error)
+        self._is_whole = True
+        self._adding, self._results = (), []
+        if errors:
+            raise errors[0]
+
+    def _settle(self, generation: Generation, outcome: Outcome | None) -> None:
+        """Bring a generation in line with its request, which waits now. outcome: of the last step that was read."""
+        generation.recover()
+        request, now_s = generation.request, time.perf_counter()
+        if request.num_output_tokens > generation.num_told:
+            drawn = outcome if isinstance(outcome, Drawn) else Drawn(request.output_token_ids[-1])
+            self._record(generation, drawn, now_s)
+            return
+        if request.finish_reason == "error" and isinstance(outcome, Exception):
+            generation.error = generation.error or outcome
+        if generation.finish_reason is not None:
+            self._note_end(generation, now_s)
+
+    def _step(self, runner: ModelRunner) -> None:
+        """As `step`."""
+        if self._pending is not None:
+            self._pending.ended_unseen = self._pending.draws.is_done
+        for stream, generations in self._streams:
+            iterator = stream()
+            if iterator is None or getgeneratorstate(iterator) == GEN_CLOSED:
+                self._end(generations)
+        now_s = time.perf_counter()
+        for request in self.scheduler.expire(now_s):
+            self._note_end(self._generations[request], now_s)
         answered = self._answer()
-        told += answered
-        self._only_answered = bool(answered) and not self._only_answered
+        self._only_answered = answered and not self._only_answered
         if self._only_answered:
-            return told
-        pending = self._pending
+            return
+        pending, self._pending = self._pending, None
         if pending is not None and not pending.is_wanted:
             pending = None
-        written = written_tokens(self.scheduler) | ({} if pending is None else pending.starts)
-        chunks: list[ScheduledChunk] | None = None
         try:
-            self._pending = None  # only here, where an interruption is heard
-            scheduled, after = self._schedule(pending, runner)
-            chunks = scheduled
-            return list(dict.fromkeys([*told, *self._run(pending, chunks, runner, after)]))
+            chunks, after = self._schedule(pending, runner)
         except StalledError as error:
-            return list(dict.fromkeys([*told, *self._fail([error.request], error)]))
-        except BaseException as error:
-            if chunks is None or not isinstance(error, Exception):  # `_run` has undone the steps after others
-                undo(self.scheduler, written)
-                self._pending = None
+            self._pending = pending  # nothing has changed
+            self._fail([error.request], error)
+            return
+        except Exception:
+            self._repair()
             raise
+        self._run(pending, chunks, runner, after)
 
     def _schedule(
         self, pending: PendingStep | None, runner: ModelRunner
@@ -128,39 +233,38 @@ class Stepper:
         chunks: list[ScheduledChunk],
         runner: ModelRunner,
         after: Sequence[StateCopy],
-    ) -> list[Generation]:
-        """Launch a scheduled step, and read the one before it, which is pending, or else itself if nothing may overlap.
-
-        Returns the generations that got a piece or ended.
-        """
+    ) -> None:
+        """Launch a scheduled step. Read the one before it, which is pending, or else itself if nothing may overlap."""
         if not chunks:
-            return [] if pending is None else self._finish(pending)
+            if pending is not None:
+                self._finish(pending)
+            return
         try:
             step = self._launch(chunks, runner, after, None if pending is None else pending.draws.tokens)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
             try:
-                told = [] if pending is None else self._finish(pending, chunks, is_launched=False)
+                if pending is not None:
+                    self._finish(pending, chunks, is_launched=False)
             except Exception:
                 self.scheduler.abort(chunks)
                 raise
-            return [*told, *self._undo(chunks, error)]
+            self._undo(chunks, error)
+            return
         if pending is not None:
             self._pending = step  # first, since the next line raises if the text of a stream can't be told
-            told = self._finish(pending, chunks)
+            self._finish(pending, chunks)
             step.start_s = time.perf_counter()
-            return told
-        if self.overlaps and step.may_be_followed and may_plan(self.scheduler.manager, self.scheduler.remembered):
+        elif self.overlaps and step.may_be_followed and may_plan(self.scheduler.manager, self.scheduler.remembered):
             self._pending = step
-            return []
-        return self._finish(step)
+        else:
+            self._finish(step)
 
-    def _answer(self) -> list[Generation]:
-        """Give waiting generations their remembered first tokens, and return these generations."""
-        answered = []
+    def _answer(self) -> bool:
+        """Give waiting generations their remembered first tokens. Returns whether there were any."""
+        answered = False
         for request, token_id in self.scheduler.answer():
-            generation = self._generations[request]
-            self._record(generation, Drawn(token_id), time.perf_counter())
-            answered.append(generation)
+            self._record(self._generations[request], Drawn(token_id), time.perf_counter())
+            answered = True
         return answered
 
     def _bring_states(self, runner: ModelRunner) -> list[StateCopy]:
@@ -199,12 +303,13 @@ class Stepper:
             runner.copy_states(after)
         draws = [one.next_draw(position) for one, position in zip(generations, positions, strict=True)]
         numbers = uniforms([one.sampler.random_seed for one in generations], positions)
-        return PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows, numbers), scorer, start_s)
+        step = PendingStep(chunks, generations, self.sampler.begin(logits, draws, rows, numbers), scorer, start_s)
+        if step.draws.is_done:
+            step.took_s = time.perf_counter() - start_s
+        return step
 
-    def _finish(
-        self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True
-    ) -> list[Generation]:
-        """Read a launched step's tokens, and record them. Returns the generations that got a piece or ended.
+    def _finish(self, step: PendingStep, planned: Sequence[ScheduledChunk] = (), *, is_launched: bool = True) -> None:
+        """Read a launched step's tokens, and record them.
 
         planned: the step behind it, if it is scheduled. It is undone, too, if this step has died. is_launched: whether
         that step was launched. Otherwise nobody writes the new tokens' KV, and they get no slots: an answer may end
@@ -212,9 +317,10 @@ class Stepper:
         """
         try:
             outcomes = self._read(step)
-            self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
+            self._note_time(step)
         except Exception as error:  # noqa: BLE001  # `_undo` raises it, or gives it to its generations
-            return self._undo(_both(step, planned), error)
+            self._undo(_both(step, planned), error)
+            return
         drawn = zip(step.generations, outcomes, strict=True)
         results = [(one, outcome) for one, outcome in drawn if one.request.finish_reason is None]
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
@@ -222,16 +328,24 @@ class Stepper:
             if any(isinstance(outcome, BrokenLogitsError) for _, outcome in results):
                 self.scheduler.manager.reset_prefix_cache()
             self._raise_if_streamed(results, _both(step, planned))
-        self.scheduler.complete(step.chunks, tokens, planned if is_launched else ())
-        self.num_steps += 1
         if step.scorer is not None:
             self._note_scores(step.scorer, step.chunks)
+        self._results = results  # from here on, an interrupt finds requests that have got their tokens
+        self.scheduler.complete(step.chunks, tokens, planned if is_launched else ())
+        self.num_steps += 1
         now_s = time.perf_counter()
         self._record_all(results, now_s)
-        ended = [self._generations.pop(chunk.request) for chunk in step.chunks if not chunk.samples and chunk.is_all]
-        for generation in ended:
-            generation.end(now_s)
-        return [*(generation for generation, _ in results), *ended]
+        for chunk in step.chunks:
+            if not chunk.samples and chunk.is_all:
+                self._note_end(self._generations[chunk.request], now_s)
+        self._results = []
+
+    def _note_time(self, step: PendingStep) -> None:
+        """Note how long a step took that has just been read, if that is known: the caller's pauses don't count."""
+        if step.took_s is not None:
+            self.scheduler.note_step(step.chunks, step.took_s)
+        elif not step.ended_unseen:
+            self.scheduler.note_step(step.chunks, time.perf_counter() - step.start_s)
 
     def _read(self, step: PendingStep) -> list[Outcome]:
         """Wait for a step's tokens."""
@@ -242,14 +356,14 @@ class Stepper:
             self.waited_s += time.perf_counter() - start_s
         return step.draws.read()
 
-    def _undo(self, chunks: Sequence[ScheduledChunk], error: Exception) -> list[Generation]:
-        """Undo steps that died, and fail their generations, which are returned, or raise the error."""
+    def _undo(self, chunks: Sequence[ScheduledChunk], error: Exception) -> None:
+        """Undo steps that died, and fail their generations, or raise the error."""
         self._pending = None
         self.scheduler.abort(chunks)
         if isinstance(error, BrokenLogitsError):
             self.scheduler.manager.reset_prefix_cache()
         requests = [request for chunk in chunks for request in (chunk.request, *chunk.request.siblings)]
-        return self._fail([request for request in requests if request.finish_reason is None], error)
+        self._fail([request for request in requests if request.finish_reason is None], error)
 
     def _make_scorer(self, chunks: Sequence[ScheduledChunk]) -> Scorer | None:
         """The scorer of prompts whose tokens' log probabilities are wanted; None if there are no such prompts."""
@@ -293,6 +407,7 @@ class Stepper:
 
     def _record(self, generation: Generation, outcome: Outcome, now_s: float) -> None:
         """Record the step's outcome for a generation."""
+        self._told[generation] = None
         if isinstance(outcome, Exception):
             generation.error = outcome
         else:
@@ -302,25 +417,47 @@ class Stepper:
                 if not generation.is_submitted:
                     raise
                 generation.error = error
-        reason = generation.finish_reason
-        if reason is not None:
-            # It may have ended before its request: by a stop string, or because its text can't be decoded.
-            self.scheduler.cancel(generation.request, reason)
-            del self._generations[generation.request]
+        if generation.finish_reason is not None:
+            self._note_end(generation, now_s)
 
-    def _fail(self, requests: Sequence[Request], error: Exception) -> list[Generation]:
-        """End the submitted ones of the waiting `requests`, and return them. Raise `error` if there are others."""
+    def _note_end(self, generation: Generation, now_s: float) -> None:
+        """End the request of a generation that has ended, or the generation of a request that has."""
+        if generation.finish_reason == "length" and generation.completion is None:
+            generation.end(now_s)
+        if generation.finish_reason != "cancelled":
+            self._told[generation] = None
+        # A generation may have ended before its request: by a stop string, or because its text can't be decoded.
+        self._cancel(generation.request, generation.finish_reason or "cancelled")
+
+    def _drop(self, generation: Generation) -> None:
+        """As `cancel`."""
+        self._cancel(generation.request)
+        self._told.pop(generation, None)
+
+    def _cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End a request, if it hasn't ended, and forget its generation. It is no error if the manager refuses calls."""
+        with suppress(CorruptStateError):
+            self.scheduler.cancel(request, reason)
+        self._generations.pop(request, None)
+
+    def _end(self, generations: Sequence[Generation]) -> None:
+        """As `end`."""
+        for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
+            self._drop(generation)
+        self._streams = [one for one in self._streams if one[1] is not generations]
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        """End the submitted ones of the waiting `requests`. Raise `error` if there are others."""
         generations = [self._generations[request] for request in requests]
         failed = [generation for generation in generations if generation.is_submitted]
+        self._told |= dict.fromkeys(failed)
         for generation in reversed(failed):  # a prompt's other samples before the first one, which computes it for them
             generation.error = error
-            self.scheduler.cancel(generation.request, "error")
-            del self._generations[generation.request]
+            self._note_end(generation, time.perf_counter())
         if len(failed) < len(generations):
             raise error
         # The traceback is kept only for reading. Its frames would keep the model's tensors alive.
         clear_frames(error.__traceback__)
-        return failed
 
 
 def _both(step: PendingStep, planned: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:

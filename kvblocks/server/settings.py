@@ -159,8 +159,7 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         from kvblocks.engine.attention.names import ATTENTIONS, KV_CACHE_DTYPES
-        from kvblocks.engine.engine import choose_device
-        from kvblocks.engine.run.backends import Backend
+        from kvblocks.engine.run.backends import Backend, choose_device
         from kvblocks.engine.run.memory import read_memory
         from kvblocks.engine.schedules import SCHEDULES
 

@@ -516,3 +516,64 @@ def test_an_interruption_before_a_step_is_scheduled_loses_nothing(model, monkeyp
         run(engine)
     run(engine)
     assert [one.completion.token_ids for one in generations] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_pause_of_the_caller_is_not_counted_as_computing(model, has_ended, monkeypatch):
+    """The caller pauses for 100 s. A step that the device has ended meanwhile took nobody knows how long."""
+    now, noted = [0.0], []
+    monkeypatch.setattr("kvblocks.engine.stepper.time.perf_counter", lambda: now[0])
+    looks = [False, has_ended]  # when it was launched, and when the next step begins
+    monkeypatch.setattr(Late, "is_done", property(lambda copy: looks.pop(0) if looks else False), raising=False)
+    engine = make(model, overlap=True)
+    note_step = engine.scheduler.note_step
+
+    def note(chunks, seconds):
+        noted.append((sum(chunk.num_tokens for chunk in chunks), seconds))
+        note_step(chunks, seconds)
+
+    monkeypatch.setattr(engine.scheduler, "note_step", note)
+    engine.submit(random_tokens(TINY, 20, seed=1), **GREEDY)
+    engine.step()
+    now[0] = 100.0
+    engine.step()
+    assert noted == ([] if has_ended else [(20, 100.0)])
+    now[0] = 103.0
+    engine.step()
+    assert noted[-1] == (1, 3.0)
+
+
+def test_a_step_that_ended_when_it_was_launched_took_that_long(model, monkeypatch):
+    """As on a CPU, where the caller's pauses don't count either."""
+    now, noted = [0.0], []
+    monkeypatch.setattr("kvblocks.engine.stepper.time.perf_counter", lambda: now[0])
+    engine = make(model, overlap=True)
+    monkeypatch.setattr(engine.scheduler, "note_step", lambda chunks, seconds: noted.append(seconds))
+    works = engine.runner.run
+
+    def takes_two_seconds(*given):
+        now[0] += 2.0
+        return works(*given)
+
+    engine.runner.run = takes_two_seconds
+    engine.submit(random_tokens(TINY, 20, seed=1), **GREEDY)
+    for _ in range(4):
+        engine.step()
+        now[0] += 100.0
+    assert noted == [2.0] * 3
+
+
+def test_an_engine_is_used_under_the_stream_under_which_it_was_made(model, monkeypatch):
+    """Only this keeps the order of steps on a device. On a CPU there are no streams."""
+    current = [7]
+    monkeypatch.setattr("kvblocks.engine.run.runner.current_stream", lambda device: current[0])
+    engine = make(model, overlap=True)
+    (generation,) = engine.submit(random_tokens(TINY, 20, seed=1), **GREEDY)
+    engine.step()
+    current[0] = 8
+    for call in (engine.step, engine.warm_up, lambda: engine.forget_salt(None)):
+        with pytest.raises(InvalidArgumentError, match=r"CUDA stream: expected .* \(0x7\), got another one \(0x8\)"):
+            call()
+    current[0] = 7
+    run(engine)
+    assert generation.finish_reason == "length"

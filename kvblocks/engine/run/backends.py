@@ -237,3 +237,20 @@ def draws_on(device: torch.device) -> DrawTokens | None:
         return drawn
 
     return draw
+
+
+def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
+    """The device that `device` names. loaded: where the loaded model is, if any. Raises InvalidArgumentError."""
+    if device == "auto":
+        return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = torch.device("meta")
+    if chosen.type not in {"cpu", "cuda"}:
+        raise InvalidArgumentError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
+    if loaded is not None and (chosen.type, chosen.index or 0) != (loaded.type, loaded.index or 0):
+        raise InvalidArgumentError(f"device: expected {str(loaded)!r}, where the loaded model is, got {device!r}")
+    return chosen

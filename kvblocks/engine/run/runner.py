@@ -122,6 +122,19 @@ class ModelRunner:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size, scales, num_slots)
         self.draw_tokens: DrawTokens | None = None
+        self._stream = current_stream(model.weights.embedding.device)
+
+    def check_stream(self) -> None:
+        """Raise InvalidArgumentError unless the CUDA stream is current under which the runner was made. O(1).
+
+        Nothing but the stream's order keeps a step behind the steps and copies before it.
+        """
+        stream = current_stream(self.model.weights.embedding.device)
+        if stream != self._stream:
+            raise InvalidArgumentError(
+                "CUDA stream: expected the one that was current when the engine was made"
+                f" ({self._stream:#x}), got another one ({stream:#x})"
+            )
 
     @property
     def num_slice_layers(self) -> int:
@@ -193,6 +206,11 @@ class ModelRunner:
             other_block_ids=[sequence.group_block_ids(group) for group in range(1, num_groups)],
             state_slot=sequence.state_slot,
         )
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of the current CUDA stream on a device; 0 for the default stream, and without CUDA. O(1)."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _how_to_get(model: str) -> str:

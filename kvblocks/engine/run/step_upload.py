@@ -158,11 +158,11 @@ class StepUploader:
         the last one for all groups. behind: further sections.
         """
         changes = [TableChanges() for _ in self.tables]
-        for table in self.tables:
-            table.reserve(len(step.starts))
         of_tokens, of_lengths, of_readonly, of_rows = padding
         seq_lens = step.seq_lens
         try:
+            for table in self.tables:
+                table.reserve(len(step.starts))
             sections = [step.token_ids + of_tokens, seq_lens + of_lengths, [*step.num_readonly_tokens, *of_readonly]]
             sections += [numbers + of_rows for numbers in self._assign_rows(step, seq_lens, changes)]
             sections += behind

@@ -285,6 +285,11 @@ class BegunDraws:
                 self.tokens, self._logits = _in_order(groups, results), None
             self._results = HostCopy(results)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has drawn. O(1)."""
+        return self._results is None or self._results.is_done
+
     def wait(self) -> None:
         """Wait until the device has drawn."""
         if self._results is not None:

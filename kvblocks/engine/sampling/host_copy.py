@@ -20,6 +20,11 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the copy is there. O(1)."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Wait until the copy is there."""
         if self._event is not None:

@@ -141,6 +141,14 @@ class Request:
             self.finish_reason = "error"
             return
         self.sequence.append_tokens([token_id])
+        self._end_with(token_id)
+
+    def end_if_done(self) -> None:
+        """Set the finish_reason that an interrupted `take_token` has not set. O(tokens generated)."""
+        if self.finish_reason is None and self.num_output_tokens:
+            self._end_with(self.output_token_ids[-1])
+
+    def _end_with(self, token_id: int) -> None:
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"
         elif self.num_output_tokens == self.max_tokens:

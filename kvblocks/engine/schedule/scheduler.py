@@ -90,7 +90,7 @@ class Scheduler:
         self.long_prompts = LongPrompts(manager, remembered, num_layers)
         self._turns = Turns()
         self.entrance = Entrance(None, manager, self.lookups)
-        self._next_deadline = inf  # at or before the earliest deadline of all requests
+        self.next_deadline = inf  # at or before the earliest deadline of all requests
 
     @property
     def has_work(self) -> bool:
@@ -121,7 +121,7 @@ class Scheduler:
     def add_checked(self, request: Request) -> None:
         """Queue a request that passed `check_fits`, with its siblings. O(samples) plus the cost of `Turns.place`."""
         deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
-        self._next_deadline = min([self._next_deadline, *deadlines])
+        self.next_deadline = min([self.next_deadline, *deadlines])
         if not self.entrance.add(request):
             self._turns.place(request, self.waiting)
 
@@ -297,12 +297,12 @@ class Scheduler:
         Their finish_reason is "timeout". Nothing expires by itself, so call this before each step. O(1) before the next
         deadline, then O(requests).
         """
-        if now < self._next_deadline:
+        if now < self.next_deadline:
             return []
         unfinished = [s for r in (*self.running, *self.waiting, *self.entrance.held) for s in (r, *r.siblings)]
         timed = [(request.deadline, request) for request in unfinished if request.deadline is not None]
         expired = [request for deadline, request in timed if deadline <= now]
-        self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
+        self.next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
         for request in reversed(expired):  # a prompt's other samples before the first one, which computes it for them
             self.cancel(request, "timeout")
         return expired
@@ -473,19 +473,19 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self.long_prompts.free(request)
-            self._pause_session(request)
+            self.pause_session(request)
         elif request in self.waiting:
             self.waiting.remove(request)
             if request.was_admitted or request.num_output_tokens:  # preempted, or answered by `remembered`
                 request.was_admitted = True
-                self._pause_session(request)
+                self.pause_session(request)
         else:
             for other in (*self.running, *self.waiting, *self.entrance.held):
                 if request in other.siblings:
                     other.siblings.remove(request)
         self.entrance.note_end(request)
 
-    def _pause_session(self, request: Request) -> None:
+    def pause_session(self, request: Request) -> None:
         """Tell the manager that a session's request has ended."""
         sequence, reason = request.sequence, None if request.sequence.session is None else request.pause_reason
         if reason is not None:

@@ -17,7 +17,12 @@ class StopMatcher:
 
     def __init__(self, stops: Iterable[str] = (), num_exempt: int = 0) -> None:
         self._stops = tuple(stops)
-        self._num_exempt = num_exempt
+        self._num_first_exempt = num_exempt
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again, as if nothing had been fed. O(1)."""
+        self._num_exempt = self._num_first_exempt
         self._held = ""
         self.is_matched = False
 

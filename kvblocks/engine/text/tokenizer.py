@@ -203,6 +203,10 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again, as if nothing had been fed. O(1)."""
         self._window: list[int] = []
         self._num_returned = 0  # characters of the window's text
 
@@ -233,7 +237,7 @@ class StreamDecoder:
     def finish(self) -> str:
         """Return the text that was held back, with U+FFFD for an unfinished character. Resets the decoder."""
         piece = self._decode(self._window)[self._num_returned :]
-        self._window, self._num_returned = [], 0
+        self.reset()
         return piece
 
     def _is_token(self, token_id: int) -> bool:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +62,7 @@ class Carrier:
         self._loads: Commands = queue.SimpleQueue()
         self._commands: Commands = queue.SimpleQueue()
         self._ended: deque[Ended] = deque()
+        self._last: dict[str, Transfer | None] = {"load": None, "store": None}
         self._lock = threading.Lock()  # guards the next attribute
         self._uses: dict[int, None] = {}  # noted, and not yet given to the place; the latest is last
         self._is_open = True
@@ -73,7 +74,10 @@ class Carrier:
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
-        """Queue a transfer. It begins after all work that has been launched on the device so far."""
+        """Queue a transfer. It begins after all work that has been launched on the device so far.
+
+        Repeat an interrupted call before the next one: the transfer is carried out once, even if it was queued already.
+        """
         move = self._move_of(transfer)
         commands = self._loads if transfer.is_load else self._commands
         commands.put(lambda: self._carry(transfer, move))
@@ -122,12 +126,11 @@ class Carrier:
         self._commands.put(run)
         return future
 
-    def ended(self) -> list[Ended]:
-        """Return the transfers that have ended since the last call."""
-        found: list[Ended] = []
+    def ended(self) -> Iterator[Ended]:
+        """Take the transfers that have ended. One stays if its turn is interrupted, before the next one is taken."""
         while self._ended:
-            found.append(self._ended.popleft())
-        return found
+            yield self._ended[0]
+            self._ended.popleft()
 
     def stats(self) -> object | None:
         """As `Place`."""
@@ -190,6 +193,9 @@ class Carrier:
 
     def _carry(self, transfer: Transfer, move: Move) -> None:
         kind = "load" if transfer.is_load else "store"
+        if transfer is self._last[kind]:  # it was queued twice
+            return
+        self._last[kind] = transfer
         carry = self._place.load if transfer.is_load else self._place.store
         start = time.perf_counter()
         ok = False

@@ -6,6 +6,7 @@ launched work (`BlockBytes.mark`).
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Offload:
         self._carriers = {carrier.name: carrier for carrier in carriers}
         self._something_ended = something_ended
         self._seeker = seeker
+        self._taken: deque[Transfer] = deque()  # those that haven't begun
         self._under_way: set[Transfer] = set()
         self._forgettings: list[Forgetting] = []  # those that wait for transfers
         self.is_closed = False
@@ -73,9 +75,11 @@ class Offload:
     def advance(self) -> list[Loaded]:
         """Report ended transfers, begin new ones, and return the results of loads. O(blocks that move)."""
         loaded = self._collect()
-        for transfer in self._tiers.take_transfers():
-            self._under_way.add(transfer)
-            self._carriers[transfer.tier].begin(transfer)
+        self._taken += self._tiers.take_transfers()
+        while self._taken:  # an interrupted call leaves the others to the next one
+            self._under_way.add(self._taken[0])
+            self._carriers[self._taken[0].tier].begin(self._taken[0])
+            self._taken.popleft()
         self._note_changes()
         return loaded
 

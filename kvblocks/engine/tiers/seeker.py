@@ -120,8 +120,8 @@ class Seeker:
                 continue
             until_s = time.monotonic() + self._store.address.lookup_timeout_s
             search = _Search(request, asked, until_s)
+            self._searches.append(search)  # first: a request that waits has a search, which ends in any case
             request.is_sought = True
-            self._searches.append(search)
             self._queue.put(search)
 
     def take(self) -> bool:

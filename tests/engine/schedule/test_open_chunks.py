@@ -186,12 +186,12 @@ def test_a_chunk_that_is_dropped_leaves_only_what_was_written(end, num_slices):
 def test_an_open_chunk_counts_as_written_when_all_its_layers_are_done():
     scheduler, cache, long = make_open()
     for _ in range(6):
-        assert (long.sequence.num_computed_tokens, written_tokens(scheduler)) == (40, {long: 8})
+        assert (long.sequence.num_computed_tokens, written_tokens(scheduler)) == (40, {(long, 0): 8})
         step(scheduler, cache)
     written, chunks = written_tokens(scheduler), scheduler.schedule()
     assert chunks[0].part.layers == range(7, 8)
     scheduler.complete(chunks, cache.run(chunks))
-    assert (cached_tokens(scheduler, [0] * 60), written_tokens(scheduler)) == (40, {long: 40})
+    assert (cached_tokens(scheduler, [0] * 60), written_tokens(scheduler)) == (40, {(long, 0): 40})
     undo(scheduler, written)  # interrupted after all that: of this step's work nothing stays
     assert cached_tokens(scheduler, [0] * 60) == 8
     finish(scheduler, cache)

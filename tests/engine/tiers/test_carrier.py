@@ -94,7 +94,7 @@ def test_a_transfer_ends_with_what_it_moved(place, carrier):
     assert place.calls == [("store", [0, 1], 2, "mark"), ("close",)]
     assert carrier.num_bytes == {"load": 0, "store": 20}
     assert carrier.seconds["store"] == ended.seconds
-    assert carrier.ended() == []
+    assert list(carrier.ended()) == []
 
 
 def test_what_fails_is_told_logged_and_not_counted(place, carrier, caplog):
