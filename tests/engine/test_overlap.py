@@ -563,6 +563,28 @@ def test_a_step_that_ended_when_it_was_launched_took_that_long(model, monkeypatc
     assert noted == [2.0] * 3
 
 
+def test_a_part_of_a_prompt_takes_until_the_device_has_computed_it(model, monkeypatch):
+    """It draws no token, but tiers and the gate go by how long it took."""
+    now, noted = [0.0], []
+    monkeypatch.setattr("kvblocks.engine.stepper.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Late, "is_done", property(lambda copy: copy._values is not None), raising=False)
+    waits = Late.wait
+
+    def takes_five_seconds(copy):
+        now[0] += 0.0 if copy.is_done else 5.0
+        waits(copy)
+
+    monkeypatch.setattr(Late, "wait", takes_five_seconds)
+    engine = make(model, overlap=True)
+    monkeypatch.setattr(
+        engine.scheduler, "note_step", lambda chunks, seconds: noted.append((chunks[0].num_tokens, seconds))
+    )
+    engine.submit(random_tokens(TINY, 60, seed=1), **GREEDY)
+    while len(noted) < 2:
+        engine.step()
+    assert noted == [(48, 5.0), (12, 5.0)]
+
+
 def test_an_engine_is_used_under_the_stream_under_which_it_was_made(model, monkeypatch):
     """Only this keeps the order of steps on a device. On a CPU there are no streams."""
     current = [7]
