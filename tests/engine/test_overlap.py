@@ -567,7 +567,7 @@ def test_a_part_of_a_prompt_takes_until_the_device_has_computed_it(model, monkey
     """It draws no token, but tiers and the gate go by how long it took."""
     now, noted = [0.0], []
     monkeypatch.setattr("kvblocks.engine.stepper.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(Late, "is_done", property(lambda copy: copy._values is not None), raising=False)
+    monkeypatch.setattr(Late, "is_done", property(lambda copy: copy._values is not None), raising=False)  # noqa: SLF001
     waits = Late.wait
 
     def takes_five_seconds(copy):
