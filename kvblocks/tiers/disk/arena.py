@@ -13,6 +13,7 @@ from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.sealing import Sealer
 
 _MOST_ZEROS = 2**20  # bytes that are written at once
+_MOST_UNFLUSHED = 2**30  # bytes that are overwritten between two flushes
 
 
 class Arena:
@@ -63,18 +64,21 @@ class Arena:
         """Overwrite slots with zeros, each one's record last, and wait until that is on the disk. O(their bytes).
 
         No record doesn't mean no bytes: a loss of power may have left a block's bytes without it. So only slots that
-        were erased before, and not written since, are left alone. This takes no room on the disk, since only bytes that
-        were written are overwritten.
+        were erased before, and not written since, are left alone, and a call after one that failed goes on near where
+        that was. This takes no room on the disk, since only bytes that were written are overwritten.
         """
         left = [slot for slot in slots if not self._is_blank[slot]]
-        for slot in left:
-            start = self._layout.offset(slot)
-            bytes_at = start + self._layout.num_room_bytes
-            overwrite(self.descriptor, bytes_at, start + self._layout.stride)
-            overwrite(self.descriptor, start, bytes_at)
-        self.flush()
-        for slot in left:
-            self._is_blank[slot] = 1
+        num_at_once = max(1, _MOST_UNFLUSHED // self._layout.stride)
+        for begin in range(0, len(left), num_at_once):
+            part = left[begin : begin + num_at_once]
+            for slot in part:
+                start = self._layout.offset(slot)
+                bytes_at = start + self._layout.num_room_bytes
+                overwrite(self.descriptor, bytes_at, start + self._layout.stride)
+                overwrite(self.descriptor, start, bytes_at)
+            self.flush()
+            for slot in part:
+                self._is_blank[slot] = 1
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -227,7 +227,8 @@ class DiskStore:
         For data that must go, so everything kept for other fingerprints is erased too. Copies that the file system or
         the device makes on its own are not reached. Overwriting takes no room. The index and its log need some; on a
         full volume they get that of the arena's last blocks. Raises InvalidArgumentError, and DiskError, which says
-        what is left; in that case call it again. O(bytes).
+        what is left; in that case call it again. If the process ends meanwhile, the slots are forgotten, unless the
+        volume was full. O(bytes).
         """
         checked = [self._check_slot("erase", slot) for slot in listed("DiskStore.erase", "slots", slots)]
         with self._syncing, self._counting_failures("num_failed_writes"):
@@ -235,6 +236,8 @@ class DiskStore:
             with self._lock:
                 self._changes.update(dict.fromkeys(checked))
                 self._is_unflushed = True
+            with suppress(DiskError):  # tried again below, with room
+                self._sync()  # so that nothing finds the blocks if the process ends while their bytes are overwritten
             with _as_disk_error(f"DiskStore.erase: {_BYTES_LEFT}"):
                 self._arena.erase(checked)
                 self._room.erase_kept()

@@ -381,6 +381,28 @@ def test_a_deletion_whose_flush_failed_overwrites_again(tmp_path, monkeypatch):
         assert not any((tmp_path / "kvblocks.arena").read_bytes())
 
 
+def test_a_deletion_that_failed_goes_on_where_it_was(tmp_path, monkeypatch):
+    """A large one takes minutes, and `ForgetError` says that a second call continues."""
+    with open_store(tmp_path) as store:
+        fill(store, {1: 1, 2: 2, 3: 3})
+        offset, real, places = store._layout.offset, os.pwrite, []  # noqa: SLF001
+        monkeypatch.setattr("kvblocks.tiers.disk.arena._MOST_UNFLUSHED", 1)
+
+        def fail(descriptor, data, place):
+            if place >= offset(2):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(descriptor, data, place)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fail)
+            with pytest.raises(DiskError, match="bytes of blocks are left"):
+                store.erase([1, 2, 3])
+        monkeypatch.setattr(os, "pwrite", lambda *given: places.append(given[2]) or real(*given))
+        store.erase([1, 2, 3])
+        assert places and all(offset(2) <= place < offset(4) for place in places)
+        assert not any((tmp_path / "kvblocks.arena").read_bytes())
+
+
 def test_a_commit_that_fails_is_tried_again_and_newer_changes_win(tmp_path, monkeypatch):
     def fail(*_):
         raise sqlite3.OperationalError("database or disk is full")

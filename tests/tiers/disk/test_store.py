@@ -1,5 +1,6 @@
 """A store, call by call."""
 
+import errno
 import os
 import random
 import sqlite3
@@ -232,6 +233,28 @@ def test_what_is_erased_stays_so_without_a_close(tmp_path):
             (tmp_path / "two" / path.name).write_bytes(path.read_bytes())
     with open_store(tmp_path / "two") as store:
         assert remembered(store) == [(4, 4), (6, 6), (7, 7)]
+
+
+def test_a_kill_in_the_middle_of_a_deletion_brings_nothing_back(tmp_path, monkeypatch):
+    """A large one takes minutes, longer than a supervisor waits."""
+    with open_store(tmp_path / "one") as store:
+        fill(store, {slot: slot for slot in range(8)})
+        (tmp_path / "two").mkdir()
+
+        def die(*_):
+            for path in (tmp_path / "one").iterdir():  # as a kill would leave them
+                (tmp_path / "two" / path.name).write_bytes(path.read_bytes())
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", die)
+            with pytest.raises(DiskError, match="bytes of blocks are left"):
+                store.erase(range(4))
+    with open_store(tmp_path / "two") as store:
+        assert remembered(store) == [(4, 4), (5, 5), (6, 6), (7, 7)]
+        store.erase(range(4))
+    arena, offset = (tmp_path / "two" / "kvblocks.arena").read_bytes(), store._layout.offset  # noqa: SLF001
+    assert not any(arena[: offset(4)]) and any(arena[offset(4) :])
 
 
 def test_bytes_whose_record_was_lost_are_erased(tmp_path):
