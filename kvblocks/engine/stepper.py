@@ -104,9 +104,13 @@ class Stepper:
         self._streams.append((ref(stream), generations))
 
     def end(self, generations: Sequence[Generation]) -> None:
-        """Cancel all generations of a stream. O(requests) for each unfinished one."""
-        with self._change():
-            self._end(generations)
+        """Cancel all generations of a stream. O(requests) for each unfinished one.
+
+        The garbage collector may end a stream in the middle of another call. The next step then cancels them.
+        """
+        if self._is_whole:
+            with self._change():
+                self._end(generations)
 
     def step(self, runner: ModelRunner) -> None:
         """Compute one step with `runner`. `take_told` then returns the generations that got a piece or ended.
@@ -189,10 +193,8 @@ class Stepper:
         """As `step`."""
         if self._pending is not None:
             self._pending.ended_unseen = self._pending.draws.is_done
-        for stream, generations in self._streams:
-            iterator = stream()
-            if iterator is None or getgeneratorstate(iterator) == GEN_CLOSED:
-                self._end(generations)
+        for generations in [generations for stream, generations in self._streams if _has_ended(stream())]:
+            self._end(generations)
         now_s = time.perf_counter()
         for request in self.scheduler.expire(now_s):
             self._note_end(self._generations[request], now_s)
@@ -458,6 +460,10 @@ class Stepper:
             raise error
         # The traceback is kept only for reading. Its frames would keep the model's tensors alive.
         clear_frames(error.__traceback__)
+
+
+def _has_ended(stream: Stream | None) -> bool:
+    return stream is None or getgeneratorstate(stream) == GEN_CLOSED
 
 
 def _both(step: PendingStep, planned: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:

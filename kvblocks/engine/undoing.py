@@ -40,7 +40,8 @@ def undo(scheduler: Scheduler, written: Written, requests: Iterable[Request] = (
     requests = list(requests)
     queued = [*scheduler.running, *scheduler.waiting, *scheduler.entrance.recover()]
     siblings = [sample for request in (*queued, *requests) for sample in request.siblings]
-    lost = [request for request in requests if request not in queued and request not in siblings]
+    known = {*queued, *siblings}
+    lost = [request for request in requests if request not in known]
     queued = list(dict.fromkeys([*scheduler.running, *lost, *queued]))
     if scheduler.remembered is not None:
         with suppress(CorruptStateError):

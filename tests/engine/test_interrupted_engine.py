@@ -1,5 +1,6 @@
 """Ctrl-C at any line of the engine's code loses no block, no request and no piece, and the engine can still be used."""
 
+import gc
 import os
 import random
 import time
@@ -390,3 +391,28 @@ def test_an_interrupt_within_a_call_of_the_manager_is_heard_and_then_the_engine_
     for generation in generations:
         engine.cancel(generation)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stream_that_the_garbage_collector_ends_within_a_step_changes_nobody_else(model, overlap, monkeypatch):
+    engine, generations, expected = answer_two(model)
+    engine.stepper.overlaps = overlap
+    streams = [engine.stream([[1, 2, number]], **GREEDY | {"max_tokens": 20}) for number in (3, 4)]
+    for stream in streams:
+        next(stream)
+    streams.append(streams)  # only the garbage collector can free them
+    del stream, streams
+    run, num_held = engine.runner.run, 0
+
+    def collect(*chunks):
+        nonlocal num_held
+        gc.collect()
+        num_held = len(unfinished(engine))
+        return run(*chunks)
+
+    monkeypatch.setattr(engine.runner, "run", collect)
+    engine.step()
+    monkeypatch.undo()
+    assert num_held == 4
+    finish(engine)
+    assert [one.completion.token_ids for one in generations] == expected

@@ -213,9 +213,7 @@ class BatchSampler:
     def __init__(self, draw_tokens: DrawTokens | None = None) -> None:
         self.counts = SamplingCounts()
         self._memory = Workspace()
-        self._key: object = None  # what the last step asked for, and its groups
-        self._draws: list[Draw] = []
-        self._groups: list[AlikeDraws] = []
+        self._last: tuple[object, list[Draw], list[AlikeDraws]] = None, [], []  # a step's key and draws, and its groups
         self.draw_tokens = draw_tokens
 
     def sample(
@@ -251,10 +249,11 @@ class BatchSampler:
     def _group(self, logits: Tensor, draws: list[Draw], rows: list[int]) -> list[AlikeDraws]:
         """As `group_draws`, which is only called if the last step's draws weren't these objects."""
         key = (logits.shape[1], logits.device, self.draw_tokens, rows)
-        if key != self._key or len(draws) != len(self._draws) or not all(map(is_, draws, self._draws)):
-            self._groups = group_draws(draws, rows, logits, self.draw_tokens)
-            self._key, self._draws = key, draws
-        return self._groups
+        last_key, last_draws, groups = self._last
+        if key != last_key or len(draws) != len(last_draws) or not all(map(is_, draws, last_draws)):
+            groups = group_draws(draws, rows, logits, self.draw_tokens)
+            self._last = key, draws, groups  # at once: an interrupt can't leave the groups of another step
+        return groups
 
 
 class BegunDraws:

@@ -95,12 +95,13 @@ class Carrier:
         if not slots:
             return
         with self._lock:
-            is_queued = bool(self._uses)
+            if not self._uses:
+                self._commands.put(
+                    self._note_used
+                )  # first: an interrupt leaves no notes that nobody gives to the place
             for slot in slots:
                 self._uses.pop(slot, None)
                 self._uses[slot] = None
-        if not is_queued:
-            self._commands.put(self._note_used)
 
     def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> "Future[None]":
         """Queue the deletion of a salt's bytes, between earlier and later calls (see `Place`).
@@ -219,8 +220,9 @@ class Carrier:
     def _note_used(self) -> None:
         with self._lock:
             slots, self._uses = [*self._uses], {}
-        self._try(lambda: self._place.note_used(slots))
-        self._settle_within(USES_S)
+        if slots:  # there are none if `note_used` was interrupted
+            self._try(lambda: self._place.note_used(slots))
+            self._settle_within(USES_S)
 
     def _try(self, function: Callable[[], None]) -> bool:
         """Call a function of the place. Return whether it succeeded."""

@@ -1,9 +1,11 @@
 """One sampler over many steps: what it keeps of the last step changes no draw."""
 
 import random
+from contextlib import suppress
 
 import pytest
 import torch
+from engine.interrupted_engines import Interrupts
 from engine.sampling.plain import sample
 
 from kvblocks import Sequence
@@ -118,3 +120,20 @@ def test_the_draws_of_the_same_requests_are_grouped_once(monkeypatch, has_kernel
     assert len(calls) == 1
     sample(sampler, logits[:-1], [[(one, 0.5)] for one in draws[:-1]])
     assert len(calls) == 2
+
+
+def test_an_interrupt_at_any_line_leaves_no_draws_of_another_step():
+    """A step has one request, an interrupted one has two, and the next one has the first request again."""
+    draws = [(Draw(SamplingParams()), 0.0) for _ in range(2)]
+    logits = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1))
+    (expected,) = sample(BatchSampler(), logits[:1], [draws[:1]])
+    number, was_interrupted = 0, True
+    while was_interrupted:
+        number, sampler = number + 1, BatchSampler()
+        sample(sampler, logits[:1], [draws[:1]])
+        interrupts = Interrupts(number)
+        with suppress(KeyboardInterrupt), interrupts.on():
+            sample(sampler, logits, [[one] for one in draws])
+        was_interrupted = bool(interrupts.places)
+        assert sample(sampler, logits[:1], [draws[:1]]) == [expected], interrupts.places
+    assert number > 20

@@ -272,3 +272,15 @@ def test_uses_do_not_pile_up_while_a_place_hangs(place, carrier):
     carrier.note_used([2])
     carrier.close()
     assert place.calls[-3:] == [("note_used", [2]), ("settle",), ("close",)]
+
+
+def test_uses_are_noted_after_an_interrupted_note(place, carrier, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(carrier, "_commands", SimpleNamespace(put=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            carrier.note_used([3])
+    carrier.note_used([4])
+    until(lambda: ("note_used", [4]) in place.calls)
