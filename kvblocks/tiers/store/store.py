@@ -366,19 +366,16 @@ class SharedStore:
         touched = self._stores.run([("TOUCH", keys[number]) for number in wanted], self.address.timeout_s)
         absent = [number for number, answer in zip(wanted, touched, strict=True) if answer == 0]
         num_refused = self._note_refused(touched)
-        commands: list[Command] = []
-        for number in absent:
-            commands += [
-                ("SET", self._names.claim(keys[number]), token, "NX", "PX", CLAIM_MS),
-                ("TOUCH", keys[number]),
-            ]
-        answers = self._stores.run(commands, self.address.timeout_s) if commands else []
-        num_refused += self._note_refused(answers[::2])
-        lacking = [
-            number
-            for number, claimed, is_there in zip(absent, answers[::2], answers[1::2], strict=True)
-            if claimed is True and is_there == 0
+        claims: list[Command] = [
+            ("SET", self._names.claim(keys[number]), token, "NX", "PX", CLAIM_MS) for number in absent
         ]
+        answers = self._stores.run(claims, self.address.timeout_s) if claims else []
+        num_refused += self._note_refused(answers)
+        claimed = [number for number, answer in zip(absent, answers, strict=True) if answer is True]
+        # Not in the same call, whose commands several connections carry out in any order.
+        lookups: list[Command] = [("TOUCH", keys[number]) for number in claimed]
+        touched = self._stores.run(lookups, self.address.timeout_s) if lookups else []
+        lacking = [number for number, answer in zip(claimed, touched, strict=True) if answer == 0]
         return lacking, num_refused
 
     def _give_up(self, keys: Sequence[str], token: str) -> None:

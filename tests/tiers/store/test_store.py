@@ -16,7 +16,7 @@ from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.sealing import Sealer
 from kvblocks.tiers.store import SharedStore, StoreError, parse_address
 from kvblocks.tiers.store import store as store_module
-from kvblocks.tiers.store.client import open_clients
+from kvblocks.tiers.store.client import ValkeyClient, open_clients
 from kvblocks.tiers.store.names import StoreNames
 from kvblocks.tiers.store.store import MOST_LOOKUPS, Owner
 
@@ -347,6 +347,27 @@ def test_ten_servers_that_computed_one_prefix_store_it_once(server, connect):
         thread.join()
     assert sum(store.stats.num_written_blocks for store in stores) == 40
     assert read(stores[0], identities) == payloads
+
+
+def test_what_another_server_writes_during_a_claim_is_not_written_again(server, connect, monkeypatch):
+    """Several connections carry out the commands of a call in any order, here in the opposite one."""
+    one, other = connect(server.url), connect(server.url)
+    identities, payloads = chain(1)
+    run, others = ValkeyClient.run, [lambda: other.write(NOBODY, identities, payloads)]
+
+    def in_any_order(client, commands, timeout_s):
+        if not others or all(command[0] != "SET" for command in commands):
+            return run(client, commands, timeout_s)
+        answers = []
+        for command in reversed(commands):
+            if command[0] == "SET":
+                others.pop()()
+            answers += run(client, [command], timeout_s)
+        return answers[::-1]
+
+    monkeypatch.setattr(ValkeyClient, "run", in_any_order)
+    assert one.write(NOBODY, identities, payloads)
+    assert (one.stats.num_written_blocks, other.stats.num_written_blocks) == (0, 1)
 
 
 def test_a_claim_of_a_server_that_died_ends_by_itself(server, connect):
