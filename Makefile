@@ -51,7 +51,7 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || e
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
-	@echo 'make test    some cases of every test: at most ten minutes on two cores'
+	@echo 'make test    some cases of every test: about ten minutes on two cores'
 	@echo 'make test-fast  the tests that find the most faults in the least time: under a minute'
 	@echo 'make coverage  which lines of the core its own tests run, and whether they are as many as they were'
 	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'

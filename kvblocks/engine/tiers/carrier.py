@@ -95,10 +95,8 @@ class Carrier:
         if not slots:
             return
         with self._lock:
-            if not self._uses:
-                self._commands.put(
-                    self._note_used
-                )  # first: an interrupt leaves no notes that nobody gives to the place
+            if not self._uses:  # the command first, so that an interrupt leaves no notes that nobody gives to the place
+                self._commands.put(self._note_used)
             for slot in slots:
                 self._uses.pop(slot, None)
                 self._uses[slot] = None
