@@ -1149,11 +1149,11 @@ class HammeredEngine:
     num_requests = 600
 
     def __init__(self) -> None:
-        self.cache = PrefixCache(24, self.block_size)
+        self.cache = PrefixCache(24, self.block_size, pin_budget=0.2)
         self.all_ids = [100 + 3 * i for i in range(40)]
         self.free = deque(self.all_ids)
         self.written: dict[int, list[int]] = {}
-        self.num_hits = self.num_evicted = 0
+        self.num_hits = self.num_evicted = self.num_pins = self.num_refused = 0
         self.errors: list[BaseException] = []
 
     def prompt(self, random: Random) -> list[int]:
@@ -1220,7 +1220,12 @@ class HammeredEngine:
         """The other calls."""
         cache, kind = self.cache, random.randrange(8)
         if kind == 0:
-            num_tokens = cache.pin_prefix(tokens, "by a thread")
+            try:
+                num_tokens = cache.pin_prefix(tokens, "by a thread")
+            except PinBudgetError:  # of a long prompt, or while other threads have pins
+                self.num_refused += 1
+                return
+            self.num_pins += bool(num_tokens)
             time.sleep(0)
             assert all(pin.description == "by a thread" for pin in cache.inspect.list_pinned())
             assert not num_tokens or cache.unpin_prefix(tokens)
@@ -1268,6 +1273,7 @@ def test_eight_threads_and_an_audit():
     assert sorted([*engine.free, *cached]) == engine.all_ids  # no id was lost, or is in two hands
     assert sorted(cache.clear()) == cached
     assert engine.num_hits > 200 and engine.num_evicted > 200
+    assert engine.num_pins > 100 and engine.num_refused
 
 
 def test_nobody_evicts_between_two_calls_that_are_exclusive():
