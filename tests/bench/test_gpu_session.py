@@ -412,8 +412,8 @@ def nothing(): pass
 def compile_ahead(): ahead._compile_share("sm90", "no such kernel", 1, 0)
 def run_item(): items.run_item("facts", results.Results(Path("none")), 0, is_rehearsal=True)
 def configure_tests():
-    manager = SimpleNamespace(register=lambda *_: None)
-    pytest_recorder.pytest_configure(SimpleNamespace(pluginmanager=manager, workerinput={"kvblocks_finished_tests": []}))
+    manager, given = SimpleNamespace(register=lambda *_: None), {"kvblocks_finished_tests": []}
+    pytest_recorder.pytest_configure(SimpleNamespace(pluginmanager=manager, workerinput=given))
 
 facts.cases = lambda **_: iter(())
 FIRST()
