@@ -9,7 +9,7 @@ import time
 
 import openai
 import pytest
-from server.server_harness import ROOT, serving, start, wait_until_stored
+from server.server_harness import ROOT, serving, start, wait_until_synced
 
 from kvblocks.cli import app as cli
 from kvblocks.retention.policies import NAMED
@@ -151,8 +151,7 @@ def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, 
         output, error = second.communicate(timeout=150)
         assert (second.returncode, output) == (1, "")
         assert re.fullmatch(r"kvblocks: .*disk: expected a folder that nobody uses, got one of process \d+\n", error)
-        wait_until_stored(url, "disk", 18)
-        time.sleep(3)  # what is stored is remembered within seconds
+        wait_until_synced(url, 18)
         process.send_signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL
     monkeypatch.setenv("KVBLOCKS_DISK_CACHE_SECRET", "0123456789abcdef")
