@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import openai
 import pytest
@@ -101,14 +100,12 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
     ],
 )
 def test_what_cannot_be_served_is_an_error_at_start(tiny_folder, arguments, words, capsys):
-    began = time.monotonic()
     with pytest.raises(SystemExit) as raised:
         cli.main(["serve", "--model", str(tiny_folder), "--port", "0", *arguments])
     assert raised.value.code == (1 if arguments[-1] == "/dev/null" else 2)
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("kvblocks: ")
     assert words in message
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("missing", ["starlette", "httpx2"])
