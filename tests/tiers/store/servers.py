@@ -181,6 +181,8 @@ class Proxy:
             except OSError:
                 near.close()
                 continue
+            for each in (near, far):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a piece may wait 40 ms for an ACK
             self._sockets += [near, far]
             self._start(self._pass, near, far, False)
             self._start(self._pass, far, near, True)
