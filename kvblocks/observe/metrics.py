@@ -57,7 +57,8 @@ class CacheMetrics:
         limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else check_bounds(bounds)
         self.time_unit: Literal["blocks", "seconds"] = "blocks" if clock is None else "seconds"
         self._manager = watched
-        self._tiers = watched.tiers  # made here, since another thread may take the snapshots
+        # Made here: the thread that takes snapshots and the manager's could otherwise make them twice, and lose one.
+        self._pins, self._quotas, self._tiers = watched.pins, watched.quotas, watched.tiers
         self._clock = clock
         self._max_queries = max_queries
         # All counts so far and the window. One tuple, so that another thread reads both of the same moment.
@@ -98,8 +99,8 @@ class CacheMetrics:
             time_unit=self.time_unit,
             stats=manager.stats,
             window=window.plus(_hit_counts(manager).plus(noted, -1)),
-            pins=_pin_usage(manager),
-            quotas=tuple(manager.quotas),
+            pins=self._pin_usage(),
+            quotas=tuple(self._quotas),
             num_sampled_blocks=sampler.num_blocks,
             lifetimes=sampler.lifetimes.values(),
             idle_times=sampler.idle_times.values(),
@@ -113,6 +114,11 @@ class CacheMetrics:
         """Stop sampling blocks, so that other metrics can. Recorded values stay. O(1)."""
         self._manager._stop_sampling(self._sampler)  # noqa: SLF001  # a hook for this class
 
+    def _pin_usage(self) -> PinUsage:
+        pins, end = list(self._pins), self._manager.first_block_id + self._manager.num_blocks
+        held = [block for pin in pins for block in [*pin.blocks, *pin.attached_blocks] if block.block_id < end]
+        return PinUsage(len(pins), sum([pin.num_wanted_blocks for pin in pins]), len(held), len(set(held)))
+
     def _now(self) -> float:
         if self._clock is not None:
             return self._clock()
@@ -122,14 +128,3 @@ class CacheMetrics:
 def _hit_counts(manager: KVCacheManager) -> HitCounts:
     stats = manager.stats
     return HitCounts(stats.num_queries, stats.num_hits, stats.num_queried_tokens, stats.num_hit_tokens)
-
-
-def _pin_usage(manager: KVCacheManager) -> PinUsage:
-    pins = list(manager.pins)
-    held = [
-        block
-        for pin in pins
-        for block in [*pin.blocks, *pin.attached_blocks]
-        if block.block_id < manager.first_block_id + manager.num_blocks
-    ]
-    return PinUsage(len(pins), sum([pin.num_wanted_blocks for pin in pins]), len(held), len(set(held)))

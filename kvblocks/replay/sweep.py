@@ -6,11 +6,12 @@ import os
 import platform
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
-from multiprocessing.pool import AsyncResult, Pool
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -262,61 +263,87 @@ def do_all(
         return found
     context = multiprocessing.get_context("spawn")  # a fork could copy the caller's locks while they are held
     shares = context.Array("d", len(jobs), lock=False)
-    others = _children()
-    with _pool(
-        context, min(num_processes, len(jobs)), (type(workload), workload.trace, workload.options, shares)
-    ) as pool:
-        workers = _children() - others
-        results = [pool.apply_async(_do, (number, job)) for number, job in enumerate(jobs)]
-        waiting: list[AsyncResult[Any]] = list(results)
-        while waiting:
-            waiting[0].wait(_POLL_S)
+    given = type(workload), workload.trace, workload.options, shares
+    waiting, results = deque(enumerate(jobs)), dict[int, Any]()
+    with _workers(context, min(num_processes, len(jobs)), given) as idle:
+        busy = list[Any]()
+        while waiting or busy:
+            while waiting and idle:
+                busy.append(idle.pop())
+                with _alive():
+                    busy[-1].send(waiting.popleft())
+            answered: list[Any] = wait(busy, _POLL_S)
+            for worker in answered:
+                with _alive():
+                    number, found, error = worker.recv()
+                if error is not None:
+                    raise error
+                results[number] = found
+                busy.remove(worker)
+                idle.append(worker)
             progress([*zip(jobs, shares, strict=True)])
-            waiting = [result for result in waiting if not result.ready()]
-            if waiting and not workers <= _children():
-                # Otherwise the pool would start another process, and wait forever for the result of this one.
-                raise KVBlocksError(
-                    "sweep: expected processes that run to the end, got one that was killed (no memory?)"
-                )
-        return {job: result.get() for job, result in zip(jobs, results, strict=True)}
-
-
-def _children() -> set[int | None]:
-    return {process.pid for process in multiprocessing.active_children()}
+    return {job: results[number] for number, job in enumerate(jobs)}
 
 
 @contextmanager
-def _pool(context: Any, num_processes: int, arguments: tuple[Any, ...]) -> Iterator[Pool]:
-    """Processes that end when the block ends, in whatever way. They ignore Ctrl-C, which the parent handles."""
+def _alive() -> Iterator[None]:
+    """Raises KVBlocksError if a process has ended that is sent something, or from which something is to come."""
+    try:
+        yield
+    except (EOFError, OSError):
+        message = "sweep: expected processes that run to the end, got one that was killed (no memory?)"
+        raise KVBlocksError(message) from None
+
+
+@contextmanager
+def _workers(context: Any, number: int, given: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """Connections to so many processes, which end when the block ends, in whatever way.
+
+    They share no lock, which one of them that is killed could keep. They ignore Ctrl-C, which the parent handles.
+    """
     resource_tracker.ensure_running()  # otherwise the first process starts the tracker, which unblocks the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the processes inherit this
+    connections, processes = list[Any](), list[Any]()
     try:
-        pool = context.Pool(num_processes, _begin, arguments)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the processes inherit this
+        try:
+            for _ in range(number):
+                ours, theirs = context.Pipe()
+                connections.append(ours)
+                process = context.Process(target=_work, args=(theirs, *given), daemon=True)
+                with _alive():
+                    process.start()
+                processes.append(process)
+                theirs.close()  # so that its end is heard here
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield [*connections]
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    try:
-        yield pool
-        pool.close()
-    finally:
-        pool.terminate()
-        pool.join()
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.join()
 
 
-_worker: list[Any] = []
-"""In a process of a pool: its workload, and the finished shares of all jobs."""
+def _work(parent: Any, kind: type[ReplaySource], trace: Trace, options: Any, shares: Any) -> None:
+    """Carry out jobs, as the main function of a process, until the parent closes the connection or has died."""
+    workload = kind(trace, options)
+    with suppress(EOFError, OSError):
+        while True:
+            number, job = parent.recv()
 
+            def note(share: float, number: int = number) -> None:
+                shares[number] = share
 
-def _begin(kind: type[ReplaySource], trace: Trace, options: Any, shares: Any) -> None:
-    _worker[:] = [kind(trace, options), shares]
-
-
-def _do(number: int, job: SweepJob) -> Any:
-    workload, shares = _worker
-
-    def note(share: float) -> None:
-        shares[number] = share
-
-    return _carry_out(workload, job, note)
+            found, error = None, None
+            try:
+                found = _carry_out(workload, job, note)
+            except Exception as raised:  # noqa: BLE001  # the parent raises it
+                error = raised
+            parent.send((number, found, error))
 
 
 def _carry_out(workload: ReplaySource, job: Any, note: Callable[[float], object]) -> Any:

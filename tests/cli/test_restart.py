@@ -4,6 +4,7 @@ import io
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -52,10 +53,27 @@ def test_a_server_that_does_not_start_ends_the_act_with_what_it_said(tmp_path):
 
 
 def test_what_is_not_stored_in_time_is_told(roomy_folder, monkeypatch, tmp_path):
+    wait = restart._wait_until_stored  # noqa: SLF001
+    monkeypatch.setattr(restart, "_wait_until_stored", lambda client, _: wait(client, 1000))
     monkeypatch.setattr(restart, "_STORED_S", 0.3)
-    with pytest.raises(KVBlocksError, match=r"expected \d+ blocks on the disk within 0.3 s, got {"):
+    with pytest.raises(KVBlocksError, match=r"expected 1000 blocks on the disk within 0\.3 s, got {"):
         run_restart(str(roomy_folder), Console(file=io.StringIO()), script=SCRIPT)
     assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_a_kill_waits_for_a_sync_however_long_that_takes(monkeypatch):
+    now = [100.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def ask(method, path):
+        place = {"num_syncs": 3, "num_synced_blocks": 20 if now[0] >= 110 else 4}
+        return {"tiers": [{"num_stored_blocks": 20, "place": place}]}
+
+    monkeypatch.setattr(restart, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    restart._wait_until_stored(SimpleNamespace(ask=ask), 18)  # noqa: SLF001
+    assert now[0] >= 110
 
 
 def test_an_interrupt_leaves_no_process_and_no_folder(monkeypatch, tmp_path):

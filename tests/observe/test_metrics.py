@@ -263,6 +263,16 @@ def test_another_thread_may_take_snapshots() -> None:
     assert snapshots[-1].stats.num_queries > 0
 
 
+def test_what_a_snapshot_asks_is_made_before_another_thread_takes_one() -> None:
+    """Two threads could else make a manager's pins at once, and what one of them has pinned would be lost."""
+    manager = KVCacheManager(8, 4)
+    metrics = CacheMetrics(manager)
+    made = manager._pins, manager._quotas, manager._tiers  # noqa: SLF001
+    assert None not in made
+    metrics.snapshot()
+    assert (manager.pins, manager.quotas, manager.tiers) == made
+
+
 def test_events_are_the_same_whether_anybody_watches() -> None:
     events = []
     for is_sampled in (False, True):

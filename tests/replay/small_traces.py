@@ -1,5 +1,9 @@
 """Small traces for the tests of the replay: made by hand, or by hypothesis."""
 
+import os
+import time
+from pathlib import Path
+
 import numpy as np
 from hypothesis import strategies as st
 from replay.independent import Ask
@@ -33,6 +37,21 @@ def make_trace(asks, *, tenants=None, stops=None) -> Trace:
         tenants=[None if tenants is None else tenants[session] for session in sessions],
         times_are_relative=False,
     )
+
+
+class Waiting:
+    """Stands for a workload whose jobs are files, each of which says whose process it is until "go" is beside it."""
+
+    def __init__(self, trace, options):
+        self.trace, self.options = trace, options
+
+    def do(self, job, progress):
+        Path(job).write_text(str(os.getpid()))
+        end = time.monotonic() + 60
+        while not Path(job).with_name("go").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return job
 
 
 def run_trace(trace: Trace, setup: Setup):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from replay.independent import Ask
-from replay.small_traces import make_trace
+from replay.small_traces import Waiting, make_trace
 
 from kvblocks.cli import app as cli
 from kvblocks.cli.replay import commands as replay_command
@@ -271,6 +271,35 @@ def test_the_garbage_collector_rests_while_a_job_runs_and_is_as_it_was_after_tha
     finally:
         gc.enable()
     assert seen == [False] * 3
+
+
+def test_a_process_that_is_killed_when_there_is_no_job_for_it_costs_nothing(tmp_path):
+    """It has read from what may be shared, and waits for more."""
+    quick, slow = str(tmp_path / "quick" / "job"), str(tmp_path / "job")
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "quick" / "go").touch()
+    killed = []
+
+    def kill(shares):
+        if not killed and dict(shares)[quick] == 1.0 and Path(slow).exists() and Path(slow).read_text():
+            time.sleep(0.2)  # in which it begins to wait
+            busy = int(Path(slow).read_text())
+            killed.extend({child.pid for child in multiprocessing.active_children()} - {busy})
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
+            (tmp_path / "go").touch()
+
+    assert do_all(Waiting(None, None), [quick, slow], 2, kill) == {quick: quick, slow: slow}
+    assert len(killed) == 1
+    assert not multiprocessing.active_children()
+
+
+def test_what_a_job_raises_in_a_process_ends_the_sweep(tmp_path):
+    (tmp_path / "go").touch()
+    nowhere = str(tmp_path / "no" / "job")
+    with pytest.raises(FileNotFoundError, match="no/job"):
+        do_all(Waiting(None, None), [nowhere, str(tmp_path / "job")], 2, None)
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_that_is_killed_ends_the_sweep():

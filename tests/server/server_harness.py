@@ -197,6 +197,16 @@ def wait_until_stored(url, tier, num_blocks=1):
     wait_for(lambda: series(url)[f'kvblocks_tier_stored_blocks_total{{tier="{tier}"}}'] >= num_blocks)
 
 
+def wait_until_synced(url, num_blocks):
+    """Wait until a kill loses none of so many blocks. Their disk is the only tier."""
+
+    def is_synced():
+        (tier,) = httpx2.get(f"{url}/cache/stats", timeout=60, trust_env=False).json()["tiers"]
+        return tier["place"]["num_synced_blocks"] >= num_blocks
+
+    wait_for(is_synced)
+
+
 def outcomes(server):
     return server.service.metrics.counts()
 

@@ -1,6 +1,5 @@
 """What bounds the server: slots, sizes, times, keys, clients that go away, steps that fail, and its own end."""
 
-import threading
 import time
 
 import openai
@@ -88,10 +87,13 @@ def test_the_real_client_comes_back_by_itself(server, gate):
         wait_for(lambda: server.service.num_open == 3)
         refused = outcomes(server)["refused"]
         patient = client.with_options(max_retries=5)
-        opener = threading.Timer(0.3, gate.open)
-        opener.start()
+
+        def open_when_refused():
+            wait_for(lambda: outcomes(server)["refused"] > refused)
+            gate.open()
+
+        opener = in_background(open_when_refused)
         assert patient.completions.create(max_tokens=2, **HELLO).usage.completion_tokens == 2
-        assert outcomes(server)["refused"] > refused
         for thread in [*waiting, opener]:
             thread.join(60)
 

@@ -5,11 +5,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import openai
 import pytest
-from server.server_harness import ROOT, serving, start, wait_until_stored
+from server.server_harness import ROOT, serving, start, wait_until_synced
 
 from kvblocks.cli import app as cli
 from kvblocks.retention.policies import NAMED
@@ -101,14 +100,12 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
     ],
 )
 def test_what_cannot_be_served_is_an_error_at_start(tiny_folder, arguments, words, capsys):
-    began = time.monotonic()
     with pytest.raises(SystemExit) as raised:
         cli.main(["serve", "--model", str(tiny_folder), "--port", "0", *arguments])
     assert raised.value.code == (1 if arguments[-1] == "/dev/null" else 2)
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("kvblocks: ")
     assert words in message
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("missing", ["starlette", "httpx2"])
@@ -151,8 +148,7 @@ def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, 
         output, error = second.communicate(timeout=150)
         assert (second.returncode, output) == (1, "")
         assert re.fullmatch(r"kvblocks: .*disk: expected a folder that nobody uses, got one of process \d+\n", error)
-        wait_until_stored(url, "disk", 18)
-        time.sleep(3)  # what is stored is remembered within seconds
+        wait_until_synced(url, 18)
         process.send_signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL
     monkeypatch.setenv("KVBLOCKS_DISK_CACHE_SECRET", "0123456789abcdef")

@@ -62,7 +62,10 @@ def subscriber(publisher: EventPublisher, topic: bytes = b""):
     assert monitor.poll(1000 * SECONDS)
     socket.disable_monitor()
     monitor.close(0)
-    time.sleep(0.3)  # the subscription follows the handshake
+    with asker(publisher) as asks:  # the subscription follows the handshake, and is there before what comes later
+        asks.send_multipart(replay_request(publisher.number + 1))
+        assert asks.recv_multipart()[2] == END
+    time.sleep(0.2)  # in the milliseconds behind a batch, libzmq doesn't look whether there is one
     try:
         yield socket
     finally:

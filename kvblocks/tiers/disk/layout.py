@@ -24,7 +24,7 @@ class DiskStats:
 
     num_damaged_blocks: slots that didn't hold the expected block when they were read, and rows of the index that
     couldn't be used. num_failed_writes: calls of `write` and `erase` that raised. num_failed_syncs: calls of `sync`
-    that raised.
+    that raised. num_synced_blocks: blocks whose bytes and rows a sync has put on the disk, so that no kill loses them.
     """
 
     num_written_blocks: int = 0
@@ -35,6 +35,7 @@ class DiskStats:
     num_failed_writes: int = 0
     num_syncs: int = 0
     num_failed_syncs: int = 0
+    num_synced_blocks: int = 0
 
 
 class Layout:

@@ -374,7 +374,7 @@ class DiskStore:
                 self._used = {slot: None for slot in used if slot not in self._used} | self._used
                 self._is_unflushed = self._is_unflushed or is_unflushed
             raise
-        self._count(num_syncs=1)
+        self._count(num_syncs=1, num_synced_blocks=sum([identity is not None for identity in changes.values()]))
 
     def _flush(self, changes: dict[int, BlockIdentity | None]) -> None:
         try:

@@ -16,6 +16,7 @@ from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.errors import ForgetError
 from kvblocks.engine.tiers.block_bytes import BlockBytes
+from kvblocks.engine.tiers.carrier import Carrier
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
@@ -762,7 +763,7 @@ def test_what_a_transfer_holds_is_deleted_when_it_has_ended(make, tmp_path, hang
     assert not any(np.array(ann[at : at + 16], "<u4").tobytes() in content for at in range(0, 288, 16))
 
 
-def test_a_deletion_that_an_engines_end_cuts_off_says_so(make, tmp_path, hanging):
+def test_a_deletion_that_an_engines_end_cuts_off_says_so(make, tmp_path, hanging, monkeypatch):
     (ann,) = prompts(1)
     engine = make(tiers=[on_disk(tmp_path)], num_blocks=60)
     has_begun, may_end = hanging("store")
@@ -770,7 +771,13 @@ def test_a_deletion_that_an_engines_end_cuts_off_says_so(make, tmp_path, hanging
     engine.step()
     assert has_begun.wait(60)
     forgetting = engine.begin_forgetting("ann")
-    threading.Timer(0.2, may_end.set).start()
+    close = Carrier.close
+
+    def go_on_and_close(carrier, **options):
+        may_end.set()
+        close(carrier, **options)
+
+    monkeypatch.setattr(Carrier, "close", go_on_and_close)
     engine.close(0.0)
     assert forgetting.wait(0)
     with pytest.raises(ForgetError, match="disk: expected an engine that stays open, got one that was closed"):

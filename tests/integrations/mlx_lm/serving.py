@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+from bench.ports import free_ports
 from integrations.mlx_lm.models import CONFIGS, VOCABULARY, make_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,9 +47,7 @@ class Server:
     """A server process. arguments: behind `python`, such as -m mlx_lm.server; the model and the port are added."""
 
     def __init__(self, model: Path, log: Path, *arguments: str, **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.log = log
         command = [sys.executable, *arguments, "--model", str(model), "--port", str(self.port)]
         values = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environment}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import vllm
 
+from bench.ports import free_ports
 from integrations.vllm.one_after_another import MARK, model_folder
 from integrations.vllm.parallel import TELLING
 from integrations.vllm.telling import TOLD
@@ -64,9 +64,7 @@ def with_tokenizer(folder):
 @contextmanager
 def serving(environment, log, *options):
     """Run `vllm serve`, and yield its address when it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     folder = with_tokenizer(model_folder())
     command = [sys.executable, "-m", "integrations.vllm.serve", "serve", folder, "--port", str(port), *options]
     command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--load-format", "dummy", "--enforce-eager"]

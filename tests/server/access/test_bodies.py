@@ -157,7 +157,7 @@ def test_a_body_whose_check_fails_takes_nothing():
 
 
 def test_a_body_counts_until_its_check_has_ended_though_nobody_waits_any_more(monkeypatch):
-    reader, gate, given_back = Bodies(100_000), threading.Event(), asyncio.Event()
+    reader, has_begun, gate, given_back = Bodies(100_000), threading.Event(), threading.Event(), asyncio.Event()
     release = BodyLoad.release
 
     def release_and_say(load):
@@ -166,10 +166,16 @@ def test_a_body_counts_until_its_check_has_ended_though_nobody_waits_any_more(mo
 
     monkeypatch.setattr(BodyLoad, "release", release_and_say)
 
+    def check(_):
+        has_begun.set()
+        gate.wait(60)
+
     async def run():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await reader.take(request_of(body_of(LARGE)), lambda _: gate.wait(60))
+        taking = asyncio.create_task(reader.take(request_of(body_of(LARGE)), check))
+        assert await asyncio.to_thread(has_begun.wait, 60)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
         assert reader.num_bytes == LARGE
         gate.set()
         async with asyncio.timeout(30):

@@ -1,13 +1,15 @@
 """Random histories of a store, run in a process that is killed, and what may be found in the folder afterwards.
 
 The process writes down each action before it does it (`claims`). So whoever opens the folder later knows what must be
-there, what may be there, and what must not. Run as a program: `python histories.py FOLDER CLAIMS SEED NUM_TURNS`.
+there, what may be there, and what must not. Run as a program: `python histories.py FOLDER CLAIMS SEED NUM_TURNS`. With
+SLOW_FLUSH=1 in the environment, a flush of the arena takes 10 ms more, so that most kills come within a sync.
 """
 
 import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 from kvblocks.tiers.disk import DiskStore
@@ -184,8 +186,23 @@ class Claims:
         self.state, self.pending, self.is_syncing = remembered, {}, False
 
 
+def slow_down() -> None:
+    """Have a flush take longer, before it and after it."""
+    name = "fdatasync" if hasattr(os, "fdatasync") else "fsync"
+    flush = getattr(os, name)
+
+    def flush_slowly(descriptor: int) -> None:
+        time.sleep(0.005)
+        flush(descriptor)
+        time.sleep(0.005)
+
+    setattr(os, name, flush_slowly)
+
+
 def main() -> None:
     folder, path, seed, num_turns = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    if os.environ.get("SLOW_FLUSH"):
+        slow_down()
     walker = Walker(folder, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), seed)
     for _ in range(num_turns):
         walker.turn()

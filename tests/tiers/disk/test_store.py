@@ -111,11 +111,11 @@ def test_nothing_is_remembered_before_a_sync(store):
     store.remember({1: identity_of(1)})
     assert remembered(store) == []
     store.sync()
-    assert remembered(store) == [(1, 1)] and not store.needs_sync
+    assert remembered(store) == [(1, 1)] and not store.needs_sync and store.stats.num_synced_blocks == 1
     store.remember({1: None})
     assert remembered(store) == [(1, 1)] and store.needs_sync
     store.sync()
-    assert remembered(store) == [] and store.stats.num_syncs == 2
+    assert remembered(store) == [] and (store.stats.num_syncs, store.stats.num_synced_blocks) == (2, 1)
 
 
 def test_bytes_are_flushed_before_the_index_speaks_of_them(store, monkeypatch):

@@ -79,13 +79,16 @@ def running(folder, *options, port=None):
 @contextlib.contextmanager
 def cluster(folder, number=3, num_replicas=0):
     """A cluster that goes on serving when nodes are gone: primaries, then a replica for each of the first ones."""
+    # After so many ms without an answer a node is taken for dead, so that a replica takes over. On a busy machine it
+    # may only wait for its turn, and then the cluster refuses commands.
+    node_timeout = 1000 if num_replicas else 60_000
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(
                 running(
                     folder / str(index),
                     *("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"),
-                    *("--cluster-port", str(free_ports(1)[0]), "--cluster-node-timeout", "1000"),
+                    *("--cluster-port", str(free_ports(1)[0]), "--cluster-node-timeout", str(node_timeout)),
                 )
             )
             for index in range(number + num_replicas)
@@ -181,6 +184,8 @@ class Proxy:
             except OSError:
                 near.close()
                 continue
+            for each in (near, far):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a piece may wait 40 ms for an ACK
             self._sockets += [near, far]
             self._start(self._pass, near, far, False)
             self._start(self._pass, far, near, True)

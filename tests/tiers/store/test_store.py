@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -107,23 +106,27 @@ def test_several_prompts_are_asked_for_at_once(server, connect):
 
 
 class Slow:
-    """Replaces a client: all blocks are there, and each batch takes so many seconds."""
+    """Replaces a client and the clock: all blocks are there, and each batch takes so many seconds."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.sizes = seconds, []
+        self.seconds, self.sizes, self.now_s = seconds, [], 0.0
+
+    def monotonic(self):
+        return self.now_s
 
     def run(self, commands, timeout_s):
         assert self.seconds <= timeout_s, "it would have failed"
         self.sizes.append(len(commands))
-        time.sleep(self.seconds)
+        self.now_s += self.seconds
         return [1] * len(commands)
 
     def close(self):
         pass
 
 
-def test_long_prompts_are_asked_for_in_batches_and_a_slow_store_has_not_failed():
+def test_long_prompts_are_asked_for_in_batches_and_a_slow_store_has_not_failed(monkeypatch):
     def ask(client, *numbers):
+        monkeypatch.setattr(store_module, "time", client)
         store = SharedStore(parse_address("valkey://host?lookup_ms=100"), Sealer(bytes(32)), (client,) * 3)
         found = store.find(
             [
@@ -138,7 +141,7 @@ def test_long_prompts_are_asked_for_in_batches_and_a_slow_store_has_not_failed()
     assert ask(quick, 3000, 10, 500) == [3000, 10, 500]
     assert max(quick.sizes) == MOST_LOOKUPS and sum(quick.sizes) == 3510
     first, second = ask(slow, 3 * MOST_LOOKUPS, 4 * MOST_LOOKUPS)
-    assert first + second == len(slow.sizes) * MOST_LOOKUPS <= 2 * MOST_LOOKUPS
+    assert first + second == sum(slow.sizes) == 2 * MOST_LOOKUPS
 
 
 def test_warnings_are_written_while_nothing_is_locked(server, connect, caplog):
@@ -280,8 +283,8 @@ def test_a_bad_value_that_cannot_be_deleted_is_not_touched_for_a_while(tmp_path,
         assert "no permissions" in caplog.text and not store.is_away
         wait_for(lambda: admin.object("idletime", key) >= 2)
         assert finds(store, identities) == [True, False, True]
-        assert admin.object("idletime", key) >= 2
-        assert admin.object("idletime", key_of(server, identities[0])) < 2
+        touched_s = admin.object("idletime", key_of(server, identities[0]))
+        assert admin.object("idletime", key) >= touched_s + 2
         monkeypatch.setattr(store_module, "SHUN_S", 0.0)
         read(store, identities)
         assert finds(store, identities) == [True] * 3, "it is tried again some day"
@@ -411,15 +414,36 @@ def took(function, *given):
         return error
 
 
+def put(store, owner, identities, payloads):
+    """Store blocks however often a machine that is busy is late. What was claimed in vain is free after a while."""
+    wait_for(
+        lambda: (
+            (took(store.write, owner, identities, payloads) is True and all(finds(store, identities, owner.salt)))
+            or (store.probe() and None)
+        )
+    )
+
+
+def answer_of(store, function, *given):
+    """The first answer that comes in time, which on a busy machine isn't always that of the first call."""
+    answers = []
+
+    def call():
+        answers.append(took(function, *given))
+        return not isinstance(answers[-1], StoreError) or (store.probe() and None)
+
+    wait_for(call)
+    return answers[-1]
+
+
 @pytest.mark.parametrize("fault", ["hangs", "trickles", "refuses", "cuts", "is gone"])
 def test_a_store_that_fails_is_left_alone_and_comes_back(tmp_path, connect, fault):
     """Each call ends in time. Then no call is made until the store is back; then all is as before."""
     identities, payloads = chain(30)
     with running(tmp_path) as server, proxied(server) as proxy:
         store = connect(proxy.url, options=QUICK)
-        come_back(store)
-        wait_for(lambda: store.write(NOBODY, identities, payloads) and sum(finds(store, identities)) == 30)
-        port = server.port
+        put(store, NOBODY, identities, payloads)
+        port, num_failures = server.port, store.stats.num_failures
         if fault == "hangs":
             proxy.hangs = True
         elif fault == "trickles":
@@ -431,7 +455,7 @@ def test_a_store_that_fails_is_left_alone_and_comes_back(tmp_path, connect, faul
             proxy.cuts, proxy.refuses = (1.0, False) if fault == "cuts" else (0.0, True)
             proxy.cut_all()
         result = took(store.read, None, identities, SIZE * 30)
-        assert isinstance(result, StoreError) and store.is_away and store.stats.num_failures == 1
+        assert isinstance(result, StoreError) and store.is_away and store.stats.num_failures == num_failures + 1
         num_before = store.stats.num_skipped
         assert finds(store, identities) == [False] * 30
         assert isinstance(took(store.write, NOBODY, identities, payloads), StoreError)
@@ -441,16 +465,15 @@ def test_a_store_that_fails_is_left_alone_and_comes_back(tmp_path, connect, faul
             assert isinstance(took(store.read, None, identities, SIZE * 30), StoreError)
         if fault == "trickles":
             absent, _ = chain(1, first=999)
-            wait_for(lambda: took(read, store, absent) == [None] or (store.probe() and None))
+            assert answer_of(store, read, store, absent) == [None]
         proxy.hangs = proxy.refuses = False
         proxy.piece, proxy.delay_s, proxy.cuts = 65536, 0.0, 0.0
         if fault == "is gone":
             server.port = port
             server.start()
         come_back(store)
-        wait_for(lambda: not isinstance(took(read, store, identities), StoreError) or (store.probe() and None))
         expected = [None] * 30 if fault == "is gone" else payloads  # it came back empty
-        assert read(store, identities) == expected
+        assert answer_of(store, read, store, identities) == expected
 
 
 def test_a_flushed_store_is_an_empty_one(server, connect):
@@ -517,7 +540,7 @@ def test_damaged_answers_never_give_wrong_bytes(server, connect, seed):
             num_right += sum(value is not None for value in found)
             finds(store, identities)
         assert proxy.num_faults and (num_right or store.stats.num_failures)
-        proxy.corrupts = proxy.cuts = 0.0
+        proxy.corrupts, proxy.cuts, proxy.piece = 0.0, 0.0, 65536  # small ones would take a busy machine too long
         wait_for(lambda: store.probe() and took(read, store, identities) == payloads)
 
 
