@@ -16,6 +16,7 @@ import uvicorn
 from rich.console import Console
 from rich.progress import Progress
 
+from kvblocks.arguments import counted
 from kvblocks.engine.collector import freeze_collector
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
@@ -230,16 +231,16 @@ def serve(
     ):
         engine = make_engine(load(), cache, publisher)
         manager = engine.manager
-        most = engine.scheduler.max_request_tokens
         say(
-            f"KV cache: {manager.num_blocks} blocks of {manager.block_size} tokens; prompt and answer of a request may"
-            f" have {most} tokens together"
+            f"KV cache: {counted(manager.num_blocks, 'block')} of {counted(manager.block_size, 'token')}; prompt and"
+            f" answer of a request may have {counted(engine.scheduler.max_request_tokens, 'token')} together"
         )
         for line in [] if engine.offload is None else engine.offload.describe():
             say(line)
         most_connections = count_connections(settings.max_connections)
         if most_connections < settings.max_connections:
-            say(f"at most {most_connections} connections, since this process may open so few files: see ulimit -n")
+            most = counted(most_connections, "connection")
+            say(f"at most {most}, since this process may open so few files: see ulimit -n")
         if publisher is not None:
             where = (
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
