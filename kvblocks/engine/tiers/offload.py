@@ -6,7 +6,6 @@ launched work (`BlockBytes.mark`).
 
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ class Offload:
         self._carriers = {carrier.name: carrier for carrier in carriers}
         self._something_ended = something_ended
         self._seeker = seeker
-        self._taken: deque[Transfer] = deque()  # those that haven't begun
         self._under_way: set[Transfer] = set()
         self._forgettings: list[Forgetting] = []  # those that wait for transfers
         self.is_closed = False
@@ -75,11 +73,11 @@ class Offload:
     def advance(self) -> list[Loaded]:
         """Report ended transfers, begin new ones, and return the results of loads. O(blocks that move)."""
         loaded = self._collect()
-        self._taken += self._tiers.take_transfers()
-        while self._taken:  # an interrupted call leaves the others to the next one
-            self._under_way.add(self._taken[0])
-            self._carriers[self._taken[0].tier].begin(self._taken[0])
-            self._taken.popleft()
+        self._tiers.take_transfers()
+        for transfer in self._tiers.unanswered:
+            if transfer not in self._under_way:  # a new one, or one that an interrupted call has left
+                self._carriers[transfer.tier].begin(transfer)
+                self._under_way.add(transfer)
         self._note_changes()
         return loaded
 
