@@ -415,8 +415,7 @@ class Engine:
             self.stepper.add(generations)
             while True:
                 for generation in generations:
-                    while generation.pieces:
-                        yield generation.pieces.popleft()
+                    yield from generation.take_pieces()
                 if all(one.finish_reason is not None and not one.pieces for one in generations):
                     return  # others may have taken steps, and pieces have come, since the last look
                 self.step()

@@ -271,6 +271,26 @@ def test_an_interrupted_cancel_leaves_no_ghost(model, where, monkeypatch):
     assert stays.completion.token_ids == expected[1]
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_no_token_is_told_twice_if_the_text_of_one_cannot_be_decoded(model, is_later, monkeypatch):
+    """That is the second token of one of two. The interrupt comes in that step, or in the one behind it."""
+    engine, (bad, good), expected = answer_two(model)
+    bad.is_submitted = False
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(bad._decoder, "feed", die)  # noqa: SLF001
+        if is_later:
+            engine.step()
+            patch.undo()
+        interrupt_behind(patch, engine.scheduler, "complete")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finish(engine)
+    assert [piece.token_id for piece in good.pieces] == expected[1]
+    assert [piece.token_id for piece in bad.pieces] == expected[0][:1]
+    assert (bad.finish_reason, str(bad.error)) == ("error", "the step died")
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 4])
 def test_an_interrupt_behind_complete_loses_no_piece(model, overlap, number, monkeypatch):
