@@ -306,6 +306,7 @@ class Engine:
         """
         self._check_usable()
         self.manager.now = time.monotonic()
+        self.stepper.recover()  # before anybody looks at the queue
         if self.offload is not None:
             self.offload.seek(self.scheduler)
         self.stepper.step(self.runner)

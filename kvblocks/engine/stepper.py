@@ -112,6 +112,11 @@ class Stepper:
             with self._change():
                 self._end(generations)
 
+    def recover(self) -> None:
+        """Repair what an interrupted call has left. O(1) if that is nothing; else as `undo`."""
+        if not self._is_whole:
+            self._repair()
+
     def step(self, runner: ModelRunner) -> None:
         """Compute one step with `runner`. `take_told` then returns the generations that got a piece or ended.
 
@@ -140,8 +145,7 @@ class Stepper:
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Mark a change, so that one that is left half done is repaired: now, or if that is interrupted, too, later."""
-        if not self._is_whole:
-            self._repair()
+        self.recover()
         self._adding = ()
         self._written = written_tokens(self.scheduler) | ({} if self._pending is None else self._pending.starts)
         self._is_whole = False

@@ -353,6 +353,27 @@ def test_a_second_interrupt_while_a_call_is_dropped_leaves_no_ghost(model, monke
     assert [one.completion.token_ids for one in generations] == expected
 
 
+def test_nobody_looks_at_the_queue_before_it_is_repaired(model, monkeypatch):
+    """Such as the one who asks a shared store for what waits. The repair is interrupted, too."""
+    engine, _, _ = answer_two(model, tiers=["host:1MiB"])
+    engine.step()
+    looks = []
+    monkeypatch.setattr(engine.offload, "seek", lambda scheduler: looks.append(holding(scheduler)))
+
+    def holding(scheduler):
+        return [request for request in (*scheduler.waiting, *scheduler.running) if request.sequence.is_allocated]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", interrupt)
+        interrupt_behind(patch, engine.manager, "abort")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert holding(engine.scheduler)
+    engine.step()
+    assert len(looks[0]) == 2 and looks[1] == []
+    engine.close()
+
+
 def test_an_interrupted_timeout_still_ends_its_request(model, monkeypatch):
     engine, generations, expected = answer_two(model)
     (late,) = engine.submit([1, 2, 3], **GREEDY, timeout_s=1e-9)
