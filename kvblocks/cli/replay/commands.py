@@ -229,9 +229,8 @@ def _print(result: "Result") -> None:
     from rich.table import Table
 
     facts = result.trace
-    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
     print(
-        f"{name}: {counted(facts.num_requests, 'request', ',')} in {counted(facts.num_sessions, 'session', ',')},"
+        f"{facts.name}: {counted(facts.num_requests, 'request', ',')} in {counted(facts.num_sessions, 'session', ',')},"
         f" {counted(facts.num_references, 'reference', ',')} to {counted(facts.num_unique_blocks, 'block', ',')} of"
         f" {counted(facts.block_size, 'token')};"
         f" an infinite cache hits {facts.infinite_hit_rate:.3f}"

@@ -57,10 +57,9 @@ def _print_designs(result: StateResult) -> None:
     from rich.table import Table
 
     facts, used = result.trace, result.conditions
-    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
     print(
-        f"{name}: {counted(facts.num_requests, 'request', ',')}, one after another; a state has {used.state_bytes:,}"
-        f" bytes, and K and V of a token {used.kv_bytes:,}"
+        f"{facts.name}: {counted(facts.num_requests, 'request', ',')}, one after another; a state has"
+        f" {used.state_bytes:,} bytes, and K and V of a token {used.kv_bytes:,}"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("memory", "design", "hit", "K and V cached", "states saved", "no room"):
@@ -126,9 +125,8 @@ def _print_loads(result: LoadResult) -> None:
     from rich.table import Table
 
     facts = result.trace
-    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
     print(
-        f"{name}: {counted(facts.num_requests, 'request', ',')} in {counted(facts.num_sessions, 'session', ',')};"
+        f"{facts.name}: {counted(facts.num_requests, 'request', ',')} in {counted(facts.num_sessions, 'session', ',')};"
         " seconds of modelled time"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
