@@ -3,6 +3,8 @@
 import gc
 import os
 import random
+import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -411,6 +413,34 @@ def test_an_interrupt_loses_no_transfer(model, where, monkeypatch):
     assert interrupts
     assert engine.manager.num_free_blocks == engine.manager.num_blocks
     assert tiers.num_stale_answers == 0
+    engine.close()
+
+
+def test_an_interrupt_leaves_no_lock_that_transfers_wait_for(model):
+    """It may come in the standard library, such as behind the line of `threading.Event` that takes its lock."""
+    engine, _, _ = answer_two(model, tiers=["host:1MiB"])
+
+    def break_in(frame, event, _):
+        return within if frame.f_code.co_qualname == "Condition.__enter__" else None
+
+    def within(frame, event, _):
+        if event == "return":
+            raise KeyboardInterrupt
+        return within
+
+    before = sys.gettrace()
+    sys.settrace(break_in)
+    try:
+        engine.offload.advance()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    thread = threading.Thread(target=engine.offload.advance, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    finish(engine)
     engine.close()
 
 
