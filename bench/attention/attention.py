@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.attention.kernel_keys import fix_keys
 from bench.conditions import cpu_model, gpu_state, keep, source
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if given.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    fix_keys()
     from bench.attention import cases as attention_cases
 
     device = torch.device("cpu" if given.rehearse else "cuda")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.attention.kernel_keys import fix_keys
 from bench.conditions import cpu_model, gpu_state, keep, source
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
         device, dtype, shape, cases = torch.device("cpu"), torch.float32, TINY_SHAPE, TINY_CASES
         num_warm, num_steps = 1, 2
+    fix_keys()
     facts = conditions(device, shape, dtype)
     for name, value in facts.items():
         print(f"# {name}: {value}", flush=True)

@@ -3,9 +3,9 @@
 What `smoke` and the engine's warm-up launch is recorded with tensors that only have shapes, compiled for the target,
 and packed as Triton's cache. `bench.gpu_session --cache FILE` unpacks it there. Triton finds a kernel in its cache by
 the kernel's source, its options, the compiler's version, and the bytes of triton's own package. So both machines need
-the same version of triton for the same version of Python. FILE says which, and others are refused. Each entry names its
-files by absolute paths, so unpacking rewrites these. The stubs that launch kernels are always compiled on the machine
-with the GPU.
+the same version of triton for the same version of Python. FILE says which, and others are refused. All processes of
+both also call `fix_keys`. Each entry names its files by absolute paths, so unpacking rewrites these. The stubs that
+launch kernels are always compiled on the machine with the GPU.
 
 It must run without TRITON_INTERPRET.
 """
@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 
+from bench.attention.kernel_keys import fix_keys
 from bench.attention.recording import SMS, Recording, record
 
 MANIFEST = "kvblocks-session.json"
@@ -97,6 +98,7 @@ def compile_recorded(target: str, *, only: str = "", num_processes: int = 1) -> 
 def _compile_share(target: str, only: str, num_shares: int, index: int) -> list[str]:
     from bench.attention import sass
 
+    fix_keys()
     found = dict(record_smokes(target, only=only).specialisations)
     if not only:
         found |= record_engine(target).specialisations

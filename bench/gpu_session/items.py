@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
+from bench.attention.kernel_keys import fix_keys
 from bench.gpu_session.cases import Case, run_cases
 from bench.gpu_session.results import Results
 from bench.gpu_session.session import CANNOT, Item
@@ -35,14 +36,16 @@ def items(*, is_rehearsal: bool = False) -> list[Item]:
     if is_rehearsal:
         return [_own(name, 600, is_rehearsal=True) for name in OWN]
     tests = tuple(f"tests/engine/run/test_{name}.py" for name in ("engine_gpu", "decode_step", "ragged_step"))
+    kernels = ("-n", TEST_PROCESSES[1], "tests/kernels", "--ignore=tests/kernels/test_aot.py")
     return [
         _own(FIRST, 60),
         _own("engine", 170, case_limit_s=90),
         _tests("tests-engine", 100, "-n", TEST_PROCESSES[0], *tests),
-        _tests("tests-kernels", 400, "-n", TEST_PROCESSES[1], "tests/kernels", "--ignore=tests/kernels/test_aot.py"),
+        _tests("tests-kernels", 400, *kernels, "-m", "not slow and not exhaustive"),
         _bench("bench-attention", 240, "bench.attention", "--no-peers", "attention.json"),
         _own("smoke", 150),
         _own("hybrids", 120),
+        _tests("tests-more", 400, *kernels, "-m", "not slow and exhaustive"),
         _bench("bench-engine", 300, "bench.attention.engine_gpu", "engine-gpu.json"),
         Item(
             "sanitizer",
@@ -67,6 +70,7 @@ def run_item(name: str, results: Results, part: int, *, is_rehearsal: bool) -> i
         print(NO_GPU, file=sys.stderr)
         return CANNOT
     torch.set_num_threads(1 if is_rehearsal else 4)
+    fix_keys()
     make: Callable[..., Iterator[Case]] = import_module(f"bench.gpu_session.{name}").cases
     all_cases = list(make(is_rehearsal=is_rehearsal))
     num_parts = 1 if is_rehearsal else PARTS.get(name, 1)

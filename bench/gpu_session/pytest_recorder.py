@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.attention.kernel_keys import fix_keys
 from bench.gpu_session.cases import is_poisoned
 from bench.gpu_session.results import Results
 from bench.gpu_session.session import ITEM_VARIABLE, PATH_VARIABLE, POISONED
@@ -19,9 +20,10 @@ _NO_TESTS = 5
 
 
 def pytest_configure(config: Any) -> None:
-    """Record, if a session asks for it."""
+    """Record, if a session asks for it, and let the tests find the kernels of its cache."""
     if PATH_VARIABLE not in os.environ:
         return
+    fix_keys()
     worker = getattr(config, "workerinput", None)
     recorder = _Worker(worker[_FINISHED]) if worker is not None else _Recorder()
     config.pluginmanager.register(recorder, "kvblocks-session")

@@ -91,8 +91,7 @@ def store_unread(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan:
     Never waits for the device. Changes both caches.
     """
     for cache, rows in ((keys, key), (values, value)):
-        stored = torch.where(plan.has_any, rows.index_select(0, plan.rows), cache[:1])
-        cache.index_copy_(0, plan.slots, stored)
+        cache.index_copy_(0, plan.slots, rows.index_select(0, plan.rows))
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:

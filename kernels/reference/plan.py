@@ -98,13 +98,11 @@ class StorePlan:
 class UnreadStorePlan:
     """A `StorePlan` that is made without reading the slots, so that the host doesn't wait for a GPU.
 
-    Row `rows[i]` goes to `slots[i]`, both int64. A row that isn't stored is replaced by a repeated stored row. has_any:
-    bool [], whether any row is stored. If none is, all slots are 0, and slot 0 keeps its content.
+    Row `rows[i]` goes to `slots[i]`, both int64. A row that isn't stored is replaced by a repeated stored row.
     """
 
     rows: Tensor
     slots: Tensor
-    has_any: Tensor
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,10 @@ def plan_store(slot_mapping: Tensor) -> StorePlan:
 
 
 def plan_store_unread(slot_mapping: Tensor) -> UnreadStorePlan:
-    """Make the plan of `store` for at least one slot, on the slots' device. O(rows). Changes nothing."""
+    """Make the plan of `store`, on the slots' device. At least one slot must not be -1. O(rows). Changes nothing."""
     kept = slot_mapping >= 0
     rows = torch.where(kept, torch.arange(len(kept), device=kept.device), kept.int().argmax())
-    return UnreadStorePlan(rows, slot_mapping.index_select(0, rows).clamp_(min=0), kept.any())
+    return UnreadStorePlan(rows, slot_mapping.index_select(0, rows))
 
 
 def plan_paged(

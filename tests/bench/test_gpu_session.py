@@ -19,7 +19,7 @@ from bench.gpu_session import session as session_module
 from bench.gpu_session.cases import run_cases
 from bench.gpu_session.items import OWN, items
 from bench.gpu_session.results import Results
-from bench.gpu_session.session import CANNOT, POISONED, Item, Session
+from bench.gpu_session.session import CANNOT, ITEM_VARIABLE, PATH_VARIABLE, POISONED, Item, Session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -394,11 +394,45 @@ import triton
 hits = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **rest: hits.append(cache_hit)
 from bench.attention import sass
-for one in record_smokes("sm90", only={only!r}).specialisations.values(): sass.build(one, "sm90")
+from bench.attention.kernel_keys import fix_keys
+fix_keys()
+for one in reversed(record_smokes("sm90", only={only!r}).specialisations.values()): sass.build(one, "sm90")
 print(hits)
 """
     found = run_module("-c", program)
     assert found.stdout.strip() == "[True, True, True]", found.stdout + found.stderr
+
+
+KEYS = """
+from pathlib import Path
+from types import SimpleNamespace
+from bench.gpu_session import ahead, facts, items, pytest_recorder, results
+
+def nothing(): pass
+def compile_ahead(): ahead._compile_share("sm90", "no such kernel", 1, 0)
+def run_item(): items.run_item("facts", results.Results(Path("none")), 0, is_rehearsal=True)
+def configure_tests():
+    manager, given = SimpleNamespace(register=lambda *_: None), {"kvblocks_finished_tests": []}
+    pytest_recorder.pytest_configure(SimpleNamespace(pluginmanager=manager, workerinput=given))
+
+facts.cases = lambda **_: iter(())
+FIRST()
+from kvblocks.kernels.device import decode, pieces
+print(decode.stream_kernel.cache_key, pieces.add_part.cache_key)
+"""
+
+
+@pytest.mark.exhaustive
+def test_all_processes_of_a_session_look_for_kernels_by_the_same_keys(tmp_path):
+    """Triton's keys depend on which kernel's key a process computes first."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    known = {}
+    for first in ("compile_ahead", "run_item", "configure_tests", "nothing"):
+        variables = {"TRITON_CACHE_DIR": str(tmp_path), PATH_VARIABLE: str(tmp_path / "none"), ITEM_VARIABLE: "facts"}
+        done = run_module("-c", KEYS.replace("FIRST", first), **variables)
+        assert done.returncode == 0, done.stderr
+        known.setdefault(done.stdout, []).append(first)
+    assert [*known.values()] == [["compile_ahead", "run_item", "configure_tests"], ["nothing"]]
 
 
 def pack_by_hand(tmp_path):

@@ -105,20 +105,26 @@ class StepShape:
 
     num_decodes: how many leading sequences have exactly one row each. max_rows, max_seq_len: upper bounds of a
     sequence's rows, and of the tokens in its context. lengths: for each sequence, its number of rows and of tokens in
-    context; None if these change from replay to replay, as in a CUDA graph.
+    context; None if these change from replay to replay, as in a CUDA graph. stores_any: whether any row is stored; True
+    if that may change, too.
     """
 
     num_decodes: int
     max_rows: int
     max_seq_len: int
     lengths: tuple[tuple[int, int], ...] | None = None
+    stores_any: bool = True
 
     @classmethod
-    def of(cls, lengths: Sequence[int], seq_lens: Sequence[int]) -> "StepShape":
-        """The shape of a step: each sequence's number of rows, and of tokens in context. O(sequences)."""
+    def of(cls, lengths: Sequence[int], seq_lens: Sequence[int], num_readonly: Sequence[int]) -> "StepShape":
+        """The shape of a step: each sequence's number of rows, of tokens in context, and of read-only tokens.
+
+        O(sequences).
+        """
         num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
         pairs = tuple(zip(lengths, seq_lens, strict=True))
-        return cls(num_decodes, max(lengths, default=0), max(seq_lens, default=0), pairs)
+        stores_any = any(rows and end > first for (rows, end), first in zip(pairs, num_readonly, strict=True))
+        return cls(num_decodes, max(lengths, default=0), max(seq_lens, default=0), pairs, stores_any)
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,11 @@ class StepBatch:
                 [stop - 1 for sequence, stop in zip(rows, query_start[1:], strict=True) if sequence.wants_logits],
                 dtype=torch.int64,
             ).to(device),
-            shape=StepShape.of(lengths, [sequence.seq_len for sequence in rows]),
+            shape=StepShape.of(
+                lengths,
+                [sequence.seq_len for sequence in rows],
+                [sequence.num_readonly_tokens for sequence in rows],
+            ),
             state_rows=StateRows(tuple(slots), tuple(query_start)) if len(slots) == len(rows) else None,
         )
 

@@ -59,6 +59,8 @@ class _FlashStep:
     stores: dict[int, tuple[Tensor, reference.UnreadStorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        if not self.batch.shape.stores_any:  # known, since these steps are no CUDA graphs; the plan needs a stored row
+            return
         known = self.stores.get(id(slot_mapping))
         if known is None:
             plan = reference.plan_store_unread(self.kv_cache.row_slots(slot_mapping))

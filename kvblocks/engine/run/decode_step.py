@@ -305,16 +305,17 @@ class GraphCapture:
         """Capture a step whose columns are all padding, so that running it changes nothing."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # of the current device
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):  # torch's own context doesn't put the stream back if a capture fails
             step.compute()  # compiles the kernels, and lets libraries allocate what they keep
-        torch.cuda.current_stream().wait_stream(self._stream)
-        if not self._graphs:  # torch refuses a pool without graphs if any of its memory is still in use
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile, to move blocks. So only this thread's calls are checked in the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits = step.compute()
+            before.wait_stream(self._stream)
+            if not self._graphs:  # torch refuses a pool without graphs if any of its memory is still in use
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate meanwhile, to move blocks. So only this thread's calls are checked.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                logits = step.compute()
         self._graphs.add(graph)
 
         def replay() -> Tensor:

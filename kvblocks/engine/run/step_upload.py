@@ -139,7 +139,7 @@ class StepUploader:
         step: its block tables are the sequences' own lists (see `resident_table`). drawn: see `feed`. Raises
         InvalidArgumentError, and uploads nothing then. O(tokens + new blocks), and O(blocks) for those without a row.
         """
-        shape = StepShape.of(step.lengths, step.seq_lens)
+        shape = StepShape.of(step.lengths, step.seq_lens, step.num_readonly_tokens)
         if step.is_decode:
             num_seqs = len(step.starts)
             index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)

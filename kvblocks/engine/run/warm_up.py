@@ -39,7 +39,7 @@ def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequen
         query_start=vector(starts),
         logits_rows=vector([stop - 1 for stop in starts[1:]]),
         decode_columns=None,
-        shape=StepShape(num_decodes, max(rows), length, tuple((count, length) for count in rows)),
+        shape=StepShape(num_decodes, max(rows), length, tuple((count, length) for count in rows), stores_any=False),
     )
     found = zip(tables, step.table_rows, strict=True)
     return lay_out(step, [table.blocks.index_select(0, rows) for table, rows in found], block_size)

@@ -2,7 +2,7 @@
 
 A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part after another. On a CPU a block
 is contiguous, so a row of the cache is the block itself. On CUDA one launch of a kernel gathers blocks into a buffer on
-the device, from where they are copied to rows on a separate stream.
+the device, from where they are copied to rows. Reads have a stream of their own, and so have writes.
 """
 
 import mmap
@@ -54,7 +54,8 @@ def _pinned_rows(num_rows: int, num_block_bytes: int) -> Row:
 class BlockBytes:
     """The blocks of `kv_cache` as rows of bytes. Any thread may call it. Calls return when the bytes are copied.
 
-    after: a result of `mark`. Bytes are read or overwritten only when all work launched before it is done.
+    after: a result of `mark`. Bytes are read or overwritten only when all work launched before it is done. On CUDA a
+    write doesn't wait for reads, nor a read for writes: nobody may write a block that another call reads or writes.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
@@ -64,7 +65,8 @@ class BlockBytes:
         if self.is_on_host:
             self._rows: Row = kv_cache.memory[0].view(kv_cache.num_blocks, -1).view(torch.uint8).numpy()
         else:
-            self._stream = torch.cuda.Stream(kv_cache.keys[0].device)
+            device = kv_cache.keys[0].device
+            self._read_stream, self._write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def mark(self) -> "torch.cuda.Event | None":
         """Return an event after all work launched so far on the current stream.
@@ -87,7 +89,7 @@ class BlockBytes:
             for block_id, row in zip(block_ids, rows, strict=True):
                 row[:] = self._rows[block_id]
             return
-        with self._staging(len(block_ids), after) as staging:
+        with self._staging(self._read_stream, len(block_ids), after) as staging:
             self._kv_cache.gather_blocks(torch.tensor(block_ids), staging)
             for index, row in enumerate(rows):
                 torch.from_numpy(row).copy_(staging[index], non_blocking=True)
@@ -98,7 +100,7 @@ class BlockBytes:
             for block_id, row in zip(block_ids, rows, strict=True):
                 self._rows[block_id] = row
             return
-        with self._staging(len(block_ids), after) as staging:
+        with self._staging(self._write_stream, len(block_ids), after) as staging:
             for index, row in enumerate(rows):
                 staging[index].copy_(torch.from_numpy(row), non_blocking=True)
             self._kv_cache.scatter_blocks(torch.tensor(block_ids), staging)
@@ -108,14 +110,21 @@ class BlockBytes:
         return [self._rows[block_id] for block_id in block_ids]
 
     @contextmanager
-    def _staging(self, num_blocks: int, after: "torch.cuda.Event | None") -> Iterator[Tensor]:
-        """Give a buffer on the device, within this context and its stream. At the end, wait for the stream's work."""
+    def _staging(
+        self, stream: torch.cuda.Stream, num_blocks: int, after: "torch.cuda.Event | None"
+    ) -> Iterator[Tensor]:
+        """Give a buffer on the device, within this context and its stream. At the end, wait for the stream's work.
+
+        After an error, too: the caller may then reuse its rows and blocks, so nothing may still copy them.
+        """
         device = self._kv_cache.keys[0].device
-        with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            yield torch.empty(num_blocks, self.num_block_bytes, dtype=torch.uint8, device=device)
-            self._stream.synchronize()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            try:
+                if after is not None:
+                    stream.wait_event(after)
+                yield torch.empty(num_blocks, self.num_block_bytes, dtype=torch.uint8, device=device)
+            finally:
+                stream.synchronize()
 
 
 class Staging:

@@ -17,6 +17,8 @@ from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.flash_attention import FlashAttention
 from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.run.resident_table import ResidentTable
+from kvblocks.engine.run.warm_up import padding_batch
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import SlidingWindow
 from kvblocks.kernels import oracle
@@ -55,6 +57,23 @@ def test_the_same_tokens_as_through_torch():
     assert answers[0] == answers[1]
     assert {cached for _, cached in answers[0]} == {256, 255}
     assert {"varlen", "kvcache"} <= set(fake_flash_attn.CALLS)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_step_that_stores_no_row_writes_to_no_block():
+    """Not even what is there already: a tier may load a block meanwhile."""
+    engine = Engine(half_precision(), num_blocks=4, block_size=256, attention="flash-attn")
+    prompt = random_tokens(TINY, 256, seed=1)
+    first = engine.generate([prompt], max_tokens=1)[0]
+    cache = engine.runner.kv_cache
+    before = cache.memory[0]._version  # noqa: SLF001 - how often it was written to
+    again = engine.generate([prompt], max_tokens=1)[0]
+    assert (again.num_cached_tokens, again.token_ids) == (255, first.token_ids)
+    key = torch.zeros(3, 1, 64, dtype=torch.bfloat16)
+    padding = padding_batch([ResidentTable(4, 4, torch.device("cpu"))], 256, [1, 2], 2)
+    for batch in (padding, StepBatch.build([SequenceRows([1] * 3, 253, [3], 256)], 256)):
+        engine.runner.model.attention.begin(batch, cache).store(1, key, key, batch.slot_mappings[0])
+    assert cache.memory[0]._version == before  # noqa: SLF001
 
 
 @pytest.mark.parametrize("rows", [ROWS, [ROWS[0], ROWS[2]]], ids=["mixed", "decodes"])

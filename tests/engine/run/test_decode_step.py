@@ -231,3 +231,41 @@ def test_a_pool_without_graphs_is_not_captured_into_again(monkeypatch):
     kept.clear()
     kept.append(capture(step))
     assert pools[3] != pools[0]
+
+
+class Using:
+    """Stands for `torch.cuda.stream`."""
+
+    current = None
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __enter__(self):
+        self.before, Using.current = Using.current, self.stream
+
+    def __exit__(self, *_):
+        Using.current = self.before
+
+
+@pytest.mark.parametrize("failing", ["capture_begin", "capture_end"])
+def test_a_capture_that_fails_leaves_the_stream_that_was_current(failing, monkeypatch):
+    """An engine refuses another stream. `torch.cuda.graph` is torch's own, which puts no stream back if these fail."""
+    before, other = (SimpleNamespace(wait_stream=lambda other: None) for _ in range(2))
+    monkeypatch.setattr(Using, "current", before)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Using.current)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: other)
+    monkeypatch.setattr(torch.cuda, "stream", Using)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)  # noqa: SLF001
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+
+    def fail(*_, **__):
+        raise RuntimeError("previous error during capture")
+
+    calls = {"capture_begin": lambda *_, **__: None, "capture_end": lambda _: None, failing: fail}
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (), calls))
+    with pytest.raises(RuntimeError, match="previous error"):
+        GraphCapture()(SimpleNamespace(compute=lambda: torch.zeros(1)))
+    assert Using.current is before

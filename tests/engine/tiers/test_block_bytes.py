@@ -2,7 +2,10 @@
 
 import gc
 import mmap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -143,3 +146,87 @@ def test_memory_that_can_not_be_pinned_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "check_error", refuse)
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         new_rows(1, 5000, is_pinned=True)
+
+
+class Streams:
+    """A stand-in for CUDA's streams. Copies are made at once, but a stream has ended only after all that it waits for.
+
+    waiting: set when a stream is waited for. calls: the names of the calls of all streams.
+    """
+
+    def __init__(self, monkeypatch):
+        self.waiting = Event()
+        self.calls = []
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(self))
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+class Stream:
+    def __init__(self, streams):
+        self.streams = streams
+        self.events = []
+
+    def wait_event(self, event):
+        self.streams.calls.append("wait_event")
+        self.events.append(event)
+
+    def synchronize(self):
+        self.streams.calls.append("synchronize")
+        events = [*self.events]
+        self.streams.waiting.set()
+        for event in events:
+            assert event.wait(60)
+
+
+class Device(str):
+    """The CPU, in the place of a GPU."""
+
+    __slots__ = ()
+    type = "cuda"
+
+
+def on_a_gpu(cache):
+    """`BlockBytes` of a cache, as if it were on a GPU."""
+    apart = split(cache)
+    like_gpu = SimpleNamespace(
+        keys=[SimpleNamespace(device=Device("cpu"))],
+        num_block_bytes=cache.num_block_bytes,
+        gather_blocks=apart.gather_blocks,
+        scatter_blocks=apart.scatter_blocks,
+    )
+    return BlockBytes(like_gpu), apart
+
+
+@pytest.mark.parametrize(("first", "second"), [("read", "write"), ("write", "read")])
+def test_loads_and_stores_wait_for_launched_work_and_not_for_each_other(monkeypatch, first, second):
+    streams = Streams(monkeypatch)
+    blocks, cache = on_a_gpu(filled(CACHES["even"]()))
+    rows = list(new_rows(2, blocks.num_block_bytes, is_pinned=False))
+    is_launched_done, is_done = Event(), Event()
+    is_done.set()
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            waits = threads.submit(getattr(blocks, first), [1], rows[:1], is_launched_done)
+            assert streams.waiting.wait(60)
+            threads.submit(getattr(blocks, second), [2], rows[1:], is_done).result(60)
+            assert not waits.done()
+        finally:
+            is_launched_done.set()
+        waits.result(60)
+    kept, zeros = (1, 2) if first == "read" else (2, 1)
+    assert all(part[kept].any() and not part[zeros].any() for part in cache.parts)
+    assert rows[first == "write"].any()
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_after_an_error_nothing_is_copied_any_more(monkeypatch, call):
+    """The rows and blocks of a failed transfer are used for others."""
+    streams = Streams(monkeypatch)
+    blocks, _ = on_a_gpu(filled(CACHES["even"]()))
+    rows = list(new_rows(2, blocks.num_block_bytes, is_pinned=False))
+    is_done = Event()
+    is_done.set()
+    with pytest.raises(RuntimeError, match="size"):
+        getattr(blocks, call)([1, 2], [rows[0], rows[1][:-1]], is_done)
+    assert streams.calls == ["wait_event", "synchronize"]
