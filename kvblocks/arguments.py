@@ -57,6 +57,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Return a number with its noun: "1 block", "2 blocks". form: how the number is formatted, such as ","."""
+    return f"{number:{form}} {noun}{'' if number == 1 else 's'}"
+
+
 def wrong(name: str, expected: str, value: object) -> InvalidArgumentError:
     """Return the InvalidArgumentError for an argument that isn't what was expected."""
     return InvalidArgumentError(f"{name}: expected {expected}, got {shown(value)}")

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_lm.models.cache import LRUPromptCache
-
 from bench.conditions import conditions, keep, print_conditions
+from bench.environments import needs
 from kvblocks import PrefixCache
 
 
@@ -122,6 +121,8 @@ class Theirs:
     """mlx-lm's own cache. max_size: the most prompts."""
 
     def __init__(self, sizes: Sizes, max_bytes: int, max_size: int) -> None:
+        with needs("mlx"):
+            from mlx_lm.models.cache import LRUPromptCache
         self.sizes, self.cache = sizes, LRUPromptCache(max_size=max_size, max_bytes=max_bytes)
 
     def num_found(self, ids: list[int]) -> int:

@@ -7,6 +7,7 @@ command line or the server finds it, and 1 for all other errors. Results go to s
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -254,6 +255,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command line (default: sys.argv's) and exit with 0: success, 1: error, 2: wrong value, 130: Ctrl-C."""
     # Torch reads this when it first allocates memory. A CPU reads weights on huge pages a few per cent faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if isinstance(sys.stdout, TextIOWrapper):  # an answer, or a file's name, may have what its encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     try:
         app(args=arguments, prog_name="kvblocks")
     except KVBlocksError as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvblocks.arguments import counted
 from kvblocks.cli.shown.explained import explain_lines
 from kvblocks.errors import InvalidArgumentError
 
@@ -48,17 +49,19 @@ def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
     mean_s = lookups["mean_s"]
     rows = {
         "prefix caching": "on" if values["prefix_caching"] else "off",
-        "entries": f"{values['num_entries']} of {values['num_blocks']} blocks of {values['block_size']} tokens",
-        "evicted": f"{values['num_evicted_blocks']} blocks",
-        "hit rate": f"{values['hit_rate']:.1%} of {values['num_queried_tokens']} tokens,"
-        f" {values['request_hit_rate']:.1%} of {values['num_queries']} requests",
-        "recently": f"{values['recent']['hit_rate']:.1%} of {values['recent']['num_queried_tokens']} tokens",
+        "entries": f"{values['num_entries']} of {counted(values['num_blocks'], 'block')} of"
+        f" {counted(values['block_size'], 'token')}",
+        "evicted": counted(values["num_evicted_blocks"], "block"),
+        "hit rate": f"{values['hit_rate']:.1%} of {counted(values['num_queried_tokens'], 'token')},"
+        f" {values['request_hit_rate']:.1%} of {counted(values['num_queries'], 'request')}",
+        "recently": f"{values['recent']['hit_rate']:.1%} of {counted(values['recent']['num_queried_tokens'], 'token')}",
         "memory": f"{_mib(memory['pool_bytes'])}: {_mib(memory['used_bytes'])} in use,"
         f" {_mib(memory['cached_bytes'])} cached",
         "average lookup": "none yet"
         if mean_s is None
-        else f"{mean_s * 1e6:.1f} us in {lookups['num_lookups']} lookups",
-        "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks"
+        else f"{mean_s * 1e6:.1f} us in {counted(lookups['num_lookups'], 'lookup')}",
+        "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of"
+        f" {counted(pins['num_wanted_blocks'], 'block')}"
         if pins["num_pins"]
         else "none",
         **{f"tier {tier['name']}": _tier_line(tier) for tier in values["tiers"]},
@@ -363,8 +366,8 @@ def _read(path: Path) -> str:
 def _tier_line(tier: dict[str, Any]) -> str:
     moved, place = tier["num_bytes"], tier["place"] or {}
     line = (
-        f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
-        f" loaded {tier['num_loaded_blocks']} blocks ({_mib(moved['load'])}),"
+        f"{tier['num_cached_blocks']} of {counted(tier['num_blocks'], 'slot')} used;"
+        f" loaded {counted(tier['num_loaded_blocks'], 'block')} ({_mib(moved['load'])}),"
         f" stored {tier['num_stored_blocks']} ({_mib(moved['store'])});"
         f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
         f" {tier['num_failed_blocks']} failed"
@@ -372,13 +375,13 @@ def _tier_line(tier: dict[str, Any]) -> str:
     if "is_away" in place:
         state = "unreachable" if place["is_away"] else "reachable"
         return (
-            f"{line}; {state}, {place['num_failures']} calls failed, {place['num_skipped']} skipped;"
-            f" {place['num_missing_blocks']} blocks gone, {place['num_damaged_blocks']} damaged,"
+            f"{line}; {state}, {counted(place['num_failures'], 'call')} failed, {place['num_skipped']} skipped;"
+            f" {counted(place['num_missing_blocks'], 'block')} gone, {place['num_damaged_blocks']} damaged,"
             f" {place['num_refused_blocks']} refused, {place['num_present_blocks']} already there"
         )
     if "num_failed_syncs" in place:
-        failures = f"{place['num_failed_writes']} writes and {place['num_failed_syncs']} syncs failed"
-        return f"{line}; {place['num_damaged_blocks']} damaged, {failures}"
+        writes, syncs = counted(place["num_failed_writes"], "write"), counted(place["num_failed_syncs"], "sync")
+        return f"{line}; {place['num_damaged_blocks']} damaged, {writes} and {syncs} failed"
     own = ", ".join(f"{name} {value}" for name, value in place.items())
     return f"{line}; {own}" if own else line
 
@@ -386,10 +389,10 @@ def _tier_line(tier: dict[str, Any]) -> str:
 def _pin_line(entry: dict[str, Any]) -> str:
     left = entry["expires_in_s"]
     until = "no end" if left is None else f"ends in {left:.0f} s"
-    held = f"{entry['num_held_blocks']} of {entry['num_blocks']} blocks held"
+    held = f"{entry['num_held_blocks']} of {counted(entry['num_blocks'], 'block')} held"
     if entry["num_held_blocks"] < entry["num_blocks"]:
         held += " (the rest once a request computes it; see --warm)"
-    line = f"{entry['id']}  {entry['num_tokens']} tokens, {held}, priority {entry['priority']}, {until}"
+    line = f"{entry['id']}  {counted(entry['num_tokens'], 'token')}, {held}, priority {entry['priority']}, {until}"
     return f"{line}  {entry['description']}".rstrip()
 
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvblocks.arguments import counted
 from kvblocks.cli.client import ServerClient
 from kvblocks.cli.terminal import HOW_TO_END, deferred_interrupts
 from kvblocks.engine.errors import ModelError
@@ -197,7 +198,9 @@ def describe_engine(engine: "Engine") -> str:
     model, plan = engine.model, engine.plan
     caching = "on" if engine.manager.enable_caching else "off"
     tokens = " and ".join(sorted({str(group.block_size) for group in plan.groups}))
-    size = f"{plan.num_blocks} blocks of {tokens} tokens, {plan.num_blocks * plan.block_bytes / 2**20:.1f} MiB"
+    size = (
+        f"{counted(plan.num_blocks, 'block')} of {tokens} tokens, {plan.num_blocks * plan.block_bytes / 2**20:.1f} MiB"
+    )
     return (
         f"In this process: {model.device}, {str(model.dtype).removeprefix('torch.')}, attention by"
         f" {type(engine.runner.model.attention).__name__}. KV cache: {size}; prefix caching {caching}.\n{HOW_TO_END}"
@@ -213,7 +216,7 @@ def describe_server(client: ServerClient) -> str:
     names = ", ".join(str(entry.get("id")) for entry in models.get("data", []))
     try:
         stats = client.ask("GET", "/v1/cache/stats")
-        size = f"{stats['num_blocks']} blocks of {stats['block_size']} tokens,"
+        size = f"{counted(stats['num_blocks'], 'block')} of {stats['block_size']} tokens,"
         size += f" {stats['memory']['pool_bytes'] / 2**20:.1f} MiB"
         cache = f"KV cache: {size}; prefix caching {'on' if stats['prefix_caching'] else 'off'}."
     except (KVBlocksError, KeyError, TypeError):

@@ -32,7 +32,8 @@ def serve(
 ) -> None:
     """Serve a model through OpenAI's and Anthropic's APIs, with prefix caching.
 
-    After SIGTERM or Ctrl-C, running requests have a grace period to finish. A second one ends them at once.
+    After SIGTERM, Ctrl-C or the end of its terminal, running requests have a grace period to finish. A second signal
+    ends them at once.
     """
     from kvblocks.server.run import serve as run_server
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kvblocks.arguments import counted
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.server.errors import ApiError
 
@@ -60,12 +61,15 @@ def warm_prompts(
         if json:
             print(json_module.dumps({"prompts": done}))
     if num_refused:
-        raise InvalidArgumentError(f"expected {len(prompts)} prompts that can be cached, got {num_refused} that can't")
+        raise InvalidArgumentError(
+            f"expected {counted(len(prompts), 'prompt')} that can be cached, got {num_refused} that can't"
+        )
 
 
 def _cost_line(cost: Json) -> str:
     below = [f"{number} from {tier}" for tier, number in cost["num_cached_tokens_by_tier"].items() if tier != "device"]
     cached = f"{cost['num_cached_tokens']} cached" + (f" ({', '.join(below)})" if below else "")
     return (
-        f"{cost['num_prompt_tokens']} tokens: {cached}, {cost['num_computed_tokens']} computed, {cost['seconds']:.2f} s"
+        f"{counted(cost['num_prompt_tokens'], 'token')}: {cached}, {cost['num_computed_tokens']} computed,"
+        f" {cost['seconds']:.2f} s"
     )

@@ -6,7 +6,7 @@
 from abc import abstractmethod
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import check_count, is_a, shown, wrong
+from kvblocks.arguments import check_count, counted, is_a, shown, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.prefix_index import PrefixIndex
@@ -118,7 +118,10 @@ class CacheHit:
         return (self.source.find_pending(self.sequence) or (None, 0))[0]
 
     def __repr__(self) -> str:
-        return f"CacheHit({shown(self.sequence.sequence_id)}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"
+        return (
+            f"CacheHit({shown(self.sequence.sequence_id)}, {counted(self.num_tokens, 'token')} in"
+            f" {counted(len(self.blocks), 'block')})"
+        )
 
 
 def check_start(sequence: object, hit: object) -> None:

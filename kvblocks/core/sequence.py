@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import Any, NoReturn, SupportsIndex
 
-from kvblocks.arguments import Text, check_count, check_id, check_integer, is_a, shown, wrong
+from kvblocks.arguments import Text, check_count, check_id, check_integer, counted, is_a, shown, wrong
 from kvblocks.core.block import Epoch, KVCacheBlock, Run
 from kvblocks.core.hashing import PositionKey, SequenceKeys, check_keys
 from kvblocks.core.tokens import TokenIds, pack_tokens
@@ -434,8 +434,8 @@ class Sequence:
         raise TypeError(f"{self}: a sequence can't be copied or pickled; make a new one of its token_ids()")
 
     def __repr__(self) -> str:
-        state = f"{len(self.blocks)} blocks" if self.owner is not None else "not allocated"
-        return f"Sequence({shown(self.sequence_id)}, {self.num_tokens} tokens, {state})"
+        state = counted(len(self.blocks), "block") if self.owner is not None else "not allocated"
+        return f"Sequence({shown(self.sequence_id)}, {counted(self.num_tokens, 'token')}, {state})"
 
     def reset_blocks(self) -> None:
         """Forget the block tables. Only for the manager that releases them."""

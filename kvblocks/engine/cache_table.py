@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from kvblocks.arguments import counted
 from kvblocks.observe.picture import PrefixRow, describe_blocks, describe_keys, describe_tokens
 
 _MAX_INDENT = 16  # the most levels of indentation; a cache may be thousands of levels deep
@@ -26,7 +27,7 @@ def cache_table(rows: Sequence[PrefixRow], max_rows: int | None = None) -> Table
         keys, tokens = Text("\n".join(describe_keys(row))), Text(describe_tokens(row))
         table.add_row(_span(row), *_counts([row]), keys, tokens)
     if left_out:
-        table.add_row(Text(f"{len(left_out)} rows left out", style="italic"), *_counts(left_out), "", "")
+        table.add_row(Text(f"{counted(len(left_out), 'row')} left out", style="italic"), *_counts(left_out), "", "")
     return table
 
 

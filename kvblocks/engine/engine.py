@@ -306,6 +306,7 @@ class Engine:
         """
         self._check_usable()
         self.manager.now = time.monotonic()
+        self.stepper.recover()  # before anybody looks at the queue
         if self.offload is not None:
             self.offload.seek(self.scheduler)
         self.stepper.step(self.runner)
@@ -415,8 +416,7 @@ class Engine:
             self.stepper.add(generations)
             while True:
                 for generation in generations:
-                    while generation.pieces:
-                        yield generation.pieces.popleft()
+                    yield from generation.take_pieces()
                 if all(one.finish_reason is not None and not one.pieces for one in generations):
                     return  # others may have taken steps, and pieces have come, since the last look
                 self.step()

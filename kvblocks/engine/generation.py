@@ -1,6 +1,7 @@
 """A request in progress, with what the scheduler doesn't need to know, such as its sampler and its text."""
 
 from collections import deque
+from collections.abc import Iterator
 
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.sampling.drawn import Drawn, TokenLogprobs
@@ -17,9 +18,9 @@ class Generation:
     prompt_index, sample_index: which prompt of the call it answers, and which sample it is. scores: the scores of the
     prompt's tokens, shared with the other samples; None if none were asked for. pieces: those that haven't been taken
     yet. text: the text of all pieces so far. completion: set once it has all its tokens. error: the exception, if its
-    finish_reason is "error". is_submitted: if True, a failure ends this generation; if False, the failure is raised to
-    the caller of `step`. start_s: when it was queued, on the clock that `record` is given. num_told: how many tokens
-    have become pieces.
+    finish_reason is "error". is_submitted: if True, a failure of a step ends this generation; if False, the failure is
+    raised to the caller of `step`. start_s: when it was queued, on the clock that `record` is given. num_told: how many
+    tokens have become pieces.
     """
 
     def __init__(
@@ -56,6 +57,13 @@ class Generation:
         if self.error is not None:
             return "error"
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
+
+    def take_pieces(self) -> Iterator[Piece]:
+        """Take the pieces that have come, for a stream. Then raises `error`, which a text has that can't be decoded."""
+        while self.pieces:
+            yield self.pieces.popleft()
+        if self.error is not None:
+            raise self.error
 
     def next_draw(self, position: int) -> Draw | Exception:
         """How to draw the answer's token at `position`, the next one, or the exception if that fails. O(new tokens)."""

@@ -112,6 +112,11 @@ class Stepper:
             with self._change():
                 self._end(generations)
 
+    def recover(self) -> None:
+        """Repair what an interrupted call has left. O(1) if that is nothing; else as `undo`."""
+        if not self._is_whole:
+            self._repair()
+
     def step(self, runner: ModelRunner) -> None:
         """Compute one step with `runner`. `take_told` then returns the generations that got a piece or ended.
 
@@ -140,8 +145,7 @@ class Stepper:
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Mark a change, so that one that is left half done is repaired: now, or if that is interrupted, too, later."""
-        if not self._is_whole:
-            self._repair()
+        self.recover()
         self._adding = ()
         self._written = written_tokens(self.scheduler) | ({} if self._pending is None else self._pending.starts)
         self._is_whole = False
@@ -157,30 +161,26 @@ class Stepper:
     def _repair(self) -> None:
         """Bring all in order after a call that ended at any point. May itself be interrupted, and repeated.
 
-        Requests wait again. Tokens that they have got, and that nobody was told of, become pieces. Raises the first
-        error if some can't be told to streams, once all is done.
+        Requests wait again. Tokens that they have got, and that nobody was told of, become pieces.
         """
         for generation in self._adding:
             generation.request.finish_reason = "cancelled"
         self._pending = None
         undo(self.scheduler, self._written, self._generations)
         outcomes = dict(self._results)
-        errors = []
         for generation in list(self._generations.values()):
-            try:
-                self._settle(generation, outcomes.get(generation))
-            except Exception as error:  # noqa: BLE001  # raised below
-                errors.append(error)
+            self._settle(generation, outcomes.get(generation))
         self._is_whole = True
         self._adding, self._results = (), []
-        if errors:
-            raise errors[0]
 
     def _settle(self, generation: Generation, outcome: Outcome | None) -> None:
         """Bring a generation in line with its request, which waits now. outcome: of the last step that was read."""
-        generation.recover()
+        try:
+            generation.recover()
+        except Exception as error:  # noqa: BLE001  # as in `_record`
+            generation.error = error
         request, now_s = generation.request, time.perf_counter()
-        if request.num_output_tokens > generation.num_told:
+        if generation.error is None and request.num_output_tokens > generation.num_told:
             drawn = outcome if isinstance(outcome, Drawn) else Drawn(request.output_token_ids[-1])
             self._record(generation, drawn, now_s)
             return
@@ -253,7 +253,7 @@ class Stepper:
             self._undo(chunks, error)
             return
         if pending is not None:
-            self._pending = step  # first, since the next line raises if the text of a stream can't be told
+            self._pending = step  # first, since the next line may undo it
             self._finish(pending, chunks)
             step.start_s = time.perf_counter()
         elif self.overlaps and step.may_be_followed and may_plan(self.scheduler.manager, self.scheduler.remembered):
@@ -336,7 +336,8 @@ class Stepper:
         self.scheduler.complete(step.chunks, tokens, planned if is_launched else ())
         self.num_steps += 1
         now_s = time.perf_counter()
-        self._record_all(results, now_s)
+        for generation, outcome in results:
+            self._record(generation, outcome, now_s)
         for chunk in step.chunks:
             if not chunk.samples and chunk.is_all:
                 self._note_end(self._generations[chunk.request], now_s)
@@ -396,28 +397,15 @@ class Stepper:
                 self.scheduler.abort(chunks)
                 raise outcome
 
-    def _record_all(self, results: Outcomes, now_s: float) -> None:
-        """Record the outcomes of a step. If some can't be told to streams, raise the first error, at the end."""
-        errors = []
-        for generation, outcome in results:
-            try:
-                self._record(generation, outcome, now_s)
-            except Exception as error:  # noqa: BLE001  # raised below
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
     def _record(self, generation: Generation, outcome: Outcome, now_s: float) -> None:
-        """Record the step's outcome for a generation."""
+        """Record the step's outcome for a generation. One whose text can't be decoded ends, and its stream raises."""
         self._told[generation] = None
         if isinstance(outcome, Exception):
             generation.error = outcome
         else:
             try:
                 generation.record(outcome, now_s)
-            except Exception as error:
-                if not generation.is_submitted:
-                    raise
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is this generation's
                 generation.error = error
         if generation.finish_reason is not None:
             self._note_end(generation, now_s)

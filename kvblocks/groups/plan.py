@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import check_count, check_share, is_a, listed, plain_text, wrong
+from kvblocks.arguments import check_count, check_share, counted, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import Group
 from kvblocks.groups.layout import check_groups
@@ -198,7 +198,8 @@ def plan(
     if found.num_blocks < len(dealt) + found.state_blocks:
         beside = f", {found.state_blocks} for a checkpoint, and the slots of states" if state_bytes else ""
         raise InvalidArgumentError(
-            f"num_bytes: expected at least {least_bytes}, a block for each of {len(dealt)} groups{beside}, got {budget}"
+            f"num_bytes: expected at least {least_bytes}, {counted(len(dealt), 'block')} (one for each group){beside},"
+            f" got {budget}"
         )
     return found
 

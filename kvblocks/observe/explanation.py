@@ -7,7 +7,7 @@ there, it searches the cache for similar blocks: the same tokens under other key
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvblocks.arguments import shown
+from kvblocks.arguments import counted, shown
 from kvblocks.core.block import ROOT, KVCacheBlock, Node, Run
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hooks import RemovalCause
@@ -108,7 +108,8 @@ class Explanation:
             theirs, ours = list(self.their_keys) or "no keys", list(self.our_keys) or "no keys"
             return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"
         if self.cause == "partly equal":
-            return f"{missed}has only its first {self.num_common_tokens} tokens in common with what is cached there"
+            common = counted(self.num_common_tokens, "token")
+            return f"{missed}has only its beginning in common with what is cached there, {common}"
         return f"{missed}was never cached, as far as is remembered"
 
     def _group_miss(self, first: int, end: int) -> str:
@@ -143,7 +144,7 @@ def _where(removal: Removal) -> str:
 
 
 def _since(num_blocks: int) -> str:
-    return f"({'1 block' if num_blocks == 1 else f'{num_blocks} blocks'} taken from the pool since)"
+    return f"({counted(num_blocks, 'block')} taken from the pool since)"
 
 
 def explain(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import check_count, counted
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.wire.extra_keys import ExtraKey, decode_extra_keys
@@ -102,7 +102,7 @@ def describe_keys(row: PrefixRow) -> list[str]:
     """Return the first of a row's extra keys, one per line, and how many more there are."""
     lines = [describe_key(key) for key in row.extra_keys[:_MAX_KEYS]]
     if len(row.extra_keys) > _MAX_KEYS:
-        lines.append(f"and {len(row.extra_keys) - _MAX_KEYS} more keys")
+        lines.append(f"and {counted(len(row.extra_keys) - _MAX_KEYS, 'more key')}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvblocks.arguments import counted
 from kvblocks.replay.result import PrefixNode
 from kvblocks.replay.trace import Numbers, Trace
 
@@ -37,7 +38,7 @@ def prefix_tree(trace: Trace, max_nodes: int = MAX_NODES) -> PrefixNode:
         num_blocks=0,
         num_requests=trace.num_requests,
         num_sessions=len(trace.session_names),
-        label=f"{len(trace.session_names)} sessions",
+        label=counted(len(trace.session_names), "session"),
         num_hidden_blocks=blocks.get(-1, 0),
         num_hidden_references=references.get(-1, 0),
         children=children[-1][::-1],

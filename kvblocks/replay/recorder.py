@@ -17,7 +17,7 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from kvblocks.arguments import Given, check_count, check_number, check_text, is_a, plain_text, shown, wrong
+from kvblocks.arguments import Given, check_count, check_number, check_text, counted, is_a, plain_text, shown, wrong
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import InvalidArgumentError
 
@@ -193,7 +193,8 @@ class TraceRecorder:
         now = time.monotonic()
         if now - self._said_at >= _SAY_EVERY_S:
             self._said_at = now
-            _log.warning("%d requests could not be recorded, the last one since: %s", self.num_lost, error)
+            lost = counted(self.num_lost, "request")
+            _log.warning("%s could not be recorded, the last one since: %s", lost, error)
 
 
 def _packed(row: dict[str, Any]) -> bytes:

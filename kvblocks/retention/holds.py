@@ -12,7 +12,7 @@ shared block. Only `detach` holds the partly filled last block, since it frees t
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import Given, asked_once, check_count, is_a, shown, wrong
+from kvblocks.arguments import Given, asked_once, check_count, counted, is_a, shown, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.change import CHANGING, Change
 from kvblocks.core.sequence import Sequence
@@ -56,8 +56,8 @@ class BlockHold:
         return sum([len(table) for table in self.tables])
 
     def __repr__(self) -> str:
-        state = "released" if self.is_released else f"{self.num_blocks} blocks"
-        return f"BlockHold({shown(self.sequence_id)}, {self.num_tokens} tokens, {state})"
+        state = "released" if self.is_released else counted(self.num_blocks, "block")
+        return f"BlockHold({shown(self.sequence_id)}, {counted(self.num_tokens, 'token')}, {state})"
 
 
 class BlockHolds:

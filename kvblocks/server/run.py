@@ -5,7 +5,9 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import uvicorn
 from rich.console import Console
 from rich.progress import Progress
 
+from kvblocks.arguments import counted
 from kvblocks.engine.collector import freeze_collector
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
 
 logger = logging.getLogger("kvblocks.server")
+
+_SIGHUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # a terminal has ended; Windows has no such signal
 
 
 def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPublisher | None" = None) -> Engine:
@@ -117,7 +122,8 @@ def model_name(model: str) -> str:
 
 
 class KVBlocksServer(uvicorn.Server):
-    """uvicorn's server. After SIGTERM or Ctrl-C, running requests have the grace period to finish, and then fail.
+    """uvicorn's server. After SIGTERM, Ctrl-C or the end of its terminal, running requests have the grace period to
+    finish, and then fail.
 
     The tiers get the rest of the grace period to store blocks. A second signal fails requests at once, and drops stores
     that haven't begun. on_ready: called with the URL when the server listens.
@@ -158,13 +164,30 @@ class KVBlocksServer(uvicorn.Server):
             host, port = listener.getsockname()[:2]
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which knows nothing of SIGHUP. One that is ignored, as nohup has it, stays so."""
+        with super().capture_signals():
+            is_main = threading.current_thread() is threading.main_thread()
+            if _SIGHUP is None or not is_main or signal.getsignal(_SIGHUP) is not signal.SIG_DFL:
+                yield
+                return
+            signal.signal(_SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(_SIGHUP, signal.SIG_DFL)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; a second call stops without a grace period.
+        """Begin to stop; a second call stops without a grace period, but not if the terminal's end is told twice.
 
         Called in the main thread, between two instructions.
         """
-        del sig, frame
-        self.stop(grace_s=0.0 if self.should_exit else self._service.settings.grace_s)
+        del frame
+        if not self.should_exit:
+            self.stop(self._service.settings.grace_s)
+        elif sig != _SIGHUP:
+            self.stop(0.0)
 
     def stop(self, grace_s: float) -> None:
         """Take no more requests, and fail those that are unfinished after `grace_s` seconds.
@@ -215,7 +238,7 @@ def serve(
     say: Callable[[str], None],
     events: EventSettings = NO_EVENTS,
 ) -> None:
-    """Serve a model until SIGTERM or Ctrl-C.
+    """Serve a model until SIGTERM, Ctrl-C or the end of its terminal.
 
     load: returns the model; called once the addresses are known to be free. say: called with readable lines about the
     progress. Raises what loading and the engine raise, and KVBlocksError if the engine's thread died.
@@ -230,16 +253,16 @@ def serve(
     ):
         engine = make_engine(load(), cache, publisher)
         manager = engine.manager
-        most = engine.scheduler.max_request_tokens
         say(
-            f"KV cache: {manager.num_blocks} blocks of {manager.block_size} tokens; prompt and answer of a request may"
-            f" have {most} tokens together"
+            f"KV cache: {counted(manager.num_blocks, 'block')} of {counted(manager.block_size, 'token')}; prompt and"
+            f" answer of a request may have {counted(engine.scheduler.max_request_tokens, 'token')} together"
         )
         for line in [] if engine.offload is None else engine.offload.describe():
             say(line)
         most_connections = count_connections(settings.max_connections)
         if most_connections < settings.max_connections:
-            say(f"at most {most_connections} connections, since this process may open so few files: see ulimit -n")
+            most = counted(most_connections, "connection")
+            say(f"at most {most}, since this process may open so few files: see ulimit -n")
         if publisher is not None:
             where = (
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"

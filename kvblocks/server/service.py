@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from kvblocks.arguments import counted
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.grammar.grammar import Grammar, GrammarCompiler
@@ -134,7 +135,7 @@ class Service:
             limits.append((slots.caller.max_requests, self._open_by[slots.caller], " of this key"))
         for most, num_open, whose in limits:
             if slots.number > most:
-                message = f"n: expected at most {most} answers{whose} at once, got {slots.number}"
+                message = f"n: expected at most {counted(most, 'answer')}{whose} at once, got {slots.number}"
                 raise ApiError(400, message, param="n")
             if num_open + slots.number > most:
                 self.metrics.count(RequestOutcome.REFUSED)

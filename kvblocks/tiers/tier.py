@@ -11,6 +11,7 @@ from kvblocks.arguments import (
     check_name,
     check_number,
     check_text,
+    counted,
     is_a,
     listed,
     plain_text,
@@ -95,7 +96,7 @@ class Tier:
         self.medium = place or ("EXTERNAL" if self.is_shared else "STORAGE" if self.is_persistent else "CPU")
 
     def __repr__(self) -> str:
-        return f"Tier({self.name!r}, {self.num_blocks} blocks)"
+        return f"Tier({self.name!r}, {counted(self.num_blocks, 'block')})"
 
 
 def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:

@@ -155,6 +155,14 @@ class Tiers:
         self._calls.end()
         return transfers
 
+    @property
+    def unanswered(self) -> list[Transfer]:
+        """What `take_transfers` has returned and `complete` hasn't been told of, in the order of beginning.
+
+        So nothing is lost if an interrupt comes as `take_transfers` returns. O(these).
+        """
+        return [*self._traffic.begun]
+
     def complete(self, transfer: Given[Transfer], ok: Flag, *, seconds: SupportsFloat | None = None) -> list[Loaded]:
         """Report that a transfer is over. ok: whether all of its bytes arrived, are right, and are where they belong.
 
@@ -169,7 +177,7 @@ class Tiers:
         is_ok = check_flag("ok", ok)
         took = None if seconds is None else _check_seconds(seconds)
         own = self._check_transfer(transfer)
-        job = self._traffic.job_of(own)
+        job = self._traffic.begun.get(own)
         if job is None:
             self.num_stale_answers += 1
             return []

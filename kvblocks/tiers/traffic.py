@@ -33,7 +33,8 @@ STORING_SHARE = 8
 class Traffic:
     """The jobs of a manager, and its tiers' pools. Only for the manager and `Tiers`, which check the arguments.
 
-    Call methods inside a change of the manager, unless their docstring says otherwise. pools: the fastest first.
+    Call methods inside a change of the manager, unless their docstring says otherwise. pools: the fastest first. begun:
+    the transfers that have begun and aren't over, in that order, with their jobs; read-only.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Traffic:
         self.pools = [self._make_pool(tier, most) for tier in tiers]
         record_tiers(tiers, self.pools, self.index.events, self.index.epoch.names)
         self._queue: dict[Transfer, Job] = {}  # loads that `take` hasn't returned yet
-        self._begun: dict[Transfer, Job] = {}
+        self.begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}
         self._loading: dict[Sequence, LoadJob] = {}
         self._noted: dict[Sequence, int] = {}  # blocks cached at the last look, for tiers that store what is computed
@@ -99,7 +100,7 @@ class Traffic:
     def take(self) -> list[Transfer]:
         """Begin the transfers that can begin, and return them, loads first."""
         transfers = [*self._queue]
-        self._begun.update(self._queue)
+        self.begun.update(self._queue)
         self._queue = {}
         self._wish_for_computed()
         for pool in self.pools:
@@ -108,10 +109,6 @@ class Traffic:
         for transfer in transfers:
             transfer.state = BEGUN
         return transfers
-
-    def job_of(self, transfer: Transfer) -> Job | None:
-        """Return the job of a transfer that has begun and isn't over; otherwise None. O(1)."""
-        return self._begun.get(transfer)
 
     def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
         """Return what to cache of a load when this transfer ends, for each waiting sequence. Call it outside a change.
@@ -139,7 +136,7 @@ class Traffic:
             self._note_loaded(transfer, seconds, is_ok=ok)
         elif not ok:
             transfer.pool.num_failed_blocks += len(transfer.slots)
-        del self._begun[transfer]
+        del self.begun[transfer]
         job.end(transfer, ok=ok)
         return [] if job.num_open else self._finish(job)
 
@@ -320,7 +317,7 @@ class Traffic:
             assert sequence.owner is self._change and sequence in job.sequences, f"{sequence}: waits for no load"
             assert job in self._jobs and job.num_open, f"{sequence}: waits for a load that is over"
         num_open = sum([job.num_open for job in self._jobs])
-        assert num_open == len(self._queue) + len(self._begun), f"tiers: {num_open} transfers counted"
+        assert num_open == len(self._queue) + len(self.begun), f"tiers: {num_open} transfers counted"
 
     # Steps of the above that `GroupTraffic` overrides.
 
@@ -442,7 +439,7 @@ class Traffic:
             job.pool.storing[block] = salt
         for transfer in self._transfers(job.pool, job, range(len(job.blocks)), is_load=False):
             job.add(transfer)
-            self._begun[transfer] = job
+            self.begun[transfer] = job
             transfers.append(transfer)
 
     def _note_loaded(self, transfer: Transfer, seconds: float | None, *, is_ok: bool) -> None:

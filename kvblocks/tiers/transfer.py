@@ -1,5 +1,6 @@
 """What a manager of tiers and the mover of the bytes exchange: `TierHit`, `Transfer`, `Loaded`."""
 
+from kvblocks.arguments import counted
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.stats import TierPart
@@ -45,7 +46,8 @@ class TierHit:
         return TierPart(self.tier, self.first_token, end, self.pool.num_ahead(self.prefix))
 
     def __repr__(self) -> str:
-        return f"TierHit({self.tier!r}, {self.num_tokens} tokens from {self.first_token}, {self.num_bytes} bytes)"
+        tokens = counted(self.num_tokens, "token")
+        return f"TierHit({self.tier!r}, {tokens} from {self.first_token}, {self.num_bytes} bytes)"
 
 
 class Transfer:
@@ -123,7 +125,7 @@ class Transfer:
 
     def __repr__(self) -> str:
         kind = "load" if self.is_load else "store"
-        return f"Transfer({self.generation}, {kind}, {self.tier!r}, {len(self.slots)} blocks)"
+        return f"Transfer({self.generation}, {kind}, {self.tier!r}, {counted(len(self.slots), 'block')})"
 
 
 class Loaded:
@@ -142,4 +144,4 @@ class Loaded:
 
     def __repr__(self) -> str:
         state = "whole" if self.is_whole else "in part"
-        return f"Loaded({self.sequence}, {self.num_tokens} tokens, {state})"
+        return f"Loaded({self.sequence}, {counted(self.num_tokens, 'token')}, {state})"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final
 
+from kvblocks.arguments import counted
 from kvblocks.wire.client import MirrorClient, Source
 from kvblocks.wire.codecs import (
     AllBlocksCleared,
@@ -176,7 +177,7 @@ def describe(event: WireEvent) -> str:
         return f"unknown    {event.type!r}"
     if isinstance(event, BlockRemoved):
         return f"removed    {_blocks(event)}"
-    notes = [f"{len(event.token_ids)} tokens"]
+    notes = [counted(len(event.token_ids), "token")]
     if event.parent_block_hash is not None:
         notes.append(f"after {_name(event.parent_block_hash)}")
     named: dict[str, Any] = {"lora": event.lora_name, "window": event.kv_cache_spec_sliding_window}
@@ -234,8 +235,7 @@ def _blocks(event: BlockStored | BlockRemoved) -> str:
     names = event.block_hashes
     more = " …" if len(names) > _NUM_SHOWN else ""
     place = f"{event.medium or '?'}" + (f" group {event.group_idx}" if event.group_idx else "")
-    count = "1 block" if len(names) == 1 else f"{len(names)} blocks"
-    return f"{count} in {place}: {' '.join(map(_name, names[:_NUM_SHOWN]))}{more}"
+    return f"{counted(len(names), 'block')} in {place}: {' '.join(map(_name, names[:_NUM_SHOWN]))}{more}"
 
 
 def _name(name: Hash) -> str:

@@ -57,6 +57,27 @@ def test_compare_without_peers_says_so_and_measures_ours(tmp_path):
     assert 0 < row["low"] <= row["median"] <= row["high"]
 
 
+def run_without_engines(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    lines = "import sys, runpy; sys.modules.update(mlx=None, mlx_lm=None, vllm=None, torch=None); "
+    lines += f"sys.argv[1:] = {arguments}; runpy.run_module('bench.{module}', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", lines]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
+
+
+@pytest.mark.parametrize("module", ["mlx", "mlx.replay", "vllm", "vllm.disk_tier"])
+def test_benches_of_other_engines_help_without_them(module):
+    done = run_without_engines(module, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: bench.{module}")
+
+
+@pytest.mark.parametrize("module", ["mlx", "vllm", "vllm.disk_tier"])
+def test_benches_of_other_engines_say_which_environment_they_need(module):
+    name = module.partition(".")[0]
+    done = run_without_engines(module)
+    said = f"bench.{name}: expected the environment that `make test-{name}` makes, .venv-{name}/bin/python; got "
+    assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
 def test_free_order_shows_what_empty_blocks_first_and_one_copy_are_worth(tmp_path):
     kept = tmp_path / "kept.json"
     printed = run_bench("replay.free_order", "--requests", "400", "--seeds", "2", "--json", str(kept)).stdout

@@ -1,5 +1,6 @@
 """The command line: quick help, results on stdout, errors as one line, and what it says without the engine."""
 
+import io
 import os
 import re
 import signal
@@ -68,6 +69,17 @@ def test_weights_get_huge_pages_unless_somebody_decided_otherwise(given, used, c
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
     run(["--version"], capsys)
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
+
+
+def test_what_stdouts_encoding_lacks_is_replaced(tiny_folder, monkeypatch):
+    """Such as that of a pipe on Windows. The tiny model writes bytes that are no text."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "cp1252", newline=""))
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["generate", "hello", "--model", str(tiny_folder), "--max-tokens", "12"])
+    assert not raised.value.code
+    sys.stdout.flush()
+    assert b"?" in written.getvalue() and written.getvalue().endswith(b"\n")
 
 
 def test_python_dash_m_is_the_same_command():

@@ -78,6 +78,9 @@ def test_repr_says_what_it_holds() -> None:
     assert repr(hit) == "CacheHit('s', 0 tokens in 0 blocks)"
     manager.allocate_slots(sequence, hit=hit)
     assert repr(sequence) == "Sequence('s', 3 tokens, 2 blocks)"
+    one = Sequence("t", [7])
+    manager.allocate_slots(one, hit=manager.get_computed_blocks(one))
+    assert repr(one) == "Sequence('t', 1 token, 1 block)"
     assert repr(sequence.blocks[0]) == "KVCacheBlock(0, ref_cnt=1, cached at 0)"
     assert repr(sequence.blocks[1]) == "KVCacheBlock(1, ref_cnt=1, not cached)"
 

@@ -233,7 +233,7 @@ class TestMemory:
         [
             (
                 {"kv_cache_memory": 3},
-                "kv_cache_memory: expected at least 12288 bytes, a block for each of 3 groups",
+                "kv_cache_memory: expected at least 12288 bytes, 3 blocks .one for each group of layers.",
             ),
             ({"kv_cache_memory": 2.0}, "kv_cache_memory: expected bytes .* got 2.0"),
             ({"kv_cache_memory": 10**6, "num_blocks": 5}, "num_blocks or kv_cache_memory, got both: 5 and 1000000"),

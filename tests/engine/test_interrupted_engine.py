@@ -3,7 +3,10 @@
 import gc
 import os
 import random
+import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -270,6 +273,26 @@ def test_an_interrupted_cancel_leaves_no_ghost(model, where, monkeypatch):
     assert stays.completion.token_ids == expected[1]
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_no_token_is_told_twice_if_the_text_of_one_cannot_be_decoded(model, is_later, monkeypatch):
+    """That is the second token of one of two. The interrupt comes in that step, or in the one behind it."""
+    engine, (bad, good), expected = answer_two(model)
+    bad.is_submitted = False
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(bad._decoder, "feed", die)  # noqa: SLF001
+        if is_later:
+            engine.step()
+            patch.undo()
+        interrupt_behind(patch, engine.scheduler, "complete")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finish(engine)
+    assert [piece.token_id for piece in good.pieces] == expected[1]
+    assert [piece.token_id for piece in bad.pieces] == expected[0][:1]
+    assert (bad.finish_reason, str(bad.error)) == ("error", "the step died")
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 4])
 def test_an_interrupt_behind_complete_loses_no_piece(model, overlap, number, monkeypatch):
@@ -332,6 +355,27 @@ def test_a_second_interrupt_while_a_call_is_dropped_leaves_no_ghost(model, monke
     assert [one.completion.token_ids for one in generations] == expected
 
 
+def test_nobody_looks_at_the_queue_before_it_is_repaired(model, monkeypatch):
+    """Such as the one who asks a shared store for what waits. The repair is interrupted, too."""
+    engine, _, _ = answer_two(model, tiers=["host:1MiB"])
+    engine.step()
+    looks = []
+    monkeypatch.setattr(engine.offload, "seek", lambda scheduler: looks.append(holding(scheduler)))
+
+    def holding(scheduler):
+        return [request for request in (*scheduler.waiting, *scheduler.running) if request.sequence.is_allocated]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", interrupt)
+        interrupt_behind(patch, engine.manager, "abort")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert holding(engine.scheduler)
+    engine.step()
+    assert len(looks[0]) == 2 and looks[1] == []
+    engine.close()
+
+
 def test_an_interrupted_timeout_still_ends_its_request(model, monkeypatch):
     engine, generations, expected = answer_two(model)
     (late,) = engine.submit([1, 2, 3], **GREEDY, timeout_s=1e-9)
@@ -344,34 +388,59 @@ def test_an_interrupted_timeout_still_ends_its_request(model, monkeypatch):
     assert [one.completion.token_ids for one in generations] == expected
 
 
-@pytest.mark.parametrize("where", ["behind begin", "before begin", "before complete"])
+@pytest.mark.parametrize("where", ["behind take_transfers", "behind begin", "before begin", "before complete"])
 def test_an_interrupt_loses_no_transfer(model, where, monkeypatch):
     """A transfer that nobody carries out, or reports, would keep its blocks for ever."""
     engine, _, _ = answer_two(model, tiers=["host:1MiB"])
     carrier, tiers = engine.offload._carriers["host"], engine.manager.tiers  # noqa: SLF001
-    owner, name = (tiers, "complete") if where == "before complete" else (carrier, "begin")
-    works, calls = getattr(owner, name), []
+    place, name = where.split()
+    owner = carrier if name == "begin" else tiers
+    works, interrupts = getattr(owner, name), []
 
     def interrupted(*given, **options):
-        calls.append(given)
-        if where != "behind begin" and len(calls) == 1:
+        result = works(*given, **options) if place == "behind" else None
+        if result != [] and not interrupts:
+            interrupts.append(given)
             raise KeyboardInterrupt
-        result = works(*given, **options)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return result
+        return works(*given, **options) if place == "before" else result
 
     monkeypatch.setattr(owner, name, interrupted)
-    num_interrupts, end_s = 0, time.monotonic() + 60
+    end_s = time.monotonic() + 60
     while engine.has_work:
-        try:
+        with suppress(KeyboardInterrupt):
             engine.step()
-        except KeyboardInterrupt:
-            num_interrupts += 1
         assert time.monotonic() < end_s, "some transfer never ends"
-    assert num_interrupts == 1
+    assert interrupts
     assert engine.manager.num_free_blocks == engine.manager.num_blocks
     assert tiers.num_stale_answers == 0
+    engine.close()
+
+
+def test_an_interrupt_leaves_no_lock_that_transfers_wait_for(model):
+    """It may come in the standard library, such as behind the line of `threading.Event` that takes its lock."""
+    engine, _, _ = answer_two(model, tiers=["host:1MiB"])
+
+    def break_in(frame, event, _):
+        return within if frame.f_code.co_qualname == "Condition.__enter__" else None
+
+    def within(frame, event, _):
+        if event == "return":
+            raise KeyboardInterrupt
+        return within
+
+    before = sys.gettrace()
+    sys.settrace(break_in)
+    try:
+        engine.offload.advance()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    thread = threading.Thread(target=engine.offload.advance, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    finish(engine)
     engine.close()
 
 

@@ -121,7 +121,7 @@ def test_the_table_says_what_the_fields_say() -> None:
         ({"num_bytes": 0}, "num_bytes: expected an int of at least 1"),
         (
             {"num_bytes": 65_536 * 7 - 1},
-            "num_bytes: expected at least 458752, a block for each of 7 groups, got 458751",
+            "num_bytes: expected at least 458752, 7 blocks .one for each group., got 458751",
         ),
         ({"max_padding": 1.5}, "max_padding: expected a share from 0.0 to 1.0"),
     ],

@@ -833,6 +833,8 @@ class TierMachine:
 
     def take_transfers(self) -> None:
         taken = self.manager.tiers.take_transfers()
+        unanswered = self.manager.tiers.unanswered
+        assert unanswered[len(unanswered) - len(taken) :] == taken
         for transfer in taken:
             salt, _ = decode_names((transfer.prefix.extra_keys or {}).get(0))
             self.salt_of.update(dict.fromkeys(transfer.identities(), salt))

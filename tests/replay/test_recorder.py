@@ -198,7 +198,7 @@ def test_a_full_disk_costs_whole_lines_and_raises_nothing(tmp_path):
     command = [sys.executable, "-c", FULL, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
     assert done.stdout.splitlines() == ["[True, False, True, False, True]", "3 2"]
-    assert "1 requests could not be recorded, the last one since:" in done.stderr
+    assert "1 request could not be recorded, the last one since:" in done.stderr
     assert prompts(read_trace(path)) == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
 
 

@@ -253,6 +253,17 @@ def test_malformed_bodies_are_refused(server, body):
     assert words in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("Zstd", 415), ("utf-8", 200), ("identity", 200)])
+def test_a_compressed_body_is_refused_by_name(server, encoding, status):
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    with server.http() as http:
+        response = http.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+    assert response.status_code == status
+    if status == 415:
+        wanted = f"content-encoding: expected a body that isn't compressed, got {encoding.lower()}"
+        assert response.json()["error"]["message"] == wanted
+
+
 def test_a_web_page_cannot_use_the_server(server):
     """A browser sends text/plain to other sites without asking them; JSON only if they agree, and this one doesn't."""
     with server.http() as http:

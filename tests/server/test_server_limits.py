@@ -1,5 +1,8 @@
 """What bounds the server: slots, sizes, times, keys, clients that go away, steps that fail, and its own end."""
 
+import os
+import signal
+import threading
 import time
 
 import openai
@@ -410,6 +413,33 @@ def test_a_second_signal_waits_for_nothing(model):
             thread.join(60)
         assert [error.status_code for error in errors] == [503]
         gate.open()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="only POSIX systems tell that a terminal has ended")
+def test_a_terminal_that_ends_is_a_signal_with_grace_even_if_told_twice(model):
+    with running_server(model, grace_s=60) as server:
+        gate = Gate(server.engine)
+        gate.shut()
+        answers = []
+        before = signal.getsignal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test may run under nohup
+        try:
+            with server.client() as client, server.server.capture_signals():
+                thread = in_background(lambda: answers.append(client.completions.create(max_tokens=20, **HELLO)))
+                gate.wait_for_step()
+                assert signal.getsignal(signal.SIGHUP) == server.server.handle_exit
+                signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGHUP)  # a shell tells its jobs, and the system does, too
+                wait_for(lambda: not _accepts(server))
+                gate.open()
+                thread.join(60)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+            assert answers[0].usage.completion_tokens == 20
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+            with server.server.capture_signals():
+                assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
 
 def _accepts(server):

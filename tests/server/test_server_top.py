@@ -1,9 +1,11 @@
 """`kvblocks cache top`, and tenants in /metrics where the operator allows it."""
 
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 from server.server_harness import MODEL, running_server, series, tiny_loaded
 
 from kvblocks.cli import app as cli
@@ -97,3 +99,21 @@ def test_what_was_saved_a_second_is_of_the_time_between(capsys):
     later = sort({**first, "time": 3.0, "tenants": {"": {**row, "num_cached_tokens": 30}}}, "hit_share")
     assert list(tables(later, first).renderables[0].columns[4].cells) == ["10"]
     assert list(tables(first, None).renderables[0].columns[4].cells) == ["-"]
+
+
+def test_no_number_is_cut_in_80_columns():
+    row = {"num_requests": 123_456, "num_cached_tokens": 345_678_901, "hit_share": 0.987, "num_held_blocks": 12_345}
+    row |= {"num_pinned_blocks": 120, "quota_blocks": 20_000, "num_evicted_blocks": 1_234_567}
+    row |= {"num_cached_tokens_by_tier": {"device": 345_678_901, "host": 12}}
+    device = {"num_entries": 1, "num_blocks": 4, "num_evicted_blocks": 0, "num_pinned_blocks": 0}
+    values = {"time": 1.0, "tenants": {"research-and-development": row}, "device": device, "tiers": []}
+    before = sort(values, "num_requests")
+    later = sort(
+        {**values, "time": 2.0, "tenants": {"research-and-development": {**row, "num_requests": 7}}}, "hit_share"
+    )
+    for now, numbers in ((before, "123456 98.7% 345678901 -"), (later, "7 98.7% 345678901 0")):
+        out = io.StringIO()
+        Console(file=out, width=80).print(tables(now, before if now is later else None))
+        (line,) = [" ".join(line.split()) for line in out.getvalue().splitlines() if "345678901 " in line]
+        assert f" {numbers} 12345 20000 1234567 120 " in line
+        assert {"requests", "evicted", "pinned", "from"} <= set(out.getvalue().splitlines()[2].split())

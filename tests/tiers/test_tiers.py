@@ -53,6 +53,21 @@ def test_stores_hold_an_eighth_of_the_device_at_most():
     assert len(settle(manager)) == 2
 
 
+def test_what_nobody_has_answered_is_known():
+    manager = make_manager(32)
+    run(manager)
+    assert manager.tiers.unanswered == []
+    first = manager.tiers.take_transfers()
+    assert manager.tiers.unanswered == first
+    manager.tiers.complete(first[0], ok=True)
+    second = manager.tiers.take_transfers()
+    assert second and manager.tiers.unanswered == [*first[1:], *second]
+    manager.tiers.unanswered.clear()  # a copy
+    for transfer in manager.tiers.unanswered:
+        manager.tiers.complete(transfer, ok=True)
+    assert manager.tiers.unanswered == []
+
+
 def test_what_is_stored_is_stored_once():
     manager = make_manager()
     run(manager)

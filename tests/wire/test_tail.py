@@ -50,7 +50,7 @@ def test_other_batches_have_their_lines_too():
     batch = batch_of(UnknownEvent("Pinned", {"type": "Pinned", "x": 1}), long)
     first, second = lines(batch, as_json=False)
     assert first.endswith("unknown    'Pinned'")
-    assert "9 blocks in ? group 2: 000000000000" in second and " …, 1 tokens, after eeeeeeeeeeee" in second
+    assert "9 blocks in ? group 2: 000000000000" in second and " …, 1 token, after eeeeeeeeeeee" in second
     assert "77777" not in second
     assert first_line(batch_of(), as_json=False).endswith(" 7 kv  heartbeat")
     assert first_line(Batch(b"", 1, b"\xc1"), as_json=False).startswith("! payload: expected a batch of events")

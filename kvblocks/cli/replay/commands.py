@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvblocks.arguments import counted
 from kvblocks.cli.replay.files import check_can_write, check_differ
 from kvblocks.cli.replay.output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
@@ -228,10 +229,10 @@ def _print(result: "Result") -> None:
     from rich.table import Table
 
     facts = result.trace
-    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
     print(
-        f"{name}: {facts.num_requests:,} requests in {facts.num_sessions:,} sessions,"
-        f" {facts.num_references:,} references to {facts.num_unique_blocks:,} blocks of {facts.block_size} tokens;"
+        f"{facts.name}: {counted(facts.num_requests, 'request', ',')} in {counted(facts.num_sessions, 'session', ',')},"
+        f" {counted(facts.num_references, 'reference', ',')} to {counted(facts.num_unique_blocks, 'block', ',')} of"
+        f" {counted(facts.block_size, 'token')};"
         f" an infinite cache hits {facts.infinite_hit_rate:.3f}"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

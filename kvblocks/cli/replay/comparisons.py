@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from kvblocks.arguments import shown
+from kvblocks.arguments import counted, shown
 from kvblocks.cli.replay.output import publish, show_progress
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.options import parse_arrivals, parse_bytes, parse_memory, parse_size, parse_sizes
@@ -57,10 +57,9 @@ def _print_designs(result: StateResult) -> None:
     from rich.table import Table
 
     facts, used = result.trace, result.conditions
-    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
     print(
-        f"{name}: {facts.num_requests:,} requests, one after another; a state has {used.state_bytes:,} bytes, and K and"
-        f" V of a token {used.kv_bytes:,}"
+        f"{facts.name}: {counted(facts.num_requests, 'request', ',')}, one after another; a state has"
+        f" {used.state_bytes:,} bytes, and K and V of a token {used.kv_bytes:,}"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("memory", "design", "hit", "K and V cached", "states saved", "no room"):
@@ -126,8 +125,10 @@ def _print_loads(result: LoadResult) -> None:
     from rich.table import Table
 
     facts = result.trace
-    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
-    print(f"{name}: {facts.num_requests:,} requests in {facts.num_sessions:,} sessions; seconds of modelled time")
+    print(
+        f"{facts.name}: {counted(facts.num_requests, 'request', ',')} in {counted(facts.num_sessions, 'session', ',')};"
+        " seconds of modelled time"
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     heads = ("blocks", "load", "entrance", "delay", "p50", "p99", "ttft p50", "p99", "again", "longest wait", "paused")
     for head in heads:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kvblocks.arguments import counted
+
 _WORDS = {
     "pinned_out": "pins held many blocks, so it was evicted; without them it would still be cached",
     "over_quota": "its tenant was over its quota, so its blocks were evicted first",
@@ -15,7 +17,7 @@ _WORDS = {
 def explain_lines(entry: dict[str, Any]) -> Iterator[str]:
     """Yield the lines about one prompt, as the server's JSON describes it."""
     why = entry["text"] or "no reasons are kept, since the server runs with --num-history-blocks 0"
-    yield f"{entry['num_cached_tokens']} of {entry['num_prompt_tokens']} tokens: {why}"
+    yield f"{entry['num_cached_tokens']} of {counted(entry['num_prompt_tokens'], 'token')}: {why}"
     cache = entry.get("cache") or {}
     if cache.get("reason") in _WORDS:
         yield f"  reason: {_WORDS[cache['reason']]}"

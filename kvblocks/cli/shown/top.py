@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -63,19 +64,11 @@ def sort(values: Json, field: str) -> Json:
 
 def tables(values: Json, before: Json | None) -> Group:
     """Return the tables of tenants and of tiers. before: earlier values, for what was saved per second; None: none."""
-    tenants = Table("tenant", title="tenants")
-    for name in (
-        "requests",
-        "hit share",
-        "tokens saved",
-        "saved/s",
-        "blocks held",
-        "quota",
-        "evicted",
-        "pinned",
+    tenants = _table(
+        "tenant",
+        *("requests", "hit\nshare", "tokens\nsaved", "saved a\nsecond", "blocks\nheld", "quota", "evicted", "pinned"),
         "from",
-    ):
-        tenants.add_column(name, justify="right")
+    )
     for row in values["tenants"]:
         sources = [f"{tier} {number}" for tier, number in row["num_cached_tokens_by_tier"].items() if number]
         tenants.add_row(
@@ -90,9 +83,7 @@ def tables(values: Json, before: Json | None) -> Group:
             str(row["num_pinned_blocks"]),
             ", ".join(sources) or "-",
         )
-    tiers = Table("tier", title="tiers")
-    for name in ("blocks held", "of", "loaded", "stored", "evicted", "pinned"):
-        tiers.add_column(name, justify="right")
+    tiers = _table("tier", "blocks held", "of", "loaded", "stored", "evicted", "pinned")
     device = values["device"]
     numbers = (device["num_entries"], device["num_blocks"], "-", "-", device["num_evicted_blocks"])
     tiers.add_row("device", *map(str, numbers), str(device["num_pinned_blocks"]))
@@ -100,6 +91,15 @@ def tables(values: Json, before: Json | None) -> Group:
         fields = ("num_cached_blocks", "num_blocks", "num_loaded_blocks", "num_stored_blocks", "num_evicted_blocks")
         tiers.add_row(tier["name"], *[str(tier[name]) for name in fields], "-")
     return Group(tenants, tiers)
+
+
+def _table(first: str, *others: str) -> Table:
+    """Return a table whose numbers aren't cut in 80 columns, which a file or a pipe gets, too."""
+    table = Table(title=f"{first}s", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in (first, *others):
+        is_number = name not in {first, "from"}
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    return table
 
 
 def _rate(row: Json, values: Json, before: Json | None) -> str:

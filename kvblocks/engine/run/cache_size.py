@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from kvblocks.arguments import check_count, is_a
+from kvblocks.arguments import check_count, counted, is_a
 from kvblocks.engine.run.memory import check_memory, read_memory, show_bytes
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.plan import Plan
@@ -65,8 +65,8 @@ def size_cache(
         if budget < least:
             beside = f", and {sized.slot_bytes} bytes for states" if sized.slot_bytes else ""
             raise InvalidArgumentError(
-                f"kv_cache_memory: expected at least {least} bytes, a block for each of {num_groups} groups of"
-                f" layers{beside}, got {budget}"
+                f"kv_cache_memory: expected at least {least} bytes, {counted(num_groups, 'block')} (one for each"
+                f" group of layers){beside}, got {budget}"
             )
     chosen = replace(sized, num_blocks=(budget - sized.slot_bytes) // layout.block_bytes, num_bytes=budget)
     if not is_a(kv_cache_memory, float):  # a share of the free memory needs no check

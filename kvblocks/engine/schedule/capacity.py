@@ -11,6 +11,7 @@ longest possible request depends on how many of its tokens one step computes at 
 from bisect import bisect_right
 from collections.abc import Iterable
 
+from kvblocks.arguments import counted
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
@@ -49,7 +50,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
     if num_wanted > manager.num_blocks:
         most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
         raise RequestTooLongError(
-            f"expected at most {most + num_last} tokens, what the pool's {manager.num_blocks} blocks of"
+            f"expected at most {most + num_last} tokens, what the pool's {counted(manager.num_blocks, 'block')} of"
             f" {manager.block_size} can serve, got {asked}"
         )
     kept = _kept_blocks(manager)
@@ -60,7 +61,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
         most = _most_tokens(manager, num_left, num_step_tokens, num_tokens)
         raise PoolExhaustedError(
             f"expected at most {most + num_last} tokens while pins keep {len(kept)} of the pool's"
-            f" {manager.num_blocks} blocks, got {asked}: unpin something, or wait for pins to expire"
+            f" {counted(manager.num_blocks, 'block')}, got {asked}: unpin something, or wait for pins to expire"
         )
 
 
@@ -98,7 +99,7 @@ def stalled(manager: KVCacheManager, request: Request) -> StalledError:
     O(tokens pinned).
     """
     refusal = manager.last_refusal
-    wanted = "" if refusal is None else f" {refusal.num_blocks} more blocks"
+    wanted = "" if refusal is None else f" {counted(refusal.num_blocks, 'more block')}"
     return StalledError(
         f"expected{wanted} for {request.sequence}, the next in line, once all others give way; got too few: pins of"
         f" priority {KEEP} keep {len(_kept_blocks(manager))} of the pool's {manager.num_blocks}. Nothing was changed:"

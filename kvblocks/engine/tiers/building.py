@@ -1,9 +1,10 @@
 """Builds tiers from options: opens the places, tells the manager about the tiers, and makes the transfers' carriers."""
 
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 
 from kvblocks.engine.collector import collector_paused
 from kvblocks.engine.run.backends import Backend
@@ -48,14 +49,15 @@ class BuiltTiers:
         """Read what the places remember, and return the `Offload`, or None without tiers. O(slots on the disk)."""
         if not self.places:
             return None
-        block_bytes, ended = BlockBytes(runner.kv_cache), threading.Event()
+        block_bytes, ends = BlockBytes(runner.kv_cache), SimpleQueue[None]()
+        on_end = partial(ends.put, None)
         carriers: list[Carrier] = []
         seeker: Seeker | None = None
         for place in self.places:
             if place.tier.is_persistent:
                 with collector_paused():
                     manager.tiers.restore(place.tier.name, place.remembered())
-            carriers.append(Carrier(place.tier.name, place, block_bytes, ended.set))
+            carriers.append(Carrier(place.tier.name, place, block_bytes, on_end))
             if place.shared is not None:
                 seeker = Seeker(
                     carriers[-1],
@@ -63,9 +65,9 @@ class BuiltTiers:
                     manager.tiers,
                     block_size=manager.block_size,
                     num_columns=self.num_columns,
-                    on_end=ended.set,
+                    on_end=on_end,
                 )
-        return Offload(manager.tiers, carriers, ended, seeker)
+        return Offload(manager.tiers, carriers, ends, seeker)
 
 
 def build_tiers(options: Sequence[TierOptions], model: LoadedModel, plan: Plan, backend: Backend) -> BuiltTiers:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvblocks.arguments import counted
 from kvblocks.engine.tiers.block_bytes import BlockBytes, Staging
 from kvblocks.engine.tiers.place import Move, Place
 from kvblocks.tiers.disk import DiskError
@@ -203,7 +204,7 @@ class Carrier:
         except (DiskError, StoreError):
             pass  # the place counts it, and logs a warning now and then
         except Exception:
-            logger.exception("a %s of %d blocks failed in tier %r", kind, len(transfer.slots), self.name)
+            logger.exception("a %s of %s failed in tier %r", kind, counted(len(transfer.slots), "block"), self.name)
         seconds = time.perf_counter() - start
         if ok:
             self.num_bytes[kind] += transfer.num_bytes

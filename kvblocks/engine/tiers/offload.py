@@ -4,12 +4,11 @@ The order is that of `kvblocks.tiers`: the step is launched, and then its transf
 launched work (`BlockBytes.mark`).
 """
 
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.tiers.carrier import Carrier
@@ -35,22 +34,21 @@ class TierTraffic:
 class Offload:
     """The tiers of a manager with their carriers. Only the engine's thread calls it.
 
-    carriers: those of all tiers. something_ended: the event that their `on_end` sets. seeker: asks a shared store, if
-    there is one. is_closed: whether `close` was called.
+    carriers: those of all tiers. ends: their `on_end` puts something there; a `threading.Event` could be left locked by
+    an interrupt. seeker: asks a shared store, if there is one. is_closed: whether `close` was called.
     """
 
     def __init__(
         self,
         tiers: Tiers,
         carriers: list[Carrier],
-        something_ended: threading.Event,
+        ends: SimpleQueue[None],
         seeker: Seeker | None = None,
     ) -> None:
         self._tiers = tiers
         self._carriers = {carrier.name: carrier for carrier in carriers}
-        self._something_ended = something_ended
+        self._ends = ends
         self._seeker = seeker
-        self._taken: deque[Transfer] = deque()  # those that haven't begun
         self._under_way: set[Transfer] = set()
         self._forgettings: list[Forgetting] = []  # those that wait for transfers
         self.is_closed = False
@@ -75,11 +73,11 @@ class Offload:
     def advance(self) -> list[Loaded]:
         """Report ended transfers, begin new ones, and return the results of loads. O(blocks that move)."""
         loaded = self._collect()
-        self._taken += self._tiers.take_transfers()
-        while self._taken:  # an interrupted call leaves the others to the next one
-            self._under_way.add(self._taken[0])
-            self._carriers[self._taken[0].tier].begin(self._taken[0])
-            self._taken.popleft()
+        self._tiers.take_transfers()
+        for transfer in self._tiers.unanswered:
+            if transfer not in self._under_way:  # a new one, or one that an interrupted call has left
+                self._carriers[transfer.tier].begin(transfer)
+                self._under_way.add(transfer)
         self._note_changes()
         return loaded
 
@@ -106,7 +104,8 @@ class Offload:
     def wait(self, seconds: float) -> None:
         """Wait for at most `seconds`, until a transfer has ended since the last `advance` or a store has answered."""
         if self._seeker is None or not self._seeker.has_answer:
-            self._something_ended.wait(seconds)
+            with suppress(Empty):
+                self._ends.get(timeout=seconds)
 
     def traffic(self) -> list[TierTraffic]:
         """Return what was moved so far, by tier. Any thread may call this."""
@@ -146,7 +145,9 @@ class Offload:
                     ending.callback(self._seeker.close)  # called first, so that nothing waits for the network
 
     def _collect(self) -> list[Loaded]:
-        self._something_ended.clear()
+        with suppress(Empty):
+            while True:
+                self._ends.get_nowait()
         loaded: list[Loaded] = []
         for carrier in self._carriers.values():
             for ended in carrier.ended():

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from kvblocks.arguments import counted
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.memory import free_memory
 from kvblocks.engine.run.runner import LoadedModel
@@ -156,7 +157,7 @@ class Place(ABC):
     def describe(self, num_cached_blocks: int) -> str:
         """Return a readable line about the place. num_cached_blocks: how many blocks the manager now knows in it."""
         del num_cached_blocks
-        return f"{self.tier.name} cache: {self.tier.num_blocks} blocks"
+        return f"{self.tier.name} cache: {counted(self.tier.num_blocks, 'block')}"
 
     def forget(self, salt: str | None, slots: list[int], timeout_s: float) -> None:  # noqa: B027  # as `close`
         """Durably delete what the place has of a salt. Called only if the place outlives the process.

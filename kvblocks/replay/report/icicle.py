@@ -6,6 +6,7 @@ blocks, so its area is its share of all references. What is below a rectangle co
 
 from collections.abc import Iterator
 
+from kvblocks.arguments import counted
 from kvblocks.replay.report.axes import Frame, Scale, text, ticks, width_of, y_axis
 from kvblocks.replay.report.charts import WIDE, Kind, part, picture
 from kvblocks.replay.report.markup import Attributes, Element, count, element, label
@@ -56,7 +57,8 @@ def walk(root: PrefixNode) -> Iterator[PrefixNode]:
 def says(node: PrefixNode) -> str:
     """Return a description of a run."""
     blocks = f"blocks {count(node.depth)} to {count(node.depth + node.num_blocks - 1)}"
-    return f"{label(node.label)}: {blocks}, {count(node.num_requests)} requests of {count(node.num_sessions)} sessions"
+    requests, sessions = counted(node.num_requests, "request", ","), counted(node.num_sessions, "session", ",")
+    return f"{label(node.label)}: {blocks}, {requests} of {sessions}"
 
 
 def _run(node: PrefixNode, x: float, wide: float, scale: Scale) -> Element:

@@ -26,6 +26,8 @@ BODY_TIMEOUT_S = 30.0
 SMALL_BODY = 64 * 2**10
 """A body up to this many bytes doesn't wait for others. The number of connections bounds the bytes of such bodies."""
 
+_COMPRESSED = frozenset({"gzip", "x-gzip", "deflate", "compress", "br", "zstd"})
+
 _LARGE_BODIES = 4
 """How many bodies of the largest allowed size may be held at the same time."""
 
@@ -102,13 +104,16 @@ class Bodies:
         """Return what `check` makes of the parsed body, and its load, which counts until it is released.
 
         check: called on another thread, unless the body is small. Raises what it raises, and ApiError: 400 (no JSON),
-        408 (too slow), 413 (too large), 415 (the content type isn't JSON) or 429 (busy). After an error no bytes count.
+        408 (too slow), 413 (too large), 415 (compressed, or no JSON) or 429 (busy). After an error no bytes count.
         (Browsers send JSON to another site only if that site allows it, so a web page can't use a server on its
         reader's machine.)
         """
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, f"content-type: expected application/json, got {content_type or 'none'!r:.80}")
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding in _COMPRESSED:  # others, such as "utf-8", are mistakes that change nothing
+            raise ApiError(415, f"content-encoding: expected a body that isn't compressed, got {encoding}")
         load = BodyLoad(self)
         try:
             body = await self._read(request, load)

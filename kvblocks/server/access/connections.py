@@ -81,6 +81,19 @@ class SeldomWarning:
             self._num_unsaid, self._last_s = 0, now_s
 
 
+class UnframedCycle(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks. A body of unknown length ends with the connection, as uvicorn's
+    connection to such a client always does.
+    """
+
+    async def send(self, message: Any) -> None:
+        """Send a part of the answer."""
+        self.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            self.expected_content_length += len(message.get("body", b""))
+        await super().send(message)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. `bounded` makes a subclass for a server.
 
@@ -159,6 +172,8 @@ class BoundedProtocol(HttpToolsProtocol):
         is_full = len(self.tasks) >= self.max_connections and not is_operators(path)
         self.app = self._refuse if is_full else self.config.loaded_app
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = UnframedCycle  # uvicorn makes it; its answer hasn't begun
         self._unanswered.append(self.cycle)
         self.headers = []  # trailers come here, and nobody reads them
         if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) <= READ_BYTES:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -189,9 +190,9 @@ def test_offload_says_what_ended_and_waits_for_it(place):
     other = Sequence("b", range(100, 108))
     manager.allocate_slots(other)
     manager.free(other)
-    ended = threading.Event()
-    carrier = Carrier("host", place, SimpleNamespace(mark=lambda: None), ended.set)
-    offload = Offload(manager.tiers, [carrier], ended)
+    ends = SimpleQueue()
+    carrier = Carrier("host", place, SimpleNamespace(mark=lambda: None), lambda: ends.put(None))
+    offload = Offload(manager.tiers, [carrier], ends)
     offload.advance()
     assert offload.has_work
     offload.wait(60)

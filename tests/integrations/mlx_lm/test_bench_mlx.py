@@ -4,7 +4,7 @@ import gzip
 import json
 
 from bench.mlx import replay
-from bench.mlx.__main__ import measure
+from bench.mlx.cases import measure
 
 
 def test_all_cases_are_timed():

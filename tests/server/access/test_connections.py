@@ -61,6 +61,24 @@ def is_closed(connection, seconds=30):
         return True
 
 
+@pytest.mark.parametrize("head", [b"HTTP/1.0\r\n", b"HTTP/1.0\r\nConnection: keep-alive\r\n"])
+def test_a_client_of_http_1_0_gets_a_body_that_ends_with_the_connection(server, head):
+    asked = HELLO | {"max_tokens": 20, "stream": True, "ignore_eos": True}
+    for wanted in ({}, {"max_tokens": 0}):
+        with connect(server) as connection:
+            connection.sendall(raw_request(json.dumps(asked | wanted).encode()).replace(b"HTTP/1.1\r\n", head))
+            reply_head, _, body = read_all(connection).partition(b"\r\n\r\n")
+        fields = reply_head.lower().split(b"\r\n")
+        assert b"connection: close" in fields and not any(field.startswith(b"transfer-encoding") for field in fields)
+        if wanted:  # an error, whose length is known
+            assert fields[0].endswith(b" 400 bad request") and b"content-length: %d" % len(body) in fields
+            continue
+        *events, rest = body.split(b"\n\n")
+        chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+        assert (events[-1], rest) == (b"data: [DONE]", b"") and len(chunks) > 1
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def busy(server, number):
     """So many connections with requests whose bodies don't come."""
     held = []
