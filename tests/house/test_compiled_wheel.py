@@ -23,7 +23,7 @@ def build_wheel(folder: Path, **variables: str) -> tuple[list[str], str]:
         pytest.importorskip(name, reason="needs the extra kvblocks[dev]")
     source = folder / "source"
     source.mkdir()
-    for name in ("kvblocks", "kernels"):
+    for name in ("kvblocks", "kernels", "bench"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.pyd"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
