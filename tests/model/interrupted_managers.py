@@ -157,7 +157,7 @@ class World:
         quotas = [self.manager.tiers.quotas(pool.name) for pool in traffic.pools]
         changes = [pool.changes.look() for pool in traffic.pools if pool.changes is not None]
         jobs = [(type(job).__name__, job.num_open, job.num_good) for job in traffic._jobs]  # noqa: SLF001
-        moving = [transfer.generation for transfer in (*traffic._queue, *traffic._begun)]  # noqa: SLF001
+        moving = [transfer.generation for transfer in (*traffic._queue, *traffic.begun)]  # noqa: SLF001
         loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001
         states = [transfer.state for transfer in self.transfers]
         return pools, quotas, changes, jobs, moving, loading, states, self.manager.tiers.num_stale_answers

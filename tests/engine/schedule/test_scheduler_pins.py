@@ -95,7 +95,7 @@ def test_a_step_raises_while_pins_keep_the_pool_from_the_oldest():
     assert (young.num_preemptions, list(scheduler.waiting)) == (1, [young])
     before = state(scheduler)
     with pytest.raises(
-        PoolExhaustedError, match=r"expected 1 more blocks for Sequence\('old', 21.*keep 3 of the pool's 8"
+        PoolExhaustedError, match=r"expected 1 more block for Sequence\('old', 21.*keep 3 of the pool's 8"
     ):
         scheduler.schedule()
     assert state(scheduler) == before

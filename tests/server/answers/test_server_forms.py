@@ -181,7 +181,7 @@ def slow_compiler(monkeypatch):
 def test_a_schema_that_takes_longer_than_a_second_is_refused_and_counts_until_its_thread_has_ended(
     server, client, slow_compiler, monkeypatch
 ):
-    monkeypatch.setattr(compiling, "COMPILE_S", 0.05)
+    monkeypatch.setattr(compiling, "COMPILE_S", 0.5)
     gate, _ = slow_compiler
     with pytest.raises(openai.BadRequestError, match="that compiles within") as raised:
         client.chat.completions.create(messages=CHAT, response_format=by_schema(), **HOT)
@@ -194,7 +194,7 @@ def test_a_schema_that_takes_longer_than_a_second_is_refused_and_counts_until_it
 
 
 def test_when_no_thread_is_free_a_client_is_told_to_come_back(server, client, slow_compiler, monkeypatch):
-    monkeypatch.setattr(compiling, "COMPILE_S", 0.2)
+    monkeypatch.setattr(compiling, "COMPILE_S", 0.5)
     gate, begun = slow_compiler
     errors, before = [], server.service.metrics.counts()
 
