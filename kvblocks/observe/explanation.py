@@ -109,7 +109,7 @@ class Explanation:
             return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"
         if self.cause == "partly equal":
             common = counted(self.num_common_tokens, "token")
-            return f"{missed}has only its beginning in common with what is cached there, {common}"
+            return f"{missed}has only {common} at its beginning in common with what is cached there"
         return f"{missed}was never cached, as far as is remembered"
 
     def _group_miss(self, first: int, end: int) -> str:

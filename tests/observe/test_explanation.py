@@ -89,7 +89,7 @@ def test_a_block_that_begins_alike() -> None:
     assert manager.inspect.explain(Sequence(1, [0, 1, 2, 30])).num_common_tokens == 3
     explanation = manager.inspect.explain(Sequence(1, [0, 1, 2, 3, 4, 50, 6, 7]))
     assert (explanation.cause, explanation.num_cached_blocks, explanation.num_common_tokens) == ("partly equal", 1, 1)
-    assert str(explanation).endswith("has only its beginning in common with what is cached there, 1 token")
+    assert str(explanation).endswith("has only 1 token at its beginning in common with what is cached there")
 
 
 def test_what_begins_alike_under_other_keys_does_not_count() -> None:
