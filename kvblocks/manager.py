@@ -92,6 +92,9 @@ _NO_TIERS: Any = ()
 Batch = tuple[list[Sequence], dict[Sequence, int]]
 """The sequences of a step, and each one's index in it."""
 
+Owners = dict[KVCacheBlock, list[Sequence]]
+"""The sequences that own each block, and perhaps some that no longer do."""
+
 
 class KVCacheManager:
     """Manages a pool of `num_blocks` KV-cache blocks with room for `block_size` tokens each.
@@ -168,6 +171,7 @@ class KVCacheManager:
         self._states: ManagerStates | None = None
         self._in_flight = InFlight(self._index, self._change)
         self._sequences: dict[Hashable, Sequence] = {}
+        self._owners: Owners | None = None  # as of an abort; None once a sequence may share a block that isn't in it
         self._batch_memo: Batch = ([], {})  # the last step's batch, until one of it is freed
         # When debugging, with side groups or digests, a token that begins or fills a block takes the slow path.
         self._fills_quickly = not debugs and not self._index.needs_digests and self._has_one_table()
@@ -437,17 +441,23 @@ class KVCacheManager:
         return changes
 
     def cache_blocks(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> int:
-        """Report that the KV of the first `num_computed_tokens` tokens is written, and cache the blocks that they fill.
+        """Report that what this sequence was to write of its first `num_computed_tokens` tokens is written, and cache the
+        blocks that it fills.
 
-        For engines that must write a step's keys and values before others may read them. Such engines pass
-        delay_cache_blocks=True whenever they make room.
+        For engines that must write a step's keys and values before others may read them, and for tokens that come from
+        elsewhere. The former pass delay_cache_blocks=True whenever they make room.
 
         num_computed_tokens: counted from the first token, at most `sequence.num_computed_tokens`. A number up to
         `num_written_tokens` changes nothing.
 
-        Blocks that are cached already, by sequences that share them, stay as they are. Blocks whose KV was lost, for
-        example by an abort, are cached again up to this number. A sequence from before a reset caches nothing until
-        `renew`. While a sequence loads from a tier, only the tokens before the loaded ones count.
+        The report concerns what this sequence computes or loads: all its tokens after its hit. (A fork reports what it
+        shares with its parent, too, if that was delayed.) It says nothing of blocks that the sequence hit or was given
+        by a fork. If one of these is lost (see `abort` and `evict_blocks`), it stays lost, and nothing after it is
+        cached. Then call `rewind` with `num_written_tokens`, and compute the tokens from there on. Lost tokens that the
+        sequence was to write itself count as written again, up to the reported number.
+
+        Blocks that are cached already, by sequences that share them, stay as they are. A sequence from before a reset
+        caches nothing until `renew`. While a sequence loads from a tier, only the tokens before the loaded ones count.
 
         Returns how many tokens of the sequence are then cached. Raises SequenceStateError (not this manager's sequence,
         or freed) and InvalidArgumentError. O(blocks that get cached).
@@ -518,11 +528,13 @@ class KVCacheManager:
         everything chained to them. For any other sequence that owns such a block, all KV from that block on counts as
         lost (see `num_written_tokens`).
 
-        Abort every sequence of the step, including those that may have hit such a block, since it is still in their
-        tables, and those that waited for a copy (`take_copies`). Don't abort sequences that wait for loads.
+        Abort every sequence of the step, in any order: also those that hit such a block, since it is still in their
+        tables, and those that waited for a copy (`take_copies`). A sequence that waits for a load or another transfer
+        is in no step. It goes on waiting, and what it lost is said when the transfer ends, by `tiers.complete` or
+        `cache_blocks`.
 
-        Raises SequenceStateError and InvalidArgumentError. O(blocks + blocks of pins), and O(blocks of all sequences)
-        if others own one of the lost blocks.
+        Raises SequenceStateError and InvalidArgumentError. O(blocks + blocks of pins). If others own one of the lost
+        blocks, also O(blocks of these), and O(blocks of all sequences) once in a series of aborts.
         """
         self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
@@ -656,19 +668,21 @@ class KVCacheManager:
             self._traffic.clear()
         self._end()
 
-    def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
-        """Stop caching these blocks and everything chained to them, because their KV is bad: a load failed, for
-        example.
+    def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> list[Sequence]:
+        """Stop caching these blocks and everything that was computed from them, because their KV is bad: a load failed,
+        for example.
 
-        The blocks' owners keep them, but everything from there on counts as not written: `num_written_tokens` of the
-        owners goes back to the first of these blocks, and `cache_blocks` reports when it is written again. Blocks that
-        aren't cached may be given too.
+        The blocks' owners keep them, but everything from there on counts as lost: `num_written_tokens` of the owners
+        goes back to the first of these blocks. What these sequences computed after it is bad too, and so is what others
+        computed from that. Blocks that aren't cached may be given too. If a duplicate holds the same prefix, it takes
+        the block's place.
 
-        If a duplicate holds the same prefix, it takes the block's place, and what is chained to it stays cached. So
-        also pass the blocks that were computed from bad ones.
+        Returns the sequences whose `num_written_tokens` went back, the oldest first. Compute each of them anew from
+        that token on: call `rewind` with it, once nothing writes to the sequence's blocks any more, and then
+        `allocate_slots`. Until then report none of its tokens, since `cache_blocks` would say that they are good.
 
-        Returns how many blocks stopped being cached. Raises InvalidArgumentError for ids that aren't in this pool.
-        O(blocks + blocks chained to them), plus O(blocks of all sequences) if any sequence owns one.
+        Raises InvalidArgumentError for ids that aren't in this pool. O(blocks + blocks chained to them + blocks of all
+        sequences).
         """
         ids = listed("block_ids", "an iterable of ints", block_ids)
         first, end = self._pool.first_block_id, self._pool.end_block_id - 1
@@ -677,10 +691,10 @@ class KVCacheManager:
             for i, block_id in enumerate(ids)
         ]
         self._change.begin()
-        num_before = self._pool.num_cached_blocks
-        self._lose(blocks, 0, None)
+        before = [(sequence, sequence.num_written_tokens) for sequence in self._sequences.values()]
+        self._lose(self._with_computed_from(blocks), 0, None)
         self._end()
-        return num_before - self._pool.num_cached_blocks
+        return [sequence for sequence, num_written in before if sequence.num_written_tokens < num_written]
 
     def forget_salt(self, salt: Text | None) -> int:
         """Stop caching everything with this salt, here and in all tiers. Use it to delete a tenant's data.
@@ -1082,8 +1096,8 @@ class KVCacheManager:
 
         The blocks stop being cached, here and in the tiers, together with what is chained to them. All sequences that
         own one of them lose everything from there on, except the first `num_written` tokens. writer: the sequence that
-        was to write them, and is being cut or freed; None: they are bad. O(blocks + blocks of pins), and O(blocks of
-        all sequences and loads) only if a block has an owner other than the writer and stores.
+        was to write them, and is being cut or freed; None: they are bad. O(blocks + blocks of pins). If a block has an
+        owner other than the writer and stores, also what `_other_owners` costs, and O(blocks of loads).
         """
         are_shared = self._are_shared(blocks, writer)
         if self._traffic is not None:
@@ -1092,7 +1106,37 @@ class KVCacheManager:
         if self._slots.soft_holds is not None:  # before saves that wait give theirs back: those are reused first
             self._slots.soft_holds.drop_uncached()
         if are_shared:
-            self._slots.lose(set(blocks), num_written, self._sequences.values())
+            losers = self._sequences.values() if writer is None else self._other_owners(blocks, writer)
+            self._slots.lose(set(blocks), num_written, losers)
+
+    def _other_owners(self, blocks: list[KVCacheBlock], writer: Sequence) -> list[Sequence]:
+        """Return all sequences but the writer that own one of these blocks, and perhaps some that no longer do.
+
+        O(blocks + those sequences), and O(blocks of all sequences) unless `_owners` is up to date.
+        """
+        if self._owners is None:
+            self._owners = {}
+            for sequence in self._sequences.values():
+                for table in self._slots.tables(sequence):
+                    for block in table:
+                        self._owners.setdefault(block, []).append(sequence)
+        found = {owner: None for block in blocks for owner in self._owners.get(block, ())}
+        return [owner for owner in found if owner.owner is self._change and owner is not writer]
+
+    def _with_computed_from(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Return these blocks, and all that sequences computed from what they hold. O(blocks of all sequences).
+
+        One pass suffices, since who shares a block started after the sequence that wrote it.
+        """
+        bad = set(blocks)
+        found = dict.fromkeys(blocks)
+        for sequence in self._sequences.values():
+            first = self._slots.first_token_in(sequence, bad)
+            if first is not None:
+                computed = self._slots.unwritten_blocks(sequence, first)
+                bad.update(computed)
+                found.update(dict.fromkeys(computed))
+        return [*found]
 
     def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
         """Whether any of these blocks has an owner other than its writer (if any) and stores. O(blocks)."""
@@ -1107,6 +1151,7 @@ class KVCacheManager:
         """Release the slots after the first `num_tokens` tokens, which end a block, and stop caching those blocks."""
         is_behind = num_tokens < sequence.num_computed_tokens
         self._lose_unwritten(sequence, num_tokens)
+        self._owners = None  # a state may come from a checkpoint's blocks, which it shares
         self._slots.rewind(sequence, num_tokens)
         if self._state_slots is not None and is_behind:
             self._state_slots.go_back(sequence, num_tokens)
@@ -1195,6 +1240,7 @@ class KVCacheManager:
             raise SequenceStateError(
                 f"{call}: expected another sequence_id than {shown(sequence.sequence_id)}, which is in use"
             )
+        self._owners = None
         self._slots.num_started += 1
         sequence.start_number = self._slots.num_started
 

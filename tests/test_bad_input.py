@@ -632,6 +632,7 @@ EXEMPT = {
     "Sequence.truncate_tokens": "Only for the manager",
     "Sequence.lose": "Only for the manager",
     "Sequence.settle": "Only for the manager",
+    "Sequence.num_written_after": "Only for the manager",
     "Sequence.unwritten": "Only for the manager",
     "Sequence.truncate_blocks": "Only for the manager",
     "Sequence.replace_block": "Only for the manager",

@@ -167,12 +167,15 @@ def test_the_first_committed_of_equal_blocks_is_found(manager):
     assert manager.get_computed_blocks(Sequence("probe", PROMPT)).blocks == first.blocks
 
 
-def test_after_an_abort_what_was_taken_back_is_cached_anew(manager):
+def test_after_an_abort_what_was_taken_back_is_computed_and_cached_anew(manager):
     early = start(manager, "early", 8, late=False)
     sharer = start(manager, "sharer", 16, late=False)
     manager.abort(early, 0)
     assert num_hit(manager, PROMPT) == 0
-    assert manager.cache_blocks(sharer, 16) == 16  # it has computed all of it itself by now
+    assert manager.cache_blocks(sharer, 16) == 0  # it hit a part of that
+    assert manager.rewind(sharer, sharer.num_written_tokens) == 0
+    manager.allocate_slots(sharer, 16, delay_cache_blocks=True)
+    assert manager.cache_blocks(sharer, 16) == 16
     assert num_hit(manager, PROMPT) == 4
 
 
@@ -244,12 +247,11 @@ def test_events_come_when_it_is_cached():
 def test_a_delayed_call_caches_nothing_that_an_earlier_one_could_not(way):
     """The parent wasn't cached when a block got full, and is again: events and digests must not miss the block."""
     manager = KVCacheManager(16, 4, enable_events=True, debug=True)
-    first, sequence = Sequence("first", range(4)), Sequence("a", range(8))
-    manager.allocate_slots(first)
-    manager.allocate_slots(sequence, 0, hit=manager.get_computed_blocks(sequence))
-    manager.evict_blocks(first.block_ids)
+    sequence = Sequence("a", range(8))
+    manager.allocate_slots(sequence, 4)
+    manager.evict_blocks(sequence.block_ids)
     manager.allocate_slots(sequence)
-    manager.cache_blocks(first, 4)
+    manager.cache_blocks(sequence, 4)
     if way == "allocate_slots":
         sequence.append_tokens([8])
         manager.allocate_slots(sequence, delay_cache_blocks=True)

@@ -89,7 +89,7 @@ class TestLoads:
         twin = manager.fork(sequence, "twin")
         assert manager.rewind(sequence, 10) == 8
         assert num_hit(manager, PROMPT) == 8
-        assert (twin.num_computed_tokens, manager.cache_blocks(twin, 20), num_hit(manager, PROMPT)) == (20, 20, 20)
+        assert (twin.num_computed_tokens, manager.cache_blocks(twin, 20), num_hit(manager, PROMPT)) == (20, 8, 8)
 
     def test_blocks_of_a_hit_are_given_back_and_stay_cached(self, manager):
         cached(manager, PROMPT[:12])
@@ -303,9 +303,10 @@ class TestEvictingById:
         sequence = Sequence("a", PROMPT)
         manager.allocate_slots(sequence)
         before = list(sequence.block_ids)
-        assert manager.evict_blocks([sequence.block_ids[2]]) == 3  # and what is chained to it
+        assert manager.evict_blocks([sequence.block_ids[2]]) == [sequence]
+        assert manager.stats.num_cached_blocks == 2, "what is chained to it isn't cached either"
         assert (num_hit(manager, PROMPT), sequence.block_ids) == (8, before)
-        assert manager.evict_blocks([sequence.block_ids[2]]) == 0
+        assert manager.evict_blocks([sequence.block_ids[2]]) == []
         assert manager.cache_blocks(sequence, 20) == 20  # it is written again
         assert num_hit(manager, PROMPT) == 20
 
@@ -327,11 +328,15 @@ class TestEvictingById:
         manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 4)], num_history_blocks=9)
         sequence = Sequence("a", PROMPT[:9])
         manager.allocate_slots(sequence)
-        manager.evict_blocks(sequence.group_block_ids(1)[1:2])
+        window = sequence.group_block_ids(1)[1:2]
+        manager.free(sequence)
+        manager.evict_blocks(window)
         explanation = manager.inspect.explain(Sequence("b", PROMPT[:9]))
         assert explanation.cause == "group"
         assert explanation.removal is not None and explanation.removal.cause == "dropped"
-        manager.evict_blocks(sequence.block_ids[:1])
+        manager.evict_blocks(
+            [block.block_id for block in manager.get_computed_blocks(Sequence("b", PROMPT[:5])).blocks]
+        )
         assert manager.inspect.explain(Sequence("b", PROMPT[:9])).cause == "dropped"
 
     def test_foreign_ids_change_nothing(self, manager):
@@ -347,14 +352,17 @@ class TestEvictingById:
         manager.evict_blocks(sequence.block_ids[:1])
         manager.append_slots(sequence, [4, 5, 6, 7])
         twin = manager.fork(sequence, "twin")
-        assert manager.cache_blocks(twin, 8) == 8
+        assert manager.cache_blocks(twin, 8) == 0, "its parent was to write them"
+        assert manager.cache_blocks(sequence, 8) == 8
         manager.append_slots(sequence, [8, 9, 10, 11])
-        assert (manager.stats.num_cached_blocks, num_hit(manager, PROMPT)) == (2, 8)
-        assert manager.cache_blocks(sequence, 12) == 12
+        assert (manager.stats.num_cached_blocks, num_hit(manager, PROMPT)) == (3, 12)
+        manager.append_slots(twin, [8, 9, 10, 11])
+        assert manager.cache_blocks(twin, 12) == 0
         assert (manager.stats.num_cached_blocks, num_hit(manager, PROMPT)) == (3, 12)
         manager.free(sequence)
         manager.free(twin)
-        assert manager.evict_blocks(range(16)) == 3
+        assert manager.evict_blocks(range(16)) == []
+        assert manager.stats.num_cached_blocks == 0
 
 
 class TestNamesAndIds:

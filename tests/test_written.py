@@ -61,12 +61,11 @@ def test_who_hit_what_was_never_written_caches_nothing_behind_it(manager, hidden
         manager.renew(other)
     manager.append_slots(other, [9, 10])
     manager.append_step([other], [11])
-    manager.cache_blocks(other, 0)
+    assert manager.cache_blocks(other, 11) == 0, "it says nothing of what it hit"
     assert (other.num_written_tokens, num_hit(manager, range(12))) == (0, 0)
-    manager.cache_blocks(other, 11)  # it computed them again
-    assert (other.num_written_tokens, num_hit(manager, range(12))) == (11, 10)
-    manager.append_slots(other, [12])
-    assert other.num_written_tokens == 11, "the token at 11 was computed behind what was lost"
+    manager.rewind(other, other.num_written_tokens)
+    manager.allocate_slots(other)
+    assert (other.num_written_tokens, num_hit(manager, range(12))) == (12, 12)
 
 
 @pytest.mark.parametrize("hidden", ["", "reset", "salt"])
@@ -169,13 +168,16 @@ def test_what_hung_from_a_lost_block_is_cached_again_by_its_own_sequence_alone()
     manager = KVCacheManager(24, 2, debug=True, enable_events=True)
     one = allocate(manager, "one", [0, 0])
     long = allocate(manager, "long", [0, 0, 1, 1, 0])
-    waits = allocate(manager, "waits", [0, 0, 1], delay_cache_blocks=True)
-    manager.abort(one, 0)
-    manager.cache_blocks(waits, 3)  # the lost block is written after all, and cached again: the first of `long`, too
+    manager.evict_blocks(one.block_ids)
+    manager.cache_blocks(one, 2)  # the lost block is written again, and cached: the first of `long`, too
     assert num_hit(manager, [0, 0, 1, 1, 0]) == 2
     manager.append_slots(long, [1, 1])
     assert num_hit(manager, long.token_ids()) == 2
-    manager.cache_blocks(long, 6)
+    assert manager.cache_blocks(long, 6) == 0
+    manager.rewind(long, 2)
+    assert long.lost_from == 0, "it keeps a block that it can't vouch for"
+    manager.rewind(long, 0)
+    manager.allocate_slots(long)
     assert num_hit(manager, long.token_ids()) == 6
 
 
@@ -232,3 +234,104 @@ def test_what_a_fork_wrote_behind_a_given_tail_is_its_own_to_lose():
     third = manager.fork(twin, "third")
     manager.abort(twin, 0)
     assert (third.num_written_tokens, num_hit(manager, range(8))) == (6, 4)
+
+
+LOSSES = {
+    "abort": lambda manager, writer: manager.abort(writer, 0),
+    "evict": lambda manager, writer: manager.evict_blocks(writer.group_block_ids(0)[:1]),
+    "rewind": lambda manager, writer: manager.rewind(writer, 0),
+    "abort after a reset": lambda manager, writer: (manager.reset_prefix_cache(), manager.abort(writer, 0)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_end_of_a_transfer_says_nothing_of_the_hit_before_it(manager, loss):
+    writer = allocate(manager, "writer", range(4))
+    waits = Sequence("waits", range(13))
+    manager.allocate_slots(waits, 0, hit=manager.get_computed_blocks(waits), num_external_computed_tokens=8)
+    twin = manager.fork(waits, "twin")
+    LOSSES[loss](manager, writer)
+    for sequence in (waits, twin):
+        if loss == "abort after a reset":
+            manager.renew(sequence)
+        assert manager.cache_blocks(sequence, 12) == 0
+        assert (sequence.lost_from, sequence.delayed_from, sequence.num_written_tokens) == (0, None, 0)
+    assert num_hit(manager, range(12)) == 0
+    assert manager.rewind(waits, waits.num_written_tokens) == 0
+    manager.allocate_slots(waits)
+    assert (waits.num_written_tokens, num_hit(manager, range(12))) == (13, 12)
+    assert manager.cache_blocks(twin, 12) == 0
+
+
+def test_a_copy_of_what_was_lost_is_lost(manager):
+    """The fork copies the tail that it was given, which nobody wrote. Of two sizes of blocks one may not be copied."""
+    one = allocate(manager, "one", range(5))
+    twins = [manager.fork(one, name) for name in "ab"]
+    manager.abort(one, 4)
+    for twin in twins:
+        assert manager.append_slots(twin, [5, 6, 7], delay_cache_blocks=True)
+        assert manager.cache_blocks(twin, 8) == 4
+        assert (twin.lost_from, num_hit(manager, range(8))) == (4, 4)
+
+
+def test_a_side_block_that_was_given_stays_lost_though_the_primary_one_was_copied():
+    manager = KVCacheManager(40, groups=[FullAttention(8), SlidingWindow(4, 12)], debug=True)
+    one = allocate(manager, "one", range(4))
+    twin = manager.fork(one, "twin")
+    other = manager.fork(one, "other")
+    manager.append_slots(twin, range(4, 9), delay_cache_blocks=True)  # it copies the block of 8
+    manager.abort(one, 0)
+    assert manager.cache_blocks(twin, 9) == 0
+    assert (twin.lost_from, other.lost_from, num_hit(manager, range(9))) == (0, 0, 0)
+
+
+def test_a_block_that_turns_out_to_be_bad_before_it_is_there_is_not_vouched_for_by_a_fork(manager):
+    waits = Sequence("waits", range(9))
+    manager.allocate_slots(waits, 0, num_external_computed_tokens=8)
+    twin = manager.fork(waits, "twin")
+    assert manager.evict_blocks(waits.block_ids[1:2]) == []
+    assert manager.cache_blocks(twin, 8) == 2
+    assert manager.cache_blocks(waits, 8) == 8, "its own block, which it says is written now"
+    assert twin.lost_from == 2
+
+
+def test_bad_kv_takes_along_all_that_was_computed_from_it(manager):
+    """Duplicates: what hangs below another's good block may have been computed from a bad one."""
+    one, two = Sequence("one", [1, 2, 9]), Sequence("two", [1, 2, 3, 4, 5])
+    good = Sequence("good", [1, 2, 3, 4, 6])
+    for sequence in (one, two, good):
+        manager.allocate_slots(sequence, delay_cache_blocks=True)
+    manager.cache_blocks(one, 2)
+    manager.cache_blocks(two, 4)
+    manager.cache_blocks(good, 4)
+    three = allocate(manager, "three", [1, 2, 3, 4, 7, 8])
+    four = allocate(manager, "four", [1, 2, 3, 4, 7, 8, 9])
+    assert one.block_ids[0] == three.block_ids[0] != two.block_ids[0] and two.block_ids[1] == three.block_ids[1]
+    assert manager.evict_blocks(two.block_ids[:1]) == [two, three, four]
+    assert [sequence.num_written_tokens for sequence in (one, two, good, three, four)] == [2, 0, 4, 2, 2]
+    has_one_group = len(manager.groups) == 1  # what is attached to a duplicate isn't told apart: with several all goes
+    assert num_hit(manager, four.token_ids()) == (4 if has_one_group else 0)
+    for sequence in (two, three, four):
+        manager.rewind(sequence, sequence.num_written_tokens)
+        manager.allocate_slots(sequence)
+    assert num_hit(manager, four.token_ids()) == 6
+    assert manager.evict_blocks([]) == []
+
+
+def test_aborts_cost_the_same_in_any_order(monkeypatch):
+    """The tables of all sequences are looked through once for the aborts of a step, and again once somebody starts."""
+    manager = KVCacheManager(400, 2)
+    looked = []
+    tables = type(manager._slots).tables  # noqa: SLF001
+    monkeypatch.setattr(type(manager._slots), "tables", lambda slots, s: looked.append(s) or tables(slots, s))  # noqa: SLF001
+    writers = [allocate(manager, i, [i, 0, i, 1, 2]) for i in range(20)]
+    twins = [manager.fork(writer, f"twin {writer.sequence_id}") for writer in writers]
+    for writer in writers:
+        manager.abort(writer, 2)
+    assert len(looked) == 39
+    assert [twin.lost_from for twin in twins] == [2] * 20
+    later = manager.fork(twins[0], "later")
+    manager.append_slots(twins[0], [7, 8])
+    again = manager.fork(twins[0], "again")
+    manager.abort(twins[0], 5)
+    assert (later.lost_from, again.lost_from) == (2, 2)

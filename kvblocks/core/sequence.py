@@ -88,7 +88,9 @@ class Sequence:
     - num_computed_tokens: tokens whose KV is computed, or will be by the step they were last allocated for.
     - num_readonly_tokens: tokens before this position lie in full blocks that were hit, or are shared by a fork. Their
       KV is there and must not be written. A multiple of the block size.
-    - num_given_tokens: tokens of a hit or a fork, which others were to write; not rounded down to blocks.
+    - first_own_token: position of the first token that it computes or loads itself. Those before it came with a hit, or
+      from its parent by a fork, so others were to write them.
+    - num_given_tokens: first_own_token, or less if a block before it was replaced by a copy.
     - delayed_from: position of the first token that isn't cached until `cache_blocks` reports it as written; None: no
       token is delayed.
     - lost_from: position of the first token whose KV was never written or is bad; everything computed after it is lost
@@ -103,6 +105,7 @@ class Sequence:
         "blocks",
         "delayed_from",
         "epoch",
+        "first_own_token",
         "fits_below",
         "keys",
         "lost_from",
@@ -151,7 +154,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.delayed_from: int | None = None
         self.lost_from: int | None = None
-        self.num_readonly_tokens = self.num_given_tokens = 0
+        self.num_readonly_tokens = self.num_given_tokens = self.first_own_token = 0
         self.num_cached_blocks = self.start_number = 0
         self.state_marks: tuple[int, ...] = ()
         self.was_truncated = False  # an earlier hit may be for tokens that it no longer has
@@ -314,21 +317,34 @@ class Sequence:
 
         block_size: that of the primary group.
         """
-        if num_tokens < self.num_written_tokens:
+        if num_tokens < (self.num_computed_tokens if self.lost_from is None else self.lost_from):
             self.lost_from = num_tokens
             self.num_cached_blocks = min(self.num_cached_blocks, num_tokens // block_size)
 
     def settle(self, num_written_tokens: int = 0) -> None:
-        """Record that the first `num_written_tokens` tokens are written, and drop marks that lie after the last slot.
+        """Record that what it was to write of the first `num_written_tokens` tokens is written, and drop marks that lie
+        after the last slot.
 
-        The marks are `delayed_from` and `lost_from`. Only for the manager. O(1).
+        The marks are `delayed_from` and `lost_from`. A loss among given tokens stays, since others were to write them.
+        Only for the manager. O(1).
         """
         if self.delayed_from is not None:
             start = max(self.delayed_from, num_written_tokens)
             self.delayed_from = start if start < self.num_computed_tokens else None
         if self.lost_from is not None:
-            start = max(self.lost_from, num_written_tokens)
+            start = (
+                max(self.lost_from, num_written_tokens) if self.lost_from >= self.first_own_token else self.lost_from
+            )
             self.lost_from = start if start < self.num_computed_tokens else None
+
+    def num_written_after(self, num_reported_tokens: int) -> int:
+        """Return what `num_written_tokens` will be once so many tokens are reported as written. Only for the manager.
+
+        O(1).
+        """
+        number = max(num_reported_tokens, self.num_written_tokens)
+        lost_from = self.lost_from
+        return number if lost_from is None or lost_from >= self.first_own_token else min(number, lost_from)
 
     def unwritten(
         self, blocks: list[KVCacheBlock], num_dead: int, block_size: int, num_tokens: int
@@ -404,6 +420,7 @@ class Sequence:
         assert is_whole, f"{self}: read-only tokens in part of a block"
         num_given = self.num_given_tokens
         assert self.num_readonly_tokens == num_given // block_size * block_size, f"{self}: {num_given} tokens given"
+        assert num_given <= self.first_own_token <= self.num_computed_tokens, f"{self}: its first own token"
         assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: its delayed_from"
         assert self.lost_from is None or self.lost_from < self.num_computed_tokens, f"{self}: its lost_from"
         assert self.num_cached_blocks <= self.num_written_tokens // block_size, f"{self}: cached before it is written"
@@ -442,7 +459,7 @@ class Sequence:
         self.blocks = []
         self._block_ids = None
         self.num_computed_tokens = self.num_cached_blocks = self.fits_below = 0
-        self.num_readonly_tokens = self.num_given_tokens = 0
+        self.num_readonly_tokens = self.num_given_tokens = self.first_own_token = 0
         self.tail_owner = self.epoch = self.run = self.delayed_from = self.lost_from = self.side_tables = None
         self.owner = None  # last, so that after an interruption no other manager takes the sequence
 

@@ -31,7 +31,7 @@ TableChange = tuple[int, int, int, int]
 """A table entry that a step changed: (index of the sequence in the step, group, index in its table, block id)."""
 
 Commit = tuple[Sequence, int, int, Digests | None]
-"""What `commit` caches: (sequence, how many tokens are written, first block that isn't cached, digests)."""
+"""What `commit` caches: (sequence, how many tokens are reported as written, first block that isn't cached, digests)."""
 
 
 class SlotAllocator:
@@ -101,7 +101,8 @@ class SlotAllocator:
         if held:
             self.pool.touch(held)
             sequence.blocks += held
-            sequence.num_readonly_tokens = sequence.num_given_tokens = num_held * self._block_size
+            num_hit = num_held * self._block_size
+            sequence.num_readonly_tokens = sequence.num_given_tokens = sequence.first_own_token = num_hit
         sequence.epoch = epoch
         sequence.num_cached_blocks = num_held
         blocks = self._take(num_missing, sequence) if num_missing else []
@@ -242,7 +243,7 @@ class SlotAllocator:
         twin.num_cached_blocks = sequence.num_cached_blocks
         twin.delayed_from, twin.lost_from = sequence.delayed_from, sequence.lost_from
         twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
-        twin.num_given_tokens = num_tokens
+        twin.num_given_tokens = twin.first_own_token = num_tokens
         twin.owner = self._change
         if self._parts_in_block(num_tokens):
             sequence.tail_owner = None
@@ -263,6 +264,7 @@ class SlotAllocator:
         # Rounded down to a whole block: the last, partly filled one may be written once nobody else reads it.
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // block_size * block_size)
         sequence.num_given_tokens = min(sequence.num_given_tokens, num_left)
+        sequence.first_own_token = min(sequence.first_own_token, num_left)
         sequence.tail_owner = None  # its last block may be cached or shared
         sequence.fits_below = 0
         self.pool.release_table(dropped, 0, sequence)
@@ -282,17 +284,21 @@ class SlotAllocator:
         """
         return sequence.unwritten(sequence.blocks, 0, self._block_size, num_tokens)
 
+    def first_token_in(self, sequence: Sequence, blocks: set[KVCacheBlock]) -> int | None:
+        """Return the first token of a sequence in one of these blocks; None if it owns none. O(its blocks)."""
+        if blocks.isdisjoint(sequence.blocks):
+            return None
+        return [block in blocks for block in sequence.blocks].index(True) * self._block_size  # noqa: FBT003
+
     def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
         """For sequences that own any of these lost blocks, mark everything from the first of them on as lost.
 
         num_written: how many tokens, from the first on, are written nevertheless. O(blocks of the sequences).
         """
-        size = self._block_size
         for sequence in sequences:
-            for position, block in enumerate(sequence.blocks):
-                if block in blocks:
-                    sequence.lose(max(position * size, num_written), size)
-                    break
+            first = self.first_token_in(sequence, blocks)
+            if first is not None:
+                sequence.lose(max(first, num_written), self._block_size)
 
     def digests_from(self, sequence: Sequence, first: int, num_tokens: int) -> Digests | None:
         """Return the digests that `cache_from` will record for full blocks from `first` on. Changes nothing."""
@@ -303,21 +309,23 @@ class SlotAllocator:
         cache_from(self._index, sequence, first, num_tokens // self._block_size, digests)
 
     def prepare_commit(self, sequence: Sequence, num_tokens: int) -> Commit:
-        """Return what `commit` has to do for a sequence whose first `num_tokens` tokens are written. Changes nothing.
+        """Return what `commit` has to do when a sequence reports its first `num_tokens` tokens as written. Changes
+        nothing.
 
         A sequence from before a reset caches nothing. If the hash function raises, it raises here. O(blocks to cache).
         """
-        num_written = max(num_tokens, sequence.num_written_tokens)
+        num_written = sequence.num_written_after(num_tokens)
         if sequence.epoch is not self._index.epoch:
-            return sequence, num_written, num_written // self._block_size, None
+            return sequence, num_tokens, num_written // self._block_size, None
         first = sequence.num_cached_blocks
-        return sequence, num_written, first, self.digests_from(sequence, first, num_written)
+        return sequence, num_tokens, first, self.digests_from(sequence, first, num_written)
 
     def commit(self, prepared: Commit) -> None:
         """Begin a change by caching the blocks that a sequence's written tokens fill. O(blocks to cache)."""
-        sequence, num_written, first, digests = prepared
+        sequence, num_reported, first, digests = prepared
         self._change.state = CHANGING
-        sequence.settle(num_written)
+        num_written = sequence.num_written_after(num_reported)
+        sequence.settle(num_reported)
         if first < num_written // self._block_size:
             self.cache_from(sequence, first, num_written, digests)
 

@@ -12,7 +12,6 @@ points where sequences begin to differ.
 """
 
 from array import array
-from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 from kvblocks.core.block import Epoch, KVCacheBlock
@@ -115,7 +114,8 @@ class GroupSlots(SlotAllocator):
         if found is not None:
             self.pool.touch(held)
             self.pool.touch(touched)
-            sequence.num_readonly_tokens = sequence.num_given_tokens = len(held) * self._block_size
+            num_hit_tokens = len(held) * self._block_size
+            sequence.num_readonly_tokens = sequence.num_given_tokens = sequence.first_own_token = num_hit_tokens
             self.num_limited_tokens += found.num_matched_tokens - found.num_readonly_tokens
         sequence.epoch = epoch
         sequence.num_cached_blocks = num_hit
@@ -262,13 +262,13 @@ class GroupSlots(SlotAllocator):
             lost += [block for block in unwritten if block is not EMPTY]
         return lost
 
-    def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
-        """As `SlotAllocator.lose`, for the blocks of all groups."""
-        super().lose(blocks, num_written, sequences)
-        for sequence in sequences:
-            for side_group, index, block in tables_of(sequence).owned():
-                if block in blocks:
-                    sequence.lose(max(index * side_group.block_size, num_written), self._block_size)
+    def first_token_in(self, sequence: Sequence, blocks: set[KVCacheBlock]) -> int | None:
+        """As `SlotAllocator.first_token_in`, for the blocks of all groups."""
+        first = super().first_token_in(sequence, blocks)
+        for side_group, index, block in tables_of(sequence).owned():
+            if block in blocks and (first is None or index * side_group.block_size < first):
+                first = index * side_group.block_size
+        return first
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: Digests | None) -> None:
         """Cache the blocks of all groups that the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""

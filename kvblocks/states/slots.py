@@ -237,17 +237,25 @@ class StateSlots(GroupSlots):
                 state.made.append(found)
         self.states.wanted.pop(sequence, None)
 
+    def first_token_in(self, sequence: Sequence, blocks: set[KVCacheBlock]) -> int | None:
+        """As `GroupSlots.first_token_in`. A state that comes from one of these blocks counts from the token before it
+        on, so that it is lost even if no token follows it.
+        """
+        state, first = self._state_of(sequence), super().first_token_in(sequence, blocks)
+        starts = [] if first is None else [first]
+        if not blocks.isdisjoint(state.restoring):
+            assert state.origin is not None, f"{sequence}: reads blocks for nothing"
+            starts.append(state.origin.copy.position - 1)
+        if state.arriving is not None and not blocks.isdisjoint(state.arriving.fallback):
+            starts.append(state.arriving.start - 1)
+        return min(starts, default=None)
+
     def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
-        """As `GroupSlots.lose`. States that come from a lost checkpoint are lost too, and so are waiting saves."""
+        """As `SlotAllocator.lose`. Saves that wait in these blocks, or come after what is lost, are dropped."""
         running = list(sequences)
         super().lose(blocks, num_written, running)
         for sequence in running:
             state = self._state_of(sequence)
-            if not blocks.isdisjoint(state.restoring):
-                start = 0 if state.origin is None else state.origin.copy.position
-                sequence.lose(start - 1, self._block_size)  # one less, so that it is lost even if nothing is behind it
-            if state.arriving is not None and not blocks.isdisjoint(state.arriving.fallback):
-                sequence.lose(state.arriving.start - 1, self._block_size)
             bad = [save for save in state.waiting if not blocks.isdisjoint(save.blocks)]
             if bad:
                 self._drop_waiting(state, min([save.position for save in bad]) - 1)

@@ -12,10 +12,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model.faults import Change, find_all
 
 QUEUE, INDEX, HIT, SLOTS = "core/free_queue.py", "core/prefix_index.py", "core/hit.py", "core/slots.py"
+SEQUENCE, MANAGER = "core/sequence.py", "manager.py"
 
 TESTS = (
     *(f"tests/core/test_{name}.py" for name in ("free_queue", "prefix_index", "pool", "duplicates", "steps")),
-    *(f"tests/test_{name}.py" for name in ("worked_examples", "manager", "branching", "late_commit", "stateful")),
+    *(
+        f"tests/test_{name}.py"
+        for name in ("worked_examples", "manager", "branching", "late_commit", "written", "stateful")
+    ),
 )
 """The quick ones first."""
 
@@ -49,6 +53,32 @@ FAULTS: dict[str, list[Change]] = {
         (SLOTS, "sequence.tail_owner = None  # its last block may be cached or shared", "pass")
     ],
     "a sequence from before a reset caches": [(SLOTS, "if sequence.epoch is not self._index.epoch:", "if False:")],
+    "a report ends a loss of what was given": [
+        (SEQUENCE, "if self.lost_from >= self.first_own_token else self.lost_from", "if True else self.lost_from"),
+        (SEQUENCE, "if lost_from is None or lost_from >= self.first_own_token else", "if True else"),
+    ],
+    "a copy of what is lost may be reported": [
+        (
+            SLOTS,
+            "sequence.num_given_tokens = min(sequence.num_given_tokens, shared * self._block_size)\n",
+            "sequence.num_given_tokens = sequence.first_own_token = min(sequence.num_given_tokens, shared *"
+            " self._block_size)\n",
+        )
+    ],
+    "a loss of what is awaited is forgotten": [
+        (
+            SEQUENCE,
+            "if num_tokens < (self.num_computed_tokens if self.lost_from is None else self.lost_from):",
+            "if num_tokens < self.num_written_tokens:",
+        )
+    ],
+    "what was computed from bad KV stays": [
+        (MANAGER, "self._lose(self._with_computed_from(blocks), 0, None)", "self._lose(blocks, 0, None)")
+    ],
+    "bad KV is followed through one sequence only": [(MANAGER, "                bad.update(computed)\n", "")],
+    "who started after an abort loses nothing by the next": [
+        (MANAGER, "        self._owners = None\n        self._slots.num_started", "        self._slots.num_started")
+    ],
     "delayed tokens are found at once": [
         (
             SLOTS,

@@ -134,7 +134,7 @@ class DumbGroups(DumbModel):
         self.hold(hit)
         self.hold(touched)
         sequence.num_registered = len(hit)
-        sequence.num_readonly = sequence.num_given = hit_end
+        sequence.num_readonly = sequence.num_given = sequence.first_own = hit_end
         self.fill(sequence, indices, self.take(self.num_taken(indices)))
         sequence.num_computed = end
         self.register(sequence)

@@ -25,6 +25,7 @@ class ModelSequence:
     delayed: int | None = None  # the first token that isn't to be cached yet
     num_given: int = 0  # the first tokens that it was given by a hit or a fork, in part of a block, too
     lost: int | None = None  # the first token whose KV was never written, or is bad
+    first_own: int = 0  # the first token that it computes or loads itself
     in_flight: int = 0  # how many of its last tokens the next call that makes room is told to be in flight
     session: object = None
 
@@ -36,16 +37,16 @@ class ModelSequence:
 
     def lose(self, first: int, block_size: int) -> None:
         """Its KV from token `first` on isn't there."""
-        if first < self.written:
+        if first < (self.num_computed if self.lost is None else self.lost):
             self.lost = first
             self.num_registered = min(self.num_registered, first // block_size)
 
     def write(self, num_tokens: int) -> None:
-        """Its first `num_tokens` tokens, more than before, are written."""
+        """It says that its first `num_tokens` tokens are written. Only others can say so of what it was given."""
         end = None if num_tokens >= self.num_computed else num_tokens
         if self.delayed is not None:
             self.delayed = end if end is None else max(end, self.delayed)
-        if self.lost is not None:
+        if self.lost is not None and self.lost >= self.first_own:
             self.lost = end if end is None else max(end, self.lost)
 
     def settle(self) -> None:
@@ -119,7 +120,7 @@ class DumbModel:
             self.hold(hit)
             sequence.table = list(hit)
             sequence.num_registered = len(hit)
-            sequence.num_readonly = sequence.num_given = len(hit) * self.block_size
+            sequence.num_readonly = sequence.num_given = sequence.first_own = len(hit) * self.block_size
         self.add_blocks(sequence, num_missing, self.must_copy(sequence))
         sequence.num_computed = end
         self.register(sequence)
@@ -288,12 +289,12 @@ class DumbModel:
         self.note_counts()
 
     def commit(self, sequence: ModelSequence, num_written: int) -> None:
-        """The first `num_written` tokens are written: what they fill is cached, unless it is already.
-
-        Nothing changes if as many were known to be written.
+        """The first `num_written` tokens are written, as far as the sequence was to write them: what they fill is
+        cached, unless it is already.
         """
-        if num_written > sequence.written:
-            sequence.write(num_written)
+        before = sequence.written
+        sequence.write(num_written)
+        if sequence.written > before:
             if self.enable_caching and sequence.is_of_this_epoch:
                 self.cache_from(sequence, sequence.num_registered)
 
@@ -364,6 +365,7 @@ class DumbModel:
         self.drop(sequence.table)
         sequence.table = []
         sequence.num_computed = sequence.num_readonly = sequence.num_given = sequence.num_registered = 0
+        sequence.first_own = 0
         sequence.is_allocated = sequence.is_of_this_epoch = False
         sequence.delayed = sequence.lost = None
         self.running.remove(sequence)
@@ -377,15 +379,38 @@ class DumbModel:
 
         That isn't what it awaits, such as tokens of a transfer. It is what it lost before: others may have it still.
         """
-        first, end = max(sequence.num_given, num_computed), sequence.num_computed
-        end = end if sequence.delayed is None else sequence.delayed
-        if first < end:
-            tables = [table[first // size : -(-end // size)] for table, size in self.tables_of(sequence)]
-            blocks = [block for table in tables for block in reversed(table) if block is not None]
-            self.lose(blocks, "aborted", first)
+        blocks = self.own_blocks(sequence, num_computed)
+        if blocks:
+            self.lose(blocks, "aborted", max(sequence.num_given, num_computed))
 
-    def evict(self, blocks: list[int]) -> None:
-        self.lose(blocks, "dropped", 0)
+    def own_blocks(self, sequence: ModelSequence, first: int) -> list[int]:
+        """The blocks with what a sequence wrote behind its first `first` tokens, each table's last one first."""
+        start, end = max(sequence.num_given, first), sequence.num_computed
+        end = end if sequence.delayed is None else sequence.delayed
+        if start >= end:
+            return []
+        tables = [table[start // size : -(-end // size)] for table, size in self.tables_of(sequence)]
+        return [block for table in tables for block in reversed(table) if block is not None]
+
+    def evict(self, blocks: list[int]) -> list[ModelSequence]:
+        """These blocks are bad, and so is what was computed from them. Returns who must compute something again."""
+        before = [(sequence, sequence.written) for sequence in self.running]
+        bad, num_before = list(blocks), -1
+        while len(bad) > num_before:
+            num_before = len(bad)
+            for sequence in self.running:
+                first = self.first_token_in(sequence, bad)
+                if first is not None:
+                    bad += [block for block in self.own_blocks(sequence, first) if block not in bad]
+        self.lose(bad, "dropped", 0)
+        return [sequence for sequence, written in before if sequence.written < written]
+
+    def first_token_in(self, sequence: ModelSequence, blocks: list[int]) -> int | None:
+        """The first token of a sequence that lies in one of these blocks."""
+        tables = self.tables_of(sequence)
+        return min(
+            (i * size for table, size in tables for i, block in enumerate(table) if block in blocks), default=None
+        )
 
     def lose(self, blocks: list[int], cause: str, first: int) -> None:
         """The KV of these blocks isn't there. Whoever has one loses all from there on, but for tokens before `first`.
@@ -395,10 +420,9 @@ class DumbModel:
         for block in blocks:
             self.forget(block, cause)
         for sequence in self.running:
-            for table, size in self.tables_of(sequence):
-                for index, block in enumerate(table):
-                    if block in blocks:
-                        sequence.lose(max(first, index * size), self.block_size)
+            position = self.first_token_in(sequence, blocks)
+            if position is not None:
+                sequence.lose(max(first, position), self.block_size)
         self.requeue_detached()
         self.shrink_pins()
 
@@ -465,6 +489,7 @@ class DumbModel:
             delayed=sequence.delayed,
             lost=sequence.lost,
             num_given=sequence.num_computed,
+            first_own=sequence.num_computed,
             session=sequence.session,
         )
         self.running.append(twin)
@@ -483,6 +508,7 @@ class DumbModel:
         sequence.num_registered = min(sequence.num_registered, num_left // self.block_size)
         sequence.num_readonly = min(sequence.num_readonly, num_left // self.block_size * self.block_size)
         sequence.num_given = min(sequence.num_given, num_left)
+        sequence.first_own = min(sequence.first_own, num_left)
 
     # Pins.
 

@@ -369,7 +369,7 @@ class DumbStates(DumbGroups):
         return [*super().all_tables(sequence), [*restoring, *[b for _, blocks, _ in live.waiting for b in blocks]]]
 
     def lose(self, blocks: list[int], cause: str, first: int) -> None:
-        """As in `DumbGroups`. A state that is to come from these blocks is lost, and so are saves that wait in them."""
+        """As in `DumbGroups`. Saves that wait in these blocks are lost, too."""
         is_shared = max((self.owners[block] for block in blocks), default=0) > (cause == "aborted")  # by a pin, too
         super().lose(blocks, cause, first)
         if not is_shared:
@@ -378,11 +378,16 @@ class DumbStates(DumbGroups):
             if sequence is self.ending:
                 continue
             live = self.live[sequence]
-            if live.before is not None and not set(blocks).isdisjoint(live.before.blocks):
-                sequence.lose(live.before.position - 1, self.block_size)
             bad = [end for end, pages, _ in live.waiting if not set(blocks).isdisjoint(pages)]
             self.drop_waiting(live, min(bad, default=len(sequence.tokens) + 1) - 1)
             self.drop_waiting(live, len(sequence.tokens) if sequence.lost is None else sequence.lost)
+
+    def first_token_in(self, sequence: ModelSequence, blocks: list[int]) -> int | None:
+        """As in `DumbGroups`. A state that is to come from these blocks lacks the token before it."""
+        first, before = super().first_token_in(sequence, blocks), self.live[sequence].before
+        if before is None or set(blocks).isdisjoint(before.blocks):
+            return first
+        return before.position - 1 if first is None else min(first, before.position - 1)
 
     def drop_waiting(self, live: Live, num_tokens: int) -> None:
         """Drop the saves that wait behind so many tokens."""

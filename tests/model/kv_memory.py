@@ -52,6 +52,7 @@ class KVMemory:
         self.computed_from: dict[kvblocks.Sequence, dict[int, int]] = {}  # by group that isn't cached: the first token
         self.recomputing: dict[kvblocks.Sequence, int] = {}  # the end of its hit, which the next step computes in these
         self.vouched: dict[kvblocks.Sequence, int] = {}  # how many first tokens are said to be written
+        self.lost_given: dict[kvblocks.Sequence, int] = {}  # the first token that it was given and has lost
         self.unknown: dict[Slot, str] = {}  # AWAITED or LOST; what isn't here is written
         self.num_uses = [0] * num_blocks  # how often each block was begun to be written
         self.awaited_from: dict[kvblocks.Sequence, int] = {}  # the first token that a call delayed
@@ -202,6 +203,8 @@ class KVMemory:
         """Write what arrived. The sequences that waited for it do so no longer, and write the rest themselves."""
         for _, (block_id, offset), value in arrived:
             self.now[block_id][offset] = value
+            if self.unknown.get((block_id, offset)) == LOST:  # before the load: it may fill gaps before the end of a hit
+                del self.unknown[block_id, offset]
         positions = {position for position, _, _ in arrived}
         for sequence in sequences:
             self.loading[sequence].remove(first)
@@ -222,6 +225,11 @@ class KVMemory:
                 noted[twin] = noted[sequence]  # type: ignore[index]
         if sequence in self.loading:
             self.loading[twin] = list(self.loading[sequence])
+        positions = range(twin.num_computed_tokens)
+        lost = [p for p in positions if LOST in [self.unknown.get(slot) for _, slot in self._live_slots(twin, p)]]
+        lost += [self.lost_given[sequence]] if sequence in self.lost_given else []
+        if lost and min(lost) < twin.num_computed_tokens:
+            self.lost_given[twin] = min(lost)
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
         """Note that a sequence gave its blocks back."""
@@ -230,6 +238,7 @@ class KVMemory:
         self.unwritten.pop(sequence, None)
         self.first_own.pop(sequence, None)
         self.vouched.pop(sequence, None)
+        self.lost_given.pop(sequence, None)
         self.awaited_from.pop(sequence, None)
         self.computed_from.pop(sequence, None)
         self.recomputing.pop(sequence, None)
@@ -240,6 +249,8 @@ class KVMemory:
         end = sequence.num_computed_tokens
         del self.computed_with[sequence][end:]
         self.vouched[sequence] = min(self.vouched[sequence], end)
+        if self.lost_given.get(sequence, 0) >= end:
+            self.lost_given.pop(sequence, None)
         if self.awaited_from.get(sequence, 0) >= end:
             self.awaited_from.pop(sequence, None)
         if self.first_own.get(sequence, 0) >= end:
@@ -282,21 +293,32 @@ class KVMemory:
         self.delayed.add(sequence)
 
     def vouch(self, sequence: kvblocks.Sequence, num_tokens: int) -> None:
-        """`cache_blocks` says that a sequence's first tokens are written. Fewer than before change nothing."""
+        """`cache_blocks` says that what a sequence was to write of its first tokens is written.
+
+        That isn't what it was given, unless it awaits it as a fork. Fewer tokens than before change nothing.
+        """
         if num_tokens <= self.vouched[sequence]:
             return
-        self.vouched[sequence] = num_tokens
+        first_own = self.first_own.get(sequence, ENDLESS)
         if sequence in self.awaited_from:
             self.awaited_from[sequence] = max(self.awaited_from[sequence], num_tokens)
             if num_tokens >= len(self.computed_with[sequence]):
                 del self.awaited_from[sequence]
+        num_tokens = min(num_tokens, self.lost_given.get(sequence, num_tokens))
+        self.vouched[sequence] = max(self.vouched[sequence], num_tokens)
         for position in range(num_tokens):
             for _, slot in self._live_slots(sequence, position):
-                self.unknown.pop(slot, None)
+                if position >= first_own or self.unknown.get(slot) == AWAITED:
+                    self.unknown.pop(slot, None)
 
     def lose(self, block_ids: Iterable[int]) -> None:
-        """These blocks are bad: nobody who has one of them knows his tokens from there on."""
-        lost = set(block_ids)
+        """These blocks are bad: nobody who has one of them knows his tokens from there on, nor what they computed."""
+        lost, num_before = set(block_ids), -1
+        while len(lost) > num_before:
+            num_before = len(lost)
+            for sequence in self.computed_with:
+                first = max(self._first_token_in(sequence, lost), self.first_own.get(sequence, ENDLESS))
+                lost |= {slot[0] for position, slot in self.own_slots(sequence) if position >= first}
         self.unknown.update(
             {(block_id, offset): LOST for block_id in lost for offset in range(len(self.now[block_id]))}
         )
@@ -325,7 +347,10 @@ class KVMemory:
     def _lower(self, lost: set[int], first: int) -> None:
         """Whoever has one of the lost blocks knows nothing from there on, but for tokens before `first`."""
         for sequence in self.computed_with if lost else ():
-            self.vouched[sequence] = min(self.vouched[sequence], max(first, self._first_token_in(sequence, lost)))
+            position = max(first, self._first_token_in(sequence, lost))
+            self.vouched[sequence] = min(self.vouched[sequence], position)
+            if position < min(self.first_own.get(sequence, ENDLESS), len(self.computed_with[sequence])):
+                self.lost_given[sequence] = min(position, self.lost_given.get(sequence, position))
 
     def _first_token_in(self, sequence: kvblocks.Sequence, block_ids: set[int]) -> int:
         """The first token of the first of these blocks in a sequence's tables; ENDLESS without one."""

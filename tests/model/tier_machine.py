@@ -428,14 +428,14 @@ class TierMachine:
         if sequence in self.waits_from:
             self.count("back while loading")
             self.count("back while loading, with a lost hit", has_lost_hit)
-        known = dict(self.memory.unknown), dict(self.memory.vouched)
+        known = dict(self.memory.unknown), dict(self.memory.vouched), dict(self.memory.lost_given)
         lost = [] if written is None else self.memory.lose_behind(sequence, written)
         try:
             call()
         except SequenceStateError:
             assert self.memory.has_windows, f"{sequence}: goes back to {end} of {self.groups}"
             self.count("too far back")
-            self.memory.unknown, self.memory.vouched = known
+            self.memory.unknown, self.memory.vouched, self.memory.lost_given = known
             return
         self.drop_copies(lost)
         if has_lost_hit:

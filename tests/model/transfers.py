@@ -90,15 +90,15 @@ class Transfers:
             if arrived < load.end and model.is_allocated:
                 self.num_failed_loads += 1
                 self.go_back((sequence, model), arrived)
-            elif model.is_allocated and self.memory.is_lost(sequence):  # it has a part of its hit no more
-                self.num_lost_hits += 1
-                self.go_back((sequence, model), min(model.written, load.first))
             elif says_so and model.is_allocated:
                 self.num_loaded += 1
                 end = min(load.end, self.memory.first_loading(sequence))
                 self.attempt(partial(self.manager.cache_blocks, sequence, end))
                 self.model.commit(model, end)
                 self.memory.vouch(sequence, end)
+                if model.written < end:  # it has a part of its hit no more
+                    self.num_lost_hits += 1
+                    self.go_back((sequence, model), model.written)
         if load.hold is not None:
             self.let_go(load.hold)
         self.abort_lost()
@@ -238,10 +238,9 @@ class Transfers:
     def evict_ids(self, blocks: list[int]) -> None:
         before = self.manager.stats.num_cached_blocks
         self.memory.lose(blocks)
-        num_dropped = self.manager.evict_blocks(blocks)
-        self.model.evict(blocks)
-        assert num_dropped == before - self.manager.stats.num_cached_blocks
-        self.num_dropped += num_dropped
+        losing, expected = self.manager.evict_blocks(blocks), self.model.evict(blocks)
+        assert [sequence.sequence_id for sequence in losing] == [model.name for model in expected]
+        self.num_dropped += before - self.manager.stats.num_cached_blocks
 
     def check_holds(self) -> None:
         assert list(self.manager.holds) == [held.hold for held in self.held]
