@@ -280,7 +280,7 @@ class KVCacheManager:
         blocks = self._index.match(view, keys, num_tokens // block_size)
         return CacheHit(own, blocks, len(blocks) * block_size, num_tokens, self._in_flight)
 
-    def allocate_slots(
+    def allocate_slots(  # noqa: PLR0912  # calls would cost each chunk and token more
         self,
         sequence: Given[Sequence],
         num_new_tokens: SupportsIndex | None = None,
@@ -441,8 +441,8 @@ class KVCacheManager:
         return changes
 
     def cache_blocks(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> int:
-        """Report that what this sequence was to write of its first `num_computed_tokens` tokens is written, and cache the
-        blocks that it fills.
+        """Report that what this sequence was to write of its first `num_computed_tokens` tokens is written, and cache
+        the blocks that it fills.
 
         For engines that must write a step's keys and values before others may read them, and for tokens that come from
         elsewhere. The former pass delay_cache_blocks=True whenever they make room.

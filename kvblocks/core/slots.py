@@ -182,7 +182,7 @@ class SlotAllocator:
 
     # A whole decode step.
 
-    def append_step(
+    def append_step(  # noqa: PLR0912  # one pass over the step; calls would cost each token more
         self,
         sequences: list[Sequence],
         tokens: list[Any],
@@ -288,7 +288,7 @@ class SlotAllocator:
         """Return the first token of a sequence in one of these blocks; None if it owns none. O(its blocks)."""
         if blocks.isdisjoint(sequence.blocks):
             return None
-        return [block in blocks for block in sequence.blocks].index(True) * self._block_size  # noqa: FBT003
+        return [block in blocks for block in sequence.blocks].index(True) * self._block_size
 
     def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
         """For sequences that own any of these lost blocks, mark everything from the first of them on as lost.

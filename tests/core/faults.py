@@ -61,8 +61,7 @@ FAULTS: dict[str, list[Change]] = {
         (
             SLOTS,
             "sequence.num_given_tokens = min(sequence.num_given_tokens, shared * self._block_size)\n",
-            "sequence.num_given_tokens = sequence.first_own_token = min(sequence.num_given_tokens, shared *"
-            " self._block_size)\n",
+            "sequence.first_own_token = sequence.num_given_tokens = shared * self._block_size\n",
         )
     ],
     "a loss of what is awaited is forgotten": [

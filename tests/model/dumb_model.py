@@ -294,9 +294,8 @@ class DumbModel:
         """
         before = sequence.written
         sequence.write(num_written)
-        if sequence.written > before:
-            if self.enable_caching and sequence.is_of_this_epoch:
-                self.cache_from(sequence, sequence.num_registered)
+        if sequence.written > before and self.enable_caching and sequence.is_of_this_epoch:
+            self.cache_from(sequence, sequence.num_registered)
 
     def cache_from(self, sequence: ModelSequence, first: int) -> None:
         sequence.num_registered = sequence.written // self.block_size

@@ -42,7 +42,7 @@ class GroupHistory(History):
         if pair is None:
             return
         sequence, model = pair
-        mode = chooser.choose(["fresh", "fresh", "old", "none"])
+        mode = chooser.choose(["fresh", "fresh", "old", "none"]) if self.starting is None else "fresh"
         found = self.manager.get_computed_blocks(sequence) if mode == "fresh" else None
         hit = self.hits.get(model.name) if mode == "old" else found
         if hit is not None and chooser.integer(0, 4) == 0:
@@ -57,7 +57,9 @@ class GroupHistory(History):
         start = 0 if hit is None else hit.num_tokens
         num_new = self.num_new(chooser, model, start, hit)
         num_external = self.num_external(chooser, model, hit)
-        if num_external:
+        if num_external and self.starting is not None:
+            num_new = 0  # it is in no step
+        elif num_external:
             num_new = chooser.choose([None, 0, chooser.integer(0, len(model.tokens) - start - num_external)])
         end = len(model.tokens) if num_new is None else start + num_external + num_new
         self.num_hits += bool(held)

@@ -75,6 +75,7 @@ class History(Transfers):
     operations: tuple[tuple[Callable[..., None], int], ...]  # each, and how often a walk does it
     max_ahead = 5  # for how many unknown tokens a call makes room at most
     sessions: tuple[Any, ...] = (None,)  # which the sequences are of, in turns
+    starting: Pair | None = None  # who starts next, and loads something behind its hit; None: anybody
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class History(Transfers):
         if pair is None:
             return
         sequence, model = pair
-        mode = chooser.choose(["fresh", "fresh", "old", "none"])
+        mode = chooser.choose(["fresh", "fresh", "old", "none"]) if self.starting is None else "fresh"
         hit = self.manager.get_computed_blocks(sequence) if mode == "fresh" else None
         hit = self.hits.get(model.name) if mode == "old" else hit
         if hit is not None and chooser.integer(0, 4) == 0:
@@ -168,7 +169,9 @@ class History(Transfers):
         start = min(len(held) * self.model.block_size, len(model.tokens) - 1)
         num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
         num_external = self.num_external(chooser, model, hit)
-        if num_external:
+        if num_external and self.starting is not None:
+            num_new = 0  # it is in no step
+        elif num_external:
             num_new = chooser.choose([None, 0, chooser.integer(0, len(model.tokens) - start - num_external)])
         has_shrunk = hit is not None and hit.num_tokens >= len(model.tokens)
         if has_shrunk or self.model.hit(model)[: len(held)] != held:
@@ -209,7 +212,7 @@ class History(Transfers):
         """How many tokens to load, behind a hit that isn't full and was looked up with these tokens."""
         start = 0 if hit is None else hit.num_readonly_tokens
         is_usual = hit is None or hit.num_tokens == start < len(model.tokens)
-        if not is_usual or chooser.integer(0, 2):
+        if not is_usual or (self.starting is None and chooser.integer(0, 2)):
             return 0
         return chooser.integer(1, len(model.tokens) - start)
 
@@ -506,6 +509,38 @@ class History(Transfers):
                 self.num_detached += 1
                 return
 
+    def lose_what_a_waiting_one_hit(self, chooser: Chooser) -> None:
+        """A sequence hits what another one wrote or is about to write, and loads what comes behind. Then that is lost.
+
+        It goes on waiting if it is in no step, and reports what has arrived as ever.
+        """
+        size = self.model.block_size
+        pairs = [pair for pair in self.pairs if pair[1].num_registered > pair[1].first_own // size]
+        if not pairs or len([1 for _, model in self.pairs if model.is_allocated]) > MAX_RUNNING:
+            return
+        pair = chooser.choose(pairs)
+        num_tokens, first = pair[1].num_registered * size, pair[1].first_own // size
+        tokens = [*pair[1].tokens[:num_tokens], *[chooser.integer(0, 1) for _ in range(chooser.integer(2, 6))]]
+        spans = {(start, end, key) for start, end, key in pair[1].keys if end <= num_tokens}
+        self.add(tokens, pair[1].salt, pair[1].lora, spans)
+        self.starting = self.pairs[-1]
+        self.allocate(chooser)
+        self.starting = None
+        how = chooser.choose(["abort", "evict", "rewind", "reset", "step dies"])
+        if how == "step dies":
+            self.step_dies(chooser)
+        elif how == "evict":
+            self.evict_ids([chooser.choose(pair[1].table[first : pair[1].num_registered])])
+        elif pair[1].is_allocated:
+            if how == "reset":
+                self.reset(chooser)
+            if how == "rewind":
+                self.leave_loads(pair)
+                self.go_back(pair, chooser.integer(0, min(pair[1].first_own, pair[1].num_computed)))
+            else:
+                self.drop(pair, chooser.integer(0, self.memory.start_of_step(pair[0])))
+            self.abort_lost(chooser)
+
     def run_step(self, chooser: Chooser) -> None:
         self.step()
 
@@ -687,6 +722,8 @@ class History(Transfers):
         return pair[0] in self.memory.loading and pair[0] not in [sequence for sequence, _ in self.memory.coming()]
 
     def pick(self, chooser: Chooser, *, allocated: bool) -> Pair | None:
+        if self.starting is not None:
+            return self.starting
         pairs = [pair for pair in self.pairs if pair[1].is_allocated == allocated]
         return chooser.choose(pairs) if pairs else None
 
@@ -900,6 +937,7 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.run_step, 20),
     (History.step_dies, 4),
     (History.abort_a_sharer, 3),
+    (History.lose_what_a_waiting_one_hit, 5),
     (History.fork, 4),
     (History.truncate, 4),
     (History.renew, 4),

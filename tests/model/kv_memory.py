@@ -203,7 +203,7 @@ class KVMemory:
         """Write what arrived. The sequences that waited for it do so no longer, and write the rest themselves."""
         for _, (block_id, offset), value in arrived:
             self.now[block_id][offset] = value
-            if self.unknown.get((block_id, offset)) == LOST:  # before the load: it may fill gaps before the end of a hit
+            if self.unknown.get((block_id, offset)) == LOST:  # it may fill a gap before a hit's end
                 del self.unknown[block_id, offset]
         positions = {position for position, _, _ in arrived}
         for sequence in sequences:
