@@ -63,7 +63,7 @@ help:
 	@echo 'make gpu-test  test and time the kernels and the engine on a GPU; PYTHON has torch and triton'
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients, -guidellm and -instructor, the first time)'
 	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
-	@echo 'make check   format, lint, types, floors and sizes: what CI checks beside the tests'
+	@echo 'make check   format, lint, types and floors: what CI checks beside the tests'
 	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
 	@echo 'make dist    source distribution, plain and compiled wheel, checked and tried in clean environments'
 	@echo 'make release VERSION=0.3.0  writes the version, checks all that needs no GPU but test-all, and makes dist/'

@@ -107,7 +107,7 @@ def generate_trace(num_requests: int) -> Iterator[str]:
         yield json.dumps({"input_length": 512 * len(talk), "output_length": chooser.randint(50, 700), "hash_ids": talk})
 
 
-def replay(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[float, float, float, int]:
+def replay(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[float, float, float, int]:  # noqa: PLR0912
     """Run all requests. Returns the hit rate, two means (running sequences; blocks a token), and preemptions."""
     waiting = iter(requests)
     retried: list[tuple[Sequence, int]] = []

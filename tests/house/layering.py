@@ -1,4 +1,4 @@
-"""The checker behind test_layering.py: where each folder stands, what it may import, and how large its modules may be.
+"""The checker behind test_layering.py: where each folder stands, and what it may import.
 
 A module stands where FLOORS says of it, or of the innermost folder that it lies in. An import may go to a lower floor,
 or sideways on its own floor and inside its own folder if no circle comes of it. Imports count wherever they stand: in
@@ -6,12 +6,9 @@ a function, under TYPE_CHECKING, or as `importlib.import_module("...")`.
 """
 
 import ast
-import io
 import re
 import sys
-import tokenize
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -176,46 +173,6 @@ PERMITTED_STDLIB = {
     "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread
 }
 
-MAX_FILE_LINES = 500
-MAX_FOLDER_FILES = 15
-# Lines of code, without blanks, comments and docstrings, of what is to be read in an afternoon.
-MAX_CORE_LINES = 2000
-# From the line of `def` to the last, without the docstring and the decorators; without the signature if that is free.
-MAX_FUNCTION_LINES = 60
-MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
-
-# "module:Class.function" (or "module" for a file) -> why it may be larger. An entry that is not needed fails the test.
-LARGER_FILES: dict[str, str] = {
-    "kvblocks.manager": "the facade: one class, whose methods check what they were given and delegate",
-}
-LONGER_FUNCTIONS: dict[str, str] = {}
-_PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels take them"
-_VLLM = "vLLM's own signature"
-MORE_PARAMETERS: dict[str, str] = {
-    "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
-    "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
-    "kvblocks.prefix_cache.cache:PrefixCache.__init__": "the manager's options, as far as they mean something here",
-    "kvblocks.prefix_cache.cache:PrefixCache.insert_prefix": "the one call that takes all that an engine has computed",
-    "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
-    "kvblocks.tiers.tier:Tier.__init__": "an option each, by keyword, with a default",
-    "kvblocks.wire.publisher:EventPublisher.__init__": "an option each, by keyword, with a default",
-    "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.__init__": _VLLM,
-    "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.allocate_slots": _VLLM,
-    "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
-    "kvblocks.kernels.reference.attention:tiled_paged_attention": _PAGED_BATCH,
-    "kvblocks.kernels.oracle:attention": _PAGED_BATCH,
-    "kvblocks.kernels.store:store": _PAGED_BATCH,
-    "kvblocks.kernels.decode:decode": _PAGED_BATCH,
-    "kvblocks.kernels.extend:extend": _PAGED_BATCH,
-    "kvblocks.kernels.extend:share_rows": _PAGED_BATCH,
-    "kvblocks.kernels.cascade:cascade_decode": _PAGED_BATCH,
-}
-# These decide their parameters themselves: a Triton kernel takes pointers and strides one by one, a typer command its
-# options.
-FREE_PARAMETERS_DECORATOR = re.compile(r"^(triton\.)?(jit|autotune|heuristics)\b|^\w+\.(command|callback)\b")
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 @dataclass(frozen=True)
 class Import:
@@ -355,90 +312,3 @@ def check_imports(sources: Mapping[str, str], packages: frozenset[str]) -> list[
     except CycleError as error:
         problems.append(f"imports go in a circle: {' -> '.join(reversed(error.args[1]))}")
     return problems
-
-
-def find_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, FunctionNode, bool]]:
-    """Every function below `tree`: its qualified name, its node, and whether a class is its parent."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, FunctionNode):
-            yield prefix + node.name, node, isinstance(tree, ast.ClassDef)
-        named = isinstance(node, FunctionNode | ast.ClassDef)
-        yield from find_functions(node, f"{prefix}{node.name}." if named else prefix)
-
-
-def is_free(function: FunctionNode) -> bool:
-    """Whether a function's decorator decides its parameters."""
-    return any(FREE_PARAMETERS_DECORATOR.search(ast.unparse(decorator)) for decorator in function.decorator_list)
-
-
-def count_lines(function: FunctionNode) -> int:
-    """The lines of a function as MAX_FUNCTION_LINES counts them."""
-    first = function.body[0].lineno if is_free(function) else function.lineno
-    total = (function.end_lineno or function.lineno) - first + 1
-    if ast.get_docstring(function, clean=False) is not None:
-        docstring = function.body[0]
-        total -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
-    return total
-
-
-def count_parameters(function: FunctionNode, *, in_class: bool) -> int:
-    """The parameters of a function as MAX_PARAMETERS counts them; 0 if its decorator frees them."""
-    if is_free(function):
-        return 0
-    arguments = function.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
-    bound = in_class and not static and bool(arguments.posonlyargs or arguments.args)
-    return len(named) - bound + (arguments.vararg is not None) + (arguments.kwarg is not None)
-
-
-def measure(sources: Mapping[str, str]) -> Iterator[tuple[str, str, int, int, Mapping[str, str]]]:
-    """Every measured thing: its name, the unit, its size, the limit, and the table of exceptions."""
-    for module, source in sorted(sources.items()):
-        yield module, "lines in a file", len(source.splitlines()), MAX_FILE_LINES, LARGER_FILES
-        for name, function, in_class in find_functions(ast.parse(source)):
-            key = f"{module}:{name}"
-            yield key, "lines in a function", count_lines(function), MAX_FUNCTION_LINES, LONGER_FUNCTIONS
-            parameters = count_parameters(function, in_class=in_class)
-            yield key, "parameters", parameters, MAX_PARAMETERS, MORE_PARAMETERS
-
-
-def check_sizes(sources: Mapping[str, str]) -> list[str]:
-    """Every file and function that is too large, and every exception that nothing needs."""
-    problems = []
-    needed: set[tuple[int, str]] = set()
-    for key, unit, size, limit, exceptions in measure(sources):
-        if size > limit and key in exceptions:
-            needed.add((id(exceptions), key))
-        elif size > limit:
-            problems.append(f"{key}: expected at most {limit} {unit}, got {size}")
-    for exceptions in (LARGER_FILES, LONGER_FUNCTIONS, MORE_PARAMETERS):
-        unneeded = [key for key in exceptions if (id(exceptions), key) not in needed]
-        problems.extend(f"{key}: no longer needs its exception in tests/house/layering.py" for key in unneeded)
-    return problems
-
-
-def check_folders(modules: Collection[str], packages: Collection[str]) -> list[str]:
-    """Every folder that has too many files."""
-    counts = Counter(folder_of(module, packages) for module in modules)
-    return [
-        f"{folder}: expected at most {MAX_FOLDER_FILES} files, got {number}"
-        for folder, number in sorted(counts.items())
-        if number > MAX_FOLDER_FILES
-    ]
-
-
-def count_code_lines(source: str) -> int:
-    """The lines of `source` that hold code: without blanks, comments and docstrings."""
-    lines: set[int] = set()
-    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in ignored:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if is_text:
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)

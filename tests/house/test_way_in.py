@@ -1,4 +1,4 @@
-"""The pages for newcomers: the paths, functions and fast tests that they name are there, and the README stays short."""
+"""The pages for newcomers: the paths, functions and fast tests that they name are there."""
 
 import ast
 import functools
@@ -62,11 +62,6 @@ def test_what_is_not_there_is_found():
         *("core/pools.py", "nowhere/"),
         "BlockPool.took in core/pool.py",
     ]
-
-
-def test_the_readme_is_for_newcomers():
-    num_lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
-    assert num_lines <= 100, f"README.md: expected at most 100 lines, got {num_lines}: move details to docs/"
 
 
 @pytest.mark.parametrize(("variable", "least"), [("FAST_TESTS", 20), ("COVERED_TESTS", 10)])
