@@ -170,6 +170,15 @@ class TierPool:
         """Whether a block of the device is part of a store, and not yet cached here. O(1)."""
         return block in self.storing or block in self.arrived
 
+    def check_stores(self, storing: list[KVCacheBlock], arrived: list[KVCacheBlock]) -> None:
+        """Raise AssertionError unless the jobs' blocks that are being stored, and that have arrived, are those here."""
+        blocks = {*storing, *arrived}
+        assert self.storing.keys() == {*storing}, f"{self.name}: blocks that are being stored"
+        assert self.arrived.keys() == {*arrived}, f"{self.name}: blocks that wait for earlier ones"
+        assert len(blocks) == len(storing) + len(arrived), f"{self.name}: blocks in two stores"
+        assert self.lost <= blocks, f"{self.name}: lost blocks that no store has"
+        assert len(storing) <= self.max_storing, f"{self.name}: more blocks are held than may be"
+
     @property
     def is_busy(self) -> bool:
         """Whether something is to be stored, or changes are to be remembered. O(1)."""

@@ -315,12 +315,7 @@ class Traffic:
             stores = [job for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
             storing = [block for job in stores for block in job.open_blocks()]
             arrived = [block for job in stores for block in job.waiting_blocks()]
-            assert (pool.storing.keys(), pool.arrived.keys()) == ({*storing}, {*arrived}), (
-                f"{pool.name}: blocks of stores"
-            )
-            assert len({*storing, *arrived}) == len(storing + arrived), f"{pool.name}: blocks in two stores"
-            assert pool.lost <= {*storing, *arrived}, f"{pool.name}: lost blocks that no store has"
-            assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
+            pool.check_stores(storing, arrived)
         for sequence, job in self._loading.items():
             assert sequence.owner is self._change and sequence in job.sequences, f"{sequence}: waits for no load"
             assert job in self._jobs and job.num_open, f"{sequence}: waits for a load that is over"
