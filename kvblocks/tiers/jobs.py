@@ -190,19 +190,22 @@ class StoreJob(Job):
         What comes after a block that didn't arrive, or is not good, is not stored. O(blocks) in all transfers together.
         """
         pool, start, num_good, num_done = self.pool, transfer.position - self.first, self.num_good, self.num_done
-        ended = range(start, start + len(transfer.slots))
-        for number in ended:
-            pool.arrived[self.blocks[number]] = pool.storing.pop(self.blocks[number])
+        end, salt = start + len(transfer.slots), pool.storing[self.blocks[start]]
+        for block in self.blocks[start:end]:
+            del pool.storing[block]
         super().end(transfer, ok=ok)
         if not ok:
             self._give_up_from(start)
         self._store_arrived()
+        for number in range(max(start, self.num_done), min(end, self.num_good)):
+            pool.arrived[self.blocks[number]] = salt
         decided = [*range(num_done, self.num_done)]
-        decided += [n for n in range(self.num_good, num_good) if self._has_arrived[n] or n in ended]
-        decided += [n for n in ended if n >= num_good]
+        decided += [number for number in range(self.num_good, num_good) if self._has_arrived[number]]
         for number in decided:
-            del pool.arrived[self.blocks[number]]
-            pool.lost.discard(self.blocks[number])
+            if not start <= number < end:
+                del pool.arrived[self.blocks[number]]
+        if pool.lost:
+            pool.lost.intersection_update([block for block in pool.lost if pool.is_in_store(block)])
 
     def finish(self) -> None:
         """Release all slots."""
