@@ -1,7 +1,9 @@
 """Jobs: the load of a sequence or the store of a prefix, in one or more transfers.
 
-A job owns the blocks on both sides from its beginning to the end of its last transfer, whatever happens to sequences in
-the meantime. So no transfer reads or writes a block that has been given to something else.
+A job owns the device's block of each transfer until that transfer is over, and the tiers' slots until the last one is,
+whatever happens to sequences in the meantime. So no transfer reads or writes a block that has been given to something
+else. A load that a sequence waits for also owns the blocks of its transfers that are over, since they are cached
+together when the load ends.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
@@ -49,6 +51,15 @@ class Job:
             if transfer.state == QUEUED:
                 self.end(transfer, ok=False)
 
+    def blocks_of(self, transfer: Transfer) -> list[KVCacheBlock]:
+        """Return the device's blocks that a transfer of the job moves. O(blocks of the transfer)."""
+        start = transfer.position - self.first
+        return self.blocks[start : start + len(transfer.slots)]
+
+    def open_blocks(self) -> list[KVCacheBlock]:
+        """Return the device's blocks whose transfers aren't over, in the prefix's order. O(blocks)."""
+        return [block for each in self.transfers if each.state != ENDED for block in self.blocks_of(each)]
+
     def has_arrived(self, also: Transfer | None = None) -> list[bool]:
         """Return, for each block, whether it has arrived. also: a transfer whose blocks count as arrived. O(blocks)."""
         arrived = self._has_arrived
@@ -73,7 +84,7 @@ class LoadJob(Job):
     sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
     hold up to the load's end. start: how many of their tokens the sequences had without the load when it began. pools:
     the tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks
-    that the job owns: all of the prefix, as long as a sequence waits.
+    that the job owns as long as a sequence waits: all of the prefix.
     """
 
     def __init__(
@@ -109,7 +120,8 @@ class LoadJob(Job):
         What the load brings of them may be bad too, and so is everything after them. Checking when the load ends would
         be too late, because the blocks may be written and cached again by then.
         """
-        indices = [index for index, block in enumerate(self.prefix.blocks) if block in blocks]
+        # Blocks that no sequence waits for may belong to others by now.
+        indices = [index for index, block in enumerate(self.prefix.blocks) if block in blocks and self.sequences]
         indices += [len(lost.blocks) - 1 for lost in prefixes if self.prefix.begins_with(lost, self._block_size)]
         for index in indices:
             self.num_good = min(self.num_good, max(0, index - self.first))
@@ -153,8 +165,12 @@ class LoadJob(Job):
 class StoreJob(Job):
     """The store of a prefix's blocks, those after the ones that the tier has.
 
+    What arrives is cached in the tier as soon as everything before it is. Until then `TierPool.arrived` has the
+    device's block, which the job doesn't own any more.
+
     run: the run that was wished for. above: lists of slots that the tier already has for the prefix. The first list has
-    the primary blocks before those of the store. slots: new ones. The job owns all of these slots.
+    the primary blocks before those of the store. slots: new ones. The job owns all of these slots. num_done: how many
+    blocks, from the first, have been cached in the tier. num_stored: how many of these the tier lacked.
     """
 
     def __init__(
@@ -164,50 +180,110 @@ class StoreJob(Job):
         self.pool = pool
         self.run = run
         self.above = above
+        self.num_done = self.num_stored = 0
         self._nodes: list[Node] = [block.node for block in self.blocks]
         self._names = names_of(pool, self.blocks)
+
+    def end(self, transfer: Transfer, *, ok: bool) -> None:
+        """As `Job.end`. Caches in the tier what can be, and takes the transfer's blocks out of `TierPool.storing`.
+
+        What comes after a block that didn't arrive, or is not good, is not stored. O(blocks) in all transfers together.
+        """
+        pool, start, num_good, num_done = self.pool, transfer.position - self.first, self.num_good, self.num_done
+        end, salt = start + len(transfer.slots), pool.storing[self.blocks[start]]
+        for block in self.blocks[start:end]:
+            del pool.storing[block]
+        super().end(transfer, ok=ok)
+        if not ok:
+            self._give_up_from(start)
+        self._store_arrived()
+        for number in range(max(start, self.num_done), min(end, self.num_good)):
+            pool.arrived[self.blocks[number]] = salt
+        decided = [*range(num_done, self.num_done)]
+        decided += [number for number in range(self.num_good, num_good) if self._has_arrived[number]]
+        for number in decided:
+            if not start <= number < end:
+                del pool.arrived[self.blocks[number]]
+        if pool.lost:
+            pool.lost.intersection_update([block for block in pool.lost if pool.is_in_store(block)])
+
+    def finish(self) -> None:
+        """Release all slots."""
+        self.pool.let_go([*self.above[0], *self.slots])
+
+    def waiting_blocks(self) -> list[KVCacheBlock]:
+        """Return the device's blocks that have arrived, but after a block that may still arrive. O(blocks)."""
+        return [self.blocks[n] for n in range(self.num_done, self.num_good) if self._has_arrived[n]]
 
     def good_tables(self) -> list[list[KVCacheBlock]]:
         """Return the device's blocks that are still cached, in the order in which they are to be released.
 
-        These are the prefix's blocks, from its beginning to the last good block of this store. O(prefix).
+        These are the prefix's blocks, from its beginning to the last block of this store at its node. O(prefix).
         """
-        if not self.num_good:
+        number = len(self.blocks)
+        while number and not self._is_in_place(number - 1):
+            number -= 1
+        if not number:
             return []
-        run, index = self._nodes[self.num_good - 1]
+        run, index = self._nodes[number - 1]
         return [] if run is None else [prefix_of(run, index + 1).blocks]
 
-    def _leave_uncached(self) -> None:
-        """Of the blocks, count as good only those from the first on that are still cached at their nodes and weren't
-        lost.
+    def _give_up_from(self, number: int) -> None:
+        """Count block `number`, those after it, and a checkpoint that it splits as not good. O(1)."""
+        self.num_good = min(self.num_good, self.prefix.num_whole(self.first, number))
 
-        O(blocks).
+    def _is_in_place(self, number: int) -> bool:
+        """Whether a block is still cached at the node at which it was when the store began. O(1)."""
+        (run, index), block = self._nodes[number], self.blocks[number]
+        return block.run is run and block.index == index and block.is_cached
+
+    def _store_arrived(self) -> None:
+        """Cache in the tier what has arrived, up to the first block that hasn't, was lost, or left its node.
+
+        If the slot before is no longer cached, nothing of the rest is good. O(blocks that are cached).
         """
-        lost = self.pool.lost
-        for number in range(self.num_good):
-            (run, index), block = self._nodes[number], self.blocks[number]
-            if block.run is not run or block.index != index or not block.is_cached or block in lost:
-                self.num_good = number
+        start = end = self.num_done
+        while end < self.num_good and self._has_arrived[end]:
+            if not self._is_in_place(end) or self.blocks[end] in self.pool.lost:
+                self._give_up_from(end)
                 break
-        lost.difference_update(self.blocks)
+            end += 1
+        end = self.prefix.num_whole(self.first, end)
+        if end <= start:
+            return
+        before = self._slot_before(start)
+        if before is not None and not before.is_cached:
+            self._give_up_from(start)
+            return
+        self.num_done = end
+        number = self._store(start, end)
+        self.num_stored += number
+        self.pool.num_stored_blocks += number
 
-    def names(self, number: int) -> Digests | None:
-        """Return the names of the first `number` blocks for events; None if no events are recorded. O(number)."""
+    def _slot_before(self, number: int) -> KVCacheBlock | None:
+        """Return the slot that must still be cached when a block is; None if none must. O(1)."""
+        if number:
+            return self.slots[number - 1]
+        return self.above[0][-1] if self.above[0] else None
+
+    def _store(self, start: int, end: int) -> int:
+        """Cache slots start to end - 1 in the tier. Returns how many are now cached. O(blocks)."""
+        self._cache(start, end)
+        self.pool.note_stored(self.slots[start:end], self.prefix, self.first + start)
+        return end - start
+
+    def _cache(self, start: int, end: int) -> None:
+        """Cache slots of the primary group. O(blocks)."""
+        before = self._slot_before(start)
+        node: Node = (None, 0) if before is None else before.node
+        tokens, keys = memoryview(self.prefix.tokens), self.prefix.extra_keys
+        self.pool.index.cache(
+            node, self.slots[start:end], tokens, keys, self.first + start, self._names_for(start, end)
+        )
+
+    def _names_for(self, start: int, end: int) -> Digests | None:
+        """Return the names of blocks start to end - 1 for events; None if no events are recorded. O(blocks)."""
         if self._names is None:
             return None
-        return Digests(self._names[: number * self.pool.index.epoch.num_digest_bytes])
-
-    def finish(self) -> int:
-        """Cache in the tier what arrived and is good, release all slots, and return how many blocks were stored."""
-        self._leave_uncached()
-        number, parents = self.num_arrived(), self.above[0]
-        if parents and not parents[-1].is_cached:
-            number = 0
-        if number:
-            node: Node = parents[-1].node if parents else (None, 0)
-            tokens = memoryview(self.prefix.tokens)
-            slots, keys = self.slots[:number], self.prefix.extra_keys
-            self.pool.index.cache(node, slots, tokens, keys, len(parents), self.names(number))
-            self.pool.note_stored(self.slots[:number], self.prefix, len(parents))
-        self.pool.let_go([*parents, *self.slots])
-        return number
+        size = self.pool.index.epoch.num_digest_bytes
+        return Digests(self._names[start * size : end * size])

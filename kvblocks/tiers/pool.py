@@ -23,10 +23,12 @@ from kvblocks.tiers.wishes import Prefix, Wishes, prefix_in
 class TierPool:
     """The slots of a tier, and what is to be stored there. Counters are as in `TierStats`.
 
-    rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at
-    most max_storing, with their salts. lost: those of them whose KV turned out to be lost since the store began.
-    (Asking when the store ends would be too late, because they may be written and cached again by then.) copies: by
-    block of the device, the slot that was last stored from it, whatever either holds by now. quotas: those of tenants;
+    rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, and
+    own, at most max_storing, with their salts. arrived: those that stores have read, and that can't be cached here yet
+    because an earlier block is still being read; nobody owns them for that. lost: those of both whose KV turned out to
+    be lost since the store began. (Asking when they are cached here would be too late, because they may be written and
+    cached on the device again by then.) copies: by block of the device, the slot that was last stored from it, whatever
+    either holds by now. quotas: those of tenants;
     None without quotas. changes: what is to be remembered if the tier is persistent; otherwise None. removals: told for
     which salt slots are taken; None: nobody is. num_loading_bytes: those of loads that haven't ended, begun or not.
     """
@@ -36,6 +38,7 @@ class TierPool:
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
+        self.arrived: dict[KVCacheBlock, str | None] = {}
         self.lost: set[KVCacheBlock] = set()
         self.copies: dict[KVCacheBlock, KVCacheBlock] = {}
         self.max_storing = max_storing
@@ -76,7 +79,7 @@ class TierPool:
         if tenant is None:
             return self.pool.take(num_blocks)
         taken: list[KVCacheBlock] = []
-        num_charged = sum([other == salt for other in self.storing.values()])
+        num_charged = sum([other == salt for moving in (self.storing, self.arrived) for other in moving.values()])
         tenant.add(num_charged)
         while len(taken) < num_blocks:
             tenant.add(1)
@@ -162,6 +165,19 @@ class TierPool:
                 break
             number += not is_over or block.run is None or not block.is_cached or block.run.account is account
         return number
+
+    def is_in_store(self, block: KVCacheBlock) -> bool:
+        """Whether a block of the device is part of a store, and not yet cached here. O(1)."""
+        return block in self.storing or block in self.arrived
+
+    def check_stores(self, storing: list[KVCacheBlock], arrived: list[KVCacheBlock]) -> None:
+        """Raise AssertionError unless the jobs' blocks that are being stored, and that have arrived, are those here."""
+        blocks = {*storing, *arrived}
+        assert self.storing.keys() == {*storing}, f"{self.name}: blocks that are being stored"
+        assert self.arrived.keys() == {*arrived}, f"{self.name}: blocks that wait for earlier ones"
+        assert len(blocks) == len(storing) + len(arrived), f"{self.name}: blocks in two stores"
+        assert self.lost <= blocks, f"{self.name}: lost blocks that no store has"
+        assert len(storing) <= self.max_storing, f"{self.name}: more blocks are held than may be"
 
     @property
     def is_busy(self) -> bool:

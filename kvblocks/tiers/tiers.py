@@ -166,6 +166,7 @@ class Tiers:
     def complete(self, transfer: Given[Transfer], ok: Flag, *, seconds: SupportsFloat | None = None) -> list[Loaded]:
         """Report that a transfer is over. ok: whether all of its bytes arrived, are right, and are where they belong.
 
+        A store's blocks are released, and the tier has those that arrived, as soon as it has all blocks before them.
         With the last transfer of a load, its sequences are returned. What arrived is cached, the slots after that are
         released, and the sequences go on from `Loaded.num_tokens`. The tier forgets blocks that a load didn't bring. A
         second answer for a transfer changes nothing but `num_stale_answers`. seconds: how long the transfer took, from
@@ -192,7 +193,7 @@ class Tiers:
     def give_up(self, sequence: Given[Sequence]) -> int:
         """Stop waiting for a sequence's loads. Returns how many of its tokens, from the first, it has without them.
 
-        The sequence can go on at once. Transfers that have begun keep their blocks until they are answered. Raises
+        The sequence can go on at once. A transfer that has begun keeps its blocks until it is answered. Raises
         SequenceStateError if the sequence isn't loading. O(blocks).
         """
         self._change.check_whole()

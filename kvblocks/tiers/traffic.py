@@ -138,6 +138,8 @@ class Traffic:
             transfer.pool.num_failed_blocks += len(transfer.slots)
         del self.begun[transfer]
         job.end(transfer, ok=ok)
+        if not (isinstance(job, LoadJob) and job.sequences):
+            self._slots.pool.release_table(job.blocks_of(transfer))
         return [] if job.num_open else self._finish(job)
 
     def is_loading(self, sequence: Sequence) -> bool:
@@ -254,7 +256,7 @@ class Traffic:
         for pool in self.pools:
             if [block for block in left if block in pool.copies]:
                 prefixes += [prefix for owner in owners for prefix in pool.drop_copies(owner, left)]
-            pool.lost.update([block for block in blocks if block in pool.storing])
+            pool.lost.update([block for block in blocks if pool.is_in_store(block)])
         for job in self._jobs if are_shared or prefixes else ():
             if isinstance(job, LoadJob):
                 job.note_lost(lost, prefixes)
@@ -290,14 +292,15 @@ class Traffic:
             if transfer.state == QUEUED:
                 del self._queue[transfer]
         job.cancel_queued()
-        self._slots.pool.release_table(job.held[: job.first])
-        job.held = job.blocks
+        still = {*job.open_blocks()}
+        self._slots.pool.release_table([block for block in job.held if block not in still])
+        job.held = []
         if not job.num_open:
             self._finish(job)
 
     def owned(self) -> list[list[KVCacheBlock]]:
-        """Return the device's blocks that jobs own, once for each job. O(jobs)."""
-        return [job.held if isinstance(job, LoadJob) else job.blocks for job in self._jobs]
+        """Return the device's blocks that jobs own, once for each job. O(blocks)."""
+        return [job.held if isinstance(job, LoadJob) and job.sequences else job.open_blocks() for job in self._jobs]
 
     def check(self) -> None:
         """Raise AssertionError unless all data here agree. O(all slots)."""
@@ -309,10 +312,10 @@ class Traffic:
                 if isinstance(job, LoadJob):
                     tables += [prefix for other, prefix in job.parts if other is pool]
             pool.pool.check(tables)
-            storing = [job.blocks for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
-            assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
-            assert pool.lost <= pool.storing.keys(), f"{pool.name}: lost blocks that no store reads"
-            assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
+            stores = [job for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
+            storing = [block for job in stores for block in job.open_blocks()]
+            arrived = [block for job in stores for block in job.waiting_blocks()]
+            pool.check_stores(storing, arrived)
         for sequence, job in self._loading.items():
             assert sequence.owner is self._change and sequence in job.sequences, f"{sequence}: waits for no load"
             assert job in self._jobs and job.num_open, f"{sequence}: waits for a load that is over"
@@ -410,13 +413,13 @@ class Traffic:
                 continue
             prefix, above = self._find_store(pool, run, num_blocks)
             first = len(above[0])
-            if first < len(prefix.blocks) and prefix.blocks[first] in pool.storing:
+            if first < len(prefix.blocks) and pool.is_in_store(prefix.blocks[first]):
                 pool.wishes.put_aside(run, num_blocks)
                 continue
             for slots in above:
                 pool.hold(slots)
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
-            moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
+            moving = [n for n in range(number) if pool.is_in_store(prefix.blocks[first + n])]
             number = min([number, *moving])
             if not (slots := pool.take_whole(prefix, first, number)):
                 for held in above:
@@ -461,19 +464,16 @@ class Traffic:
             return self._finish_load(job)
         assert isinstance(job, StoreJob)
         pool = job.pool
-        for block in job.blocks:
-            del pool.storing[block]
+        job.finish()
         num_arrived = sum([len(transfer.slots) for transfer in job.transfers if transfer.has_arrived])
-        num_stored = job.finish()
-        pool.num_stored_blocks += num_stored
-        pool.num_dropped_blocks += num_arrived - num_stored
+        pool.num_dropped_blocks += num_arrived - job.num_stored
         if num_arrived < len(job.blocks):  # not tried again until it is wished for again
             pool.wishes.drop(job.run)
         pool.wishes.resume()
         tables = job.good_tables()
         for table in tables:
             self._slots.pool.touch(table)
-        for table in [job.blocks, *tables]:  # in order: a prefix's end is reused before its beginning
+        for table in tables:  # in order: a prefix's end is reused before its beginning
             self._slots.pool.release_table(table)
         return []
 

@@ -168,6 +168,7 @@ FORBIDDEN_STDLIB = frozenset(
 # "module" -> a package of the forbidden ones that it may import all the same, and why.
 PERMITTED_STDLIB = {
     "kvblocks.integrations.vllm.scheduler": "time",  # inside vLLM, whose clock it gives to the session gate
+    "kvblocks.retention.policies.check": "random",  # histories that a seed decides, for tests
     "kvblocks": "importlib",  # its names are imported when they are first asked for
     "kvblocks.wire": "importlib",  # likewise
     "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread

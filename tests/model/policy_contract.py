@@ -1,9 +1,10 @@
-"""The contract of eviction policies: histories of a manager, compared with a dumb model that asks policies, too.
+"""Histories of a manager with an eviction policy, compared with a dumb model that asks policies, too.
 
-`check_policy` runs a policy in two worlds: in a manager, and in the dumb model, which tells and asks an instance of its
-own as docs/policies.md says. Both instances must be told the same, and the manager must take the same blocks as the
-model. A policy's behaviour may depend only on what it is told. This allows built-in, random and malicious policies. The
-memory of `kv_memory` is checked in both worlds.
+`kvblocks.retention.policies.check_policy` checks what a policy does. What a manager does with it is compared here: a
+policy runs in two worlds, in a manager and in the dumb model, which tells and asks an instance of its own as
+docs/policies.md says. Both instances must be told the same, and the manager must take the same blocks as the model. A
+policy's behaviour may depend only on what it is told. This allows built-in, random and malicious policies. The memory
+of `kv_memory` is checked in both worlds.
 """
 
 import random
@@ -356,7 +357,9 @@ class Contract:
         self.counts["failures"] = failures
 
 
-def check_policy(make: Make, num_blocks: int, block_size: int, num_operations: int, seed: int, **options: Any) -> Any:
+def compare_in_manager(
+    make: Make, num_blocks: int, block_size: int, num_operations: int, seed: int, **options: Any
+) -> Any:
     """Walk with one group of layers. make: of the same behaviour each time, in each world and for each tenant."""
     log: Log = []
     history = History(num_blocks, block_size, eviction=logged(make, log), **options)
@@ -367,7 +370,7 @@ def check_policy(make: Make, num_blocks: int, block_size: int, num_operations: i
     return contract
 
 
-def check_policy_in_groups(make: Make, groups: list[Group], num_operations: int, seed: int, **options: Any) -> Any:
+def compare_in_groups(make: Make, groups: list[Group], num_operations: int, seed: int, **options: Any) -> Any:
     """The same with several groups of layers."""
     log: Log = []
     num_blocks = 10 * len(groups)
@@ -484,7 +487,7 @@ class AdvisedPrefixes(PrefixModel):
         return path[:end], end - len(found), unused + ids[end:], evicted, gone, unused_payloads
 
 
-def check_policy_in_cache(make: Make, max_blocks: int, block_size: int, num_operations: int, seed: int) -> Counter[str]:
+def compare_in_cache(make: Make, max_blocks: int, block_size: int, num_operations: int, seed: int) -> Counter[str]:
     """Walk with a `PrefixCache`. Returns what was met."""
     log: Log = []
     history, chooser = PrefixHistory(max_blocks, block_size, eviction=logged(make, log)), RandomChooser(seed)

@@ -11,9 +11,9 @@ from model.policy_contract import (
     Beginnings,
     Malicious,
     Random,
-    check_policy,
-    check_policy_in_cache,
-    check_policy_in_groups,
+    compare_in_cache,
+    compare_in_groups,
+    compare_in_manager,
 )
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
 from model.prefix_history import PrefixHistory
@@ -21,7 +21,7 @@ from model.tier_machine import TierMachine
 from model.where import where
 
 from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, Sequence, SlidingWindow, Tier
-from kvblocks.retention.policies import NAMED
+from kvblocks.retention.policies import NAMED, check_policy
 
 POLICIES: dict[str, Any] = {**NAMED, "random": Random, "beginnings": Beginnings, "malicious": Malicious}
 GROUPS: dict[str, list[Group]] = {
@@ -31,6 +31,12 @@ GROUPS: dict[str, list[Group]] = {
     "chunks": [FullAttention(2), ChunkedLocal(2, 6), SlidingWindow(4, 3)],
     "windows only": [SlidingWindow(2, 3), SlidingWindow(4, 6)],
 }
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "malicious"])
+def test_they_keep_to_the_interface(name: str) -> None:
+    for seed, num_blocks in enumerate([2, 5, 12, 12, 40]):
+        check_policy(POLICIES[name], num_blocks, 1000, seed)
 
 
 @pytest.mark.every(2)
@@ -44,14 +50,14 @@ def test_manager_and_dumb_model_agree(
 ) -> None:
     num_operations = 2500 if name == "random" else 1000  # the policy of which is asked what the walks met
     seed = 10 * num_blocks + block_size
-    contract = check_policy(POLICIES[name], num_blocks, block_size, num_operations, seed=seed, **options)
+    contract = compare_in_manager(POLICIES[name], num_blocks, block_size, num_operations, seed=seed, **options)
     assert bool(contract.counts["failures"]) == (name == "malicious")
     met[name].add(contract.counts)
 
 
 def test_a_walk_with_one_policy_agrees() -> None:
     """A short form of the above, for `make test-fast`."""
-    contract = check_policy(Random, 10, 2, 1000, seed=3, debug=True)
+    contract = compare_in_manager(Random, 10, 2, 1000, seed=3, debug=True)
     assert contract.counts["asked"] and contract.counts["of tenants"]
 
 
@@ -59,7 +65,7 @@ def test_a_walk_with_one_policy_agrees() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_manager_of_several_groups_agrees(name: str, groups: str, met: Any) -> None:
-    contract = check_policy_in_groups(POLICIES[name], GROUPS[groups], 500, seed=len(groups), debug=True)
+    contract = compare_in_groups(POLICIES[name], GROUPS[groups], 500, seed=len(groups), debug=True)
     assert bool(contract.counts["failures"]) == (name == "malicious")
     met[f"{name}, groups"].add(contract.counts)
 
@@ -68,7 +74,7 @@ def test_a_manager_of_several_groups_agrees(name: str, groups: str, met: Any) ->
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(("max_blocks", "block_size"), [(6, 2), (20, 1)])
 def test_a_prefix_cache_agrees(name: str, max_blocks: int, block_size: int, met: Any) -> None:
-    counts = check_policy_in_cache(POLICIES[name], max_blocks, block_size, 600, seed=max_blocks)
+    counts = compare_in_cache(POLICIES[name], max_blocks, block_size, 600, seed=max_blocks)
     assert bool(counts["failures"]) == (name == "malicious")
     met[f"{name}, cache"].add(counts)
 

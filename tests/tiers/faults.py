@@ -61,14 +61,33 @@ FAULTS: dict[str, list[Change]] = {
     "the device's blocks aren't held while they are loaded": [
         (TRAFFIC, "self._slots.pool.touch(job.held)", "job.held = []")
     ],
+    "a store holds its blocks until its last transfer is answered": [
+        (
+            TRAFFIC,
+            "if not (isinstance(job, LoadJob) and job.sequences):",
+            "if isinstance(job, LoadJob) and not job.sequences:",
+        ),
+        (
+            TRAFFIC,
+            "        for table in tables:  # in order",
+            "        for table in [job.blocks, *tables]:  # in order",
+        ),
+        (TRAFFIC, "and job.sequences else job.open_blocks() for", "and job.sequences else job.blocks for"),
+    ],
+    "a load that was given up holds its blocks until its last transfer is answered": [
+        (TRAFFIC, "if not (isinstance(job, LoadJob) and job.sequences):", "if isinstance(job, StoreJob):"),
+        (TRAFFIC, "still = {*job.open_blocks()}", "still = {*job.blocks}"),
+        (TRAFFIC, "        job.held = []\n", "        job.held = job.blocks\n"),
+        (TRAFFIC, "if isinstance(job, LoadJob) and job.sequences else", "if isinstance(job, LoadJob) else"),
+    ],
     "slots aren't held while they are loaded": [
         (TRAFFIC, "        for pool, slots in job.parts:\n            pool.hold(slots)\n", "        job.parts = []\n")
     ],
     "a block is in two stores of one tier": [
-        (TRAFFIC, "if first < len(prefix.blocks) and prefix.blocks[first] in pool.storing:", "if False:"),
+        (TRAFFIC, "if first < len(prefix.blocks) and pool.is_in_store(prefix.blocks[first]):", "if False:"),
         (
             TRAFFIC,
-            "moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]",
+            "moving = [n for n in range(number) if pool.is_in_store(prefix.blocks[first + n])]",
             "moving = [number]",
         ),
     ],
@@ -78,7 +97,7 @@ FAULTS: dict[str, list[Change]] = {
     # What is lost, or forgotten.
     "loads aren't told of lost blocks": [(TRAFFIC, "job.note_lost(lost, prefixes)", "pass")],
     "stores aren't told of lost blocks": [
-        (TRAFFIC, "pool.lost.update([block for block in blocks if block in pool.storing])", "pass")
+        (TRAFFIC, "pool.lost.update([block for block in blocks if pool.is_in_store(block)])", "pass")
     ],
     "bad blocks stay in tiers": [
         (TRAFFIC, "pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))", "pass")
@@ -99,12 +118,18 @@ FAULTS: dict[str, list[Change]] = {
     "blocks that changed while they were stored are cached": [
         (
             JOBS,
-            "if block.run is not run or block.index != index or not block.is_cached or block in lost:",
-            "if block in lost:",
+            "if not self._is_in_place(end) or self.blocks[end] in self.pool.lost:",
+            "if self.blocks[end] in self.pool.lost:",
         )
     ],
     "a store is cached behind slots that were taken": [
-        (JOBS, "if parents and not parents[-1].is_cached:", "if False:")
+        (JOBS, "if before is not None and not before.is_cached:", "if False:")
+    ],
+    "a store is cached behind a block that didn't arrive": [
+        (JOBS, "while end < self.num_good and self._has_arrived[end]:", "while end < self.num_good:")
+    ],
+    "stores forget what is lost of blocks that wait for earlier ones": [
+        (POOL, "return block in self.storing or block in self.arrived", "return block in self.storing")
     ],
     "a lost prefix is lost under every salt": [(WISHES, "return keys == (other.extra_keys or {})", "return True")],
     # Quotas.
@@ -112,7 +137,11 @@ FAULTS: dict[str, list[Change]] = {
         (POOL, "if tenant.num_excess_blocks > 0 and not self._has_spare():", "if False:")
     ],
     "stores under way don't count for a quota": [
-        (POOL, "num_charged = sum([other == salt for other in self.storing.values()])", "num_charged = 0")
+        (
+            POOL,
+            "sum([other == salt for moving in (self.storing, self.arrived) for other in moving.values()])",
+            "0",
+        )
     ],
     # What another manager is told.
     "keys that can't be read are restored": [(RESTORING, "(not identity.extra_keys or has_keys(identity))", "True")],
@@ -131,7 +160,11 @@ FAULTS: dict[str, list[Change]] = {
     ],
     # Several groups.
     "a store of several groups is cached behind slots that were taken": [
-        (GROUP_JOBS, "if parents and not parents[-1].is_cached:", "if False:")
+        (
+            GROUP_JOBS,
+            "return super()._slot_before(min(number, self._num_primary))",
+            "return None if number else super()._slot_before(0)",
+        )
     ],
     "a load relies on blocks of a window that were lost": [
         (GROUP_JOBS, "if brought or is_same or not blocks.isdisjoint(self._relied_on):", "if brought or is_same:")

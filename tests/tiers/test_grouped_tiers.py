@@ -173,6 +173,21 @@ def test_a_store_that_failed_for_the_window_leaves_the_rest():
     assert num_attached(manager) == 2
 
 
+@pytest.mark.parametrize("order", [range(12), range(11, -1, -1), (4, 11, 0, 9, 1, 7, 2, 10, 8, 3, 6, 5)])
+@pytest.mark.parametrize("failing", [None, 4, 10])
+def test_a_stored_block_of_any_group_is_free_once_its_transfer_is_answered(order, failing):
+    manager = make_manager(Tier("host", 256, 100, max_transfer_blocks=1))
+    run(manager)
+    transfers = manager.tiers.take_transfers()
+    held = {transfer.block_ids[0] for transfer in transfers}
+    for number in order:
+        manager.tiers.complete(transfers[number], ok=number != failing)
+        held.remove(transfers[number].block_ids[0])
+        assert held == {block.block_id for block in manager.blocks if block.ref_cnt}
+    assert num_stored(manager) == (12 if failing is None else failing)
+    assert num_attached(manager) == (2 if failing is None else 0)
+
+
 def test_what_is_taken_back_of_a_window_meanwhile_is_not_stored():
     manager = make_manager()
     run(manager)

@@ -183,6 +183,71 @@ def test_a_store_that_fails_stores_what_came_before_it():
     assert (stats(manager).num_cached_blocks, stats(manager).num_failed_blocks) == (3, 3)
 
 
+@pytest.mark.parametrize("order", [range(10), range(9, -1, -1), (4, 0, 9, 1, 7, 2, 8, 3, 6, 5)])
+@pytest.mark.parametrize("failing", [None, 0, 4])
+def test_a_stored_block_is_free_once_its_transfer_is_answered(order, failing):
+    manager = make_manager(128, Tier("host", 64, 100, max_transfer_blocks=1))
+    run(manager)
+    transfers = manager.tiers.take_transfers()
+    held = {transfer.block_ids[0] for transfer in transfers}
+    for number in order:
+        manager.tiers.complete(transfers[number], ok=number != failing)
+        held.remove(transfers[number].block_ids[0])
+        assert held == {block.block_id for block in manager.blocks if block.ref_cnt}
+    assert stats(manager).num_cached_blocks == (10 if failing is None else failing)
+    assert not stats(manager).num_moving_blocks
+
+
+def test_what_has_arrived_is_found_before_its_store_ends():
+    """Even if the device's blocks are taken for something else meanwhile."""
+    manager = make_manager(32, Tier("host", 64, 100, max_transfer_blocks=1))
+    run(manager)
+    first, second, third, _ = manager.tiers.take_transfers()
+    manager.tiers.complete(third, ok=True)
+    assert stats(manager).num_cached_blocks == 0, "the blocks before it may still fail"
+    manager.tiers.complete(first, ok=True)
+    assert (stats(manager).num_cached_blocks, stats(manager).num_stored_blocks) == (1, 1)
+    manager.tiers.complete(second, ok=True)
+    assert (stats(manager).num_cached_blocks, stats(manager).num_stored_blocks) == (3, 3)
+    crowd = Sequence("crowd", range(100, 100 + 4 * 31))
+    assert manager.allocate_slots(crowd) is not None, "one block is held, that of the last transfer"
+    manager.abort(crowd, 0)
+    (load,) = manager.tiers.find(manager.get_computed_blocks(Sequence("two", PROMPT)))
+    assert load.num_tokens == 12
+
+
+def test_what_was_lost_while_it_waited_for_earlier_blocks_is_not_stored():
+    """The second transfer was answered, and its blocks are lost and cached again before the first one is answered."""
+    manager = make_manager(128, Tier("host", 64, 100, max_transfer_blocks=5))
+    one, two = Sequence("one", PROMPT), Sequence("two", PROMPT)
+    manager.allocate_slots(one, delay_cache_blocks=True)
+    manager.allocate_slots(two, delay_cache_blocks=True)
+    manager.cache_blocks(one, 40)
+    manager.cache_blocks(two, 40)  # duplicates
+    run(manager, "three", [*PROMPT, 5])
+    first, second = manager.tiers.take_transfers()
+    assert second.block_ids == one.block_ids[5:]
+    manager.tiers.complete(second, ok=True)
+    manager.evict_blocks(second.block_ids)
+    manager.cache_blocks(one, 40)  # they were computed anew, where they are
+    assert all(block.is_cached for block in one.blocks)
+    manager.tiers.complete(first, ok=True)
+    assert stats(manager).num_cached_blocks == 5
+
+
+def test_loads_that_were_given_up_hold_what_is_not_answered():
+    manager, sequence, _ = loading_manager(Tier("host", 64, 100, max_transfer_blocks=1))
+    transfers = manager.tiers.take_transfers()
+    assert len(transfers) == 9 and all(transfer.is_load for transfer in transfers)
+    manager.tiers.complete(transfers[3], ok=True)
+    manager.tiers.give_up(sequence)
+    manager.free(sequence)
+    assert manager.num_free_blocks == 32 - 8
+    for number, transfer in enumerate([*transfers[:3], *transfers[4:]], 1):
+        manager.tiers.complete(transfer, ok=True)
+        assert manager.num_free_blocks == 32 - 8 + number
+
+
 def test_a_reset_forgets_all_tiers_and_what_is_on_its_way():
     manager = make_manager(64)
     run(manager)

@@ -1,6 +1,6 @@
 """Loads and stores of several groups: the jobs of `tiers.jobs`, with the blocks of a `GroupPrefix`."""
 
-from kvblocks.core.block import KVCacheBlock, Node, Run
+from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.tables import tables_of
@@ -10,7 +10,7 @@ from kvblocks.tiers.grouped.telling import attach_checkpoint, note_attached
 from kvblocks.tiers.jobs import LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import Transfer
-from kvblocks.tiers.wishes import Prefix, prefix_of
+from kvblocks.tiers.wishes import Prefix
 
 
 def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
@@ -72,7 +72,8 @@ class GroupLoadJob(LoadJob):
 
     def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
         """As `LoadJob.note_lost`. The load is also bad if a block that it relies on, but doesn't bring, is lost."""
-        brought = [number for number, block in enumerate(self.blocks) if block in blocks]
+        # Blocks that no sequence waits for may belong to others by now.
+        brought = [number for number, block in enumerate(self.blocks) if block in blocks and self.sequences]
         for number in brought:
             self.pools[number].drop([self.slots[number]])
         is_same = [prefix for prefix in prefixes if self.prefix.begins_with(prefix, self._block_size)]
@@ -120,52 +121,49 @@ class GroupStoreJob(StoreJob):
     ) -> None:
         super().__init__(pool, run, prefix, above, slots)
         self._group_prefix = prefix
+        self._num_primary = max(0, prefix.num_primary - self.first)
 
     def good_tables(self) -> list[list[KVCacheBlock]]:
         """Return the device's blocks that are still cached, the primary group's before those attached to them."""
-        num_primary = max(0, self._group_prefix.num_primary - self.first)
-        side = [block for block in self.blocks[num_primary : self.num_good] if block.is_cached]
-        if not self.num_good:
-            return []
-        run, index = self._nodes[self.num_good - 1]
-        return [] if run is None else [prefix_of(run, index + 1).blocks, side]
+        primary = super().good_tables()
+        side = [self.blocks[n] for n in range(self._num_primary, len(self.blocks)) if self._is_in_place(n)]
+        return [*primary, side]
 
-    def finish(self) -> int:
-        """Cache in the tier what arrived and is good, release all slots, and return how many blocks were stored."""
-        self._leave_uncached()
-        prefix, parents, index = self._group_prefix, self.above[0], self.pool.index
-        assert isinstance(index, GroupIndex), f"{self.pool.name}: not a tier of several groups"
-        number = self.num_arrived()
-        num_primary = max(0, prefix.num_primary - self.first)
-        primary, side = self.slots[:num_primary], self.slots[num_primary:]
-        if parents and not parents[-1].is_cached:
-            number = 0
-        if primary[:number]:
-            node: Node = parents[-1].node if parents else (None, 0)
-            tokens = memoryview(prefix.tokens)
-            stored = primary[:number]
-            index.cache(node, stored, tokens, prefix.extra_keys, len(parents), self.names(len(stored)))
-        num_stored = min(number, num_primary)
-        if number > num_primary:
-            found = self.pool.match(prefix.token_view(), prefix.extra_keys, prefix.num_primary)
-            arrived = side[: number - num_primary]
-            num_attached = min(len(arrived), prefix.num_attached)
-            for slot, (position, column) in zip(arrived[:num_attached], prefix.homes, strict=False):
-                if index.attach(found[position], column, slot):
-                    note_attached(index, found[: position + 1], prefix.tokens, column)
-            for first in prefix.whole_states(len(arrived)):
-                position, slots = prefix.homes[first][0], arrived[first : first + prefix.num_parts]
-                attach_checkpoint(index, found[: position + 1], slots, prefix.tokens)
-            num_stored += sum([slot.is_cached for slot in arrived])
-            self.pool.pool.requeue_detached()
-        self._note_stored(number)
-        self.pool.let_go([*parents, *primary])
-        for slots in [*self.above[1:], side]:
+    def finish(self) -> None:
+        """Release all slots."""
+        self.pool.let_go([*self.above[0], *self.slots[: self._num_primary]])
+        for slots in [*self.above[1:], self.slots[self._num_primary :]]:
             self.pool.let_go(slots)
+
+    def _slot_before(self, number: int) -> KVCacheBlock | None:
+        """As `StoreJob`. Blocks of side groups need the last primary slot."""
+        return super()._slot_before(min(number, self._num_primary))
+
+    def _store(self, start: int, end: int) -> int:
+        """As `StoreJob`. Slots of side groups are attached, unless something else is there, and states if whole."""
+        num_stored, middle = 0, max(start, min(end, self._num_primary))
+        if middle > start:
+            self._cache(start, middle)
+            num_stored = middle - start
+        if end > middle:
+            self._attach(middle - self._num_primary, end - self._num_primary)
+            num_stored += sum([slot.is_cached for slot in self.slots[middle:end]])
+            self.pool.pool.requeue_detached()
+        for number in range(start, end):
+            if self.slots[number].is_cached:
+                self.pool.note_stored([self.slots[number]], self.prefix, self.first + number)
         return num_stored
 
-    def _note_stored(self, number: int) -> None:
-        """Record which of the first slots are stored, if the tier is persistent."""
-        for i, slot in enumerate(self.slots[:number]):
-            if slot.is_cached:
-                self.pool.note_stored([slot], self.prefix, self.first + i)
+    def _attach(self, start: int, end: int) -> None:
+        """Attach slots of side groups, number start to end - 1 of them, to primary slots. O(prefix)."""
+        prefix, index, side = self._group_prefix, self.pool.index, self.slots[self._num_primary :]
+        assert isinstance(index, GroupIndex), f"{self.pool.name}: not a tier of several groups"
+        found = self.pool.match(prefix.token_view(), prefix.extra_keys, prefix.num_primary)
+        for number in range(start, min(end, prefix.num_attached)):
+            position, column = prefix.homes[number]
+            if index.attach(found[position], column, side[number]):
+                note_attached(index, found[: position + 1], prefix.tokens, column)
+        for first in prefix.whole_states(end):
+            if first >= start:
+                slots = side[first : first + prefix.num_parts]
+                attach_checkpoint(index, found[: prefix.homes[first][0] + 1], slots, prefix.tokens)
