@@ -4,7 +4,7 @@ A consumer that doesn't read must take neither memory nor the others' turn. So e
 its consumer's connection has taken it, the bytes on their way are bounded for each consumer and in all, and messages
 are made one at a time, when there is room. Of what may be on its way in all, a consumer gets at most a sixteenth of
 what is left, so dozens that don't read leave some to others. A consumer that takes no message to its end for
-`PATIENCE_S` loses its answers.
+`PATIENCE_S` loses its answers, and a snapshot already after a second if another consumer waits for its place.
 """
 
 from collections import deque
@@ -16,6 +16,9 @@ from kvblocks.wire.ledger import Ledger, Limits, Snapshot
 
 PATIENCE_S: Final = 5.0
 """Seconds after which a consumer that takes nothing loses its answers."""
+
+PATIENCE_IF_FULL_S: Final = 1.0
+"""Seconds after which it loses a snapshot if there is no place for another consumer's."""
 
 MOST_WAITING: Final = 32
 """Requests of one consumer that wait for its earlier ones. Further ones are dropped; it asks again."""
@@ -59,6 +62,7 @@ class Answers:
         self._topic = topic
         self._take_snapshot = take_snapshot
         self._num_snapshots = 0
+        self._now = 0.0
         self._consumers: dict[bytes, _Consumer] = {}  # who was served last is last
 
     @property
@@ -104,13 +108,14 @@ class Answers:
 
     def settle(self, now: float) -> None:
         """See what was taken, and drop the answers of those who have taken nothing for too long. O(consumers)."""
+        self._now = now
         for client, consumer in list(self._consumers.items()):
             while consumer.on_the_way and consumer.on_the_way[0][0]():
                 num_bytes = consumer.on_the_way.popleft()[1]
                 consumer.num_bytes -= num_bytes
                 self.num_bytes -= num_bytes
                 consumer.moved_at = now
-            if consumer.on_the_way and consumer.is_asking and now - consumer.moved_at > PATIENCE_S:
+            if consumer.is_asking and self._stalled_s(consumer) > PATIENCE_S:
                 self.forget(client)
                 self.num_lost += 1
             elif not consumer.on_the_way and not consumer.is_asking:
@@ -125,6 +130,22 @@ class Answers:
     def _has_room(self, consumer: _Consumer) -> bool:
         left = self._limits.max_answer_bytes - self.num_bytes
         return consumer.num_bytes < min(self._limits.max_consumer_bytes, left // _SHARE)
+
+    def _stalled_s(self, consumer: _Consumer) -> float:
+        return self._now - consumer.moved_at if consumer.on_the_way else 0.0
+
+    def _make_room_for_a_snapshot(self) -> bool:
+        """Return whether another snapshot may be sent, if need be instead of one that nobody reads."""
+        if self._num_snapshots < self._limits.num_snapshots:
+            return True
+        running = [one for one in self._consumers.values() if isinstance(one.running, SnapshotRequest)]
+        longest = max(running, key=self._stalled_s, default=None)
+        if longest is None or self._stalled_s(longest) <= PATIENCE_IF_FULL_S:
+            return False
+        longest.waiting.clear()
+        self._end(longest)
+        self.num_lost += 1
+        return True
 
     def _next(self, consumer: _Consumer) -> Parts | None:
         """Return the next message; None if all its requests are answered."""
@@ -149,7 +170,7 @@ class Answers:
         yield (b"", b"", END, b"")
 
     def _snapshot(self, asked: SnapshotRequest) -> Generator[Parts]:
-        if asked.version != VERSION or self._num_snapshots >= self._limits.num_snapshots:
+        if asked.version != VERSION or not self._make_room_for_a_snapshot():
             yield snapshot_reply(self._ledger.refusal(asked.request), b"")
             return
         self._num_snapshots += 1

@@ -126,6 +126,11 @@ class EventPublisher:
         """How often a consumer lost the answers that it had asked for, because it read nothing for 5 s."""
         return self._answers.num_lost
 
+    @property
+    def num_answer_bytes(self) -> int:
+        """How many bytes of answers are on their way to consumers that asked."""
+        return self._answers.num_bytes
+
     def publish(self, events: Iterable[CacheEvent]) -> bool:
         """Queue events to be sent as one batch. Return False if they were dropped, which consumers see as a gap.
 

@@ -173,6 +173,29 @@ def test_a_snapshot_replaces_its_consumers_earlier_ones_and_gives_its_place_back
     assert read_reply(publisher.sent[-1][1]).head.total == 3
 
 
+def test_a_snapshot_that_nobody_reads_makes_room_for_another():
+    publisher = Publisher(3000, num_snapshots=2, max_consumer_bytes=1)
+    publisher.ask("a", SnapshotRequest(VERSION, 1))
+    publisher.send()
+    publisher.now = 0.5
+    publisher.ask("b", SnapshotRequest(VERSION, 2))
+    publisher.send()
+    publisher.ask("c", SnapshotRequest(VERSION, 3))
+    publisher.send()
+    assert read_reply(publisher.sent[-1][1]).head.total == 0, "a has read nothing for half a second"
+    publisher.now = 1.1
+    publisher.take("c")
+    publisher.ask("c", SnapshotRequest(VERSION, 4))
+    assert publisher.send() == "c" and publisher.answers.num_lost == 1
+    assert read_reply(publisher.sent[-1][1]).head.total == 3
+    publisher.take("a")
+    publisher.take("b")
+    assert publisher.send() == "b", "a has lost its own"
+    publisher.ask("d", SnapshotRequest(VERSION, 5))
+    publisher.send()
+    assert read_reply(publisher.sent[-1][1]).head.total == 0, "b reads, and c is new"
+
+
 def test_an_answer_that_cant_be_made_ends_alone():
     publisher = Publisher(3)
     publisher.ledger.add([BlockStored((b"x",), None, b"odd", 4)], 1.0)  # three bytes are no token
