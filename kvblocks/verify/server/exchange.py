@@ -25,7 +25,7 @@ class TooLargeError(Exception):
     """The answer is larger than `MAX_ANSWER_BYTES`."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """A server's answer. kind: the content type."""
 
     status: int
@@ -57,7 +57,7 @@ class Exchange:
             self._thread.join()
             self._loop.close()
 
-    def ask(self, method: str, path: str, body: Any, seconds: float) -> Answer:
+    def ask(self, method: str, path: str, body: Any, seconds: float) -> HttpAnswer:
         """Return the answer to a request, with a body in JSON unless that is None.
 
         Raises TimeoutError if it isn't complete within `seconds`, TooLargeError, and httpx2.HTTPError.
@@ -69,7 +69,7 @@ class Exchange:
         with suppress(TimeoutError, httpx2.HTTPError):
             self._run(self._begin(path, body), seconds)
 
-    async def _ask(self, method: str, path: str, body: Any) -> Answer:
+    async def _ask(self, method: str, path: str, body: Any) -> HttpAnswer:
         async with self._http.stream(method, path, content=_encoded(body)) as answer:
             content = bytearray()
             async for part in answer.aiter_raw():
@@ -79,7 +79,7 @@ class Exchange:
             encoding = answer.headers.get("content-encoding", "identity")
             if encoding != "identity":
                 raise httpx2.DecodingError(f"its content-encoding is {encoding[:20]!r}, which was not asked for")
-            return Answer(answer.status_code, answer.headers.get("content-type", ""), bytes(content))
+            return HttpAnswer(answer.status_code, answer.headers.get("content-type", ""), bytes(content))
 
     async def _begin(self, path: str, body: Any) -> None:
         async with self._http.stream("POST", path, content=_encoded(body)) as answer:
