@@ -42,10 +42,11 @@ MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
 def measure(workload: Workload, urls: Mapping[str, str], num_clients: int | None = None) -> dict[str, Any]:
     """Run a workload on the servers without and with caching, and return both results. num_clients: as in `drive`.
 
-    If no gain is expected, each server has two turns, in the order ABBA, so that a machine that becomes slower or
-    faster favors neither.
+    If no gain is expected, or the clients are limited so that steps can be compared, each server has two turns, in the
+    order ABBA, so that a machine that becomes slower or faster favors neither.
     """
-    order = ("without", "with") if workload.shares else ("without", "with", "with", "without")
+    is_once = workload.shares and num_clients is None
+    order = ("without", "with") if is_once else ("without", "with", "with", "without")
     runs: dict[str, list[Outcome]] = {"without": [], "with": []}
     for name in order:
         runs[name].append(asyncio.run(drive(urls[name], workload, num_clients)))

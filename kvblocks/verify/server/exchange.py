@@ -52,7 +52,8 @@ class Exchange:
     def close(self) -> None:
         """Close the connections. A second call does nothing."""
         if not self._loop.is_closed():
-            self._run(self._http.aclose(), _CONNECT_S)
+            with suppress(TimeoutError, httpx2.HTTPError):
+                self._run(self._http.aclose(), _CONNECT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
