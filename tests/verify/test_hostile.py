@@ -68,7 +68,7 @@ def test_letters_that_cant_be_written_are_replaced(capsys, tmp_path):
     with serving(sends_broken_letters) as server, pytest.raises(SystemExit) as ended:
         main(["verify", server.url, "--max-requests", "20", "--html", str(page)])
     out, err = capsys.readouterr()
-    assert not ended.value.code and r"model \ud800\x1b[2J: 20 requests" in out
+    assert not ended.value.code and r"model \ud800\x1b[2J: " in out
     assert "\x1b" not in out + err + page.read_text(encoding="utf-8")
 
 
