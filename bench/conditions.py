@@ -13,6 +13,9 @@ import kvblocks
 from bench.core.ours import is_compiled
 from bench.core.workload import BLOCK_SIZE, POOL_BLOCKS
 
+UNJUDGED = "No target was judged: this run is too small to say whether one is met."
+"""What a bench with targets prints after a run that is made to see that it runs, such as one with --quick."""
+
 
 def cpu_model() -> str:
     """Return the processor's name, as far as the system says it."""

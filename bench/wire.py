@@ -107,11 +107,11 @@ def ledger_cases(events: list[BlockStored]) -> dict[str, dict[str, Case]]:
     random, num_cached = Random(3), 100_000 - 100_000 % NUM_BLOCKS
     for _ in range(num_cached // NUM_BLOCKS):
         large.add(make_events(random), 1.0)
-    snapshot = large.snapshot()
+    snapshot = large.snapshot(1.0)
     return {
         "publish, in the engine": {"kvblocks": Case(publish, NUM_BLOCKS, tidy=tidy)},
-        "snapshot of 100,000: the engine may wait": {"kvblocks": Case(lambda _: large.snapshot(), num_cached)},
-        "snapshot of 100,000: a chunk": {"kvblocks": Case(lambda _: large.chunk(snapshot, 5, 1.0), 1024)},
+        "snapshot of 100,000: the engine may wait": {"kvblocks": Case(lambda _: large.snapshot(1.0), num_cached)},
+        "snapshot of 100,000: a chunk": {"kvblocks": Case(lambda _: large.chunk(snapshot, 5), 1024)},
     }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import UNJUDGED, conditions, print_conditions
 from bench.core.driver import Cases, Driver
 from bench.core.growth import run_growth
 from bench.core.items import BASELINE, ITEMS, MEMORY_TARGET, TARGETS, Item
@@ -168,7 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_rows(item.title, measured)
         memory = compare_memory(list(peers)) if not given.items else []
         kept = {"conditions": facts, "results": [row._asdict() for row in rows], "memory": memory}
-        kept["targets"] = compare_targets(rows, memory)
+        if given.quick:
+            print(f"\n{UNJUDGED}")
+        else:
+            kept["targets"] = compare_targets(rows, memory)
     if given.json:
         given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 

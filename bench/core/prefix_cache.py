@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from pathlib import Path
 
-from bench.conditions import conditions, keep, print_conditions
+from bench.conditions import UNJUDGED, conditions, keep, print_conditions
 from bench.core.page_one import page_cases, ratios
 from bench.core.workload import BLOCK_SIZE, FILLER_BLOCKS, FreshPrompts, filler, random_tokens
 from bench.timing import Case, Spread, measure
@@ -211,6 +211,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = run(num_blocks, num_rounds, num_samples)
     rows = unjudged(rows) if given.quick else rows
     print_rows(rows)
+    if given.quick:
+        print(UNJUDGED)
     keep(given.json, facts, rows)
     return int(any(row["is_met"] is False for row in rows))
 

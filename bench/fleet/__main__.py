@@ -1,5 +1,7 @@
 """`python -m bench.fleet`."""
 
+import sys
+
 from bench.fleet.fleet import main
 
-main()
+sys.exit(main())

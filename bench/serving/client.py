@@ -47,20 +47,38 @@ class Outcome:
     num_hit_tokens: int
 
     @property
+    def num_decoding(self) -> float:
+        """How many requests decode at once, on average over the time in which any does: the decodes of a step.
+
+        A request decodes from its first token to its last.
+        """
+        spans = sorted((one.token_s[0], one.token_s[-1]) for talk in self.answers for one in talk)
+        until_s = any_s = 0.0
+        for first_s, last_s in spans:
+            any_s += max(0.0, last_s - max(first_s, until_s))
+            until_s = max(until_s, last_s)
+        return sum(last_s - first_s for first_s, last_s in spans) / any_s if any_s else 0.0
+
+    @property
     def num_preemptions(self) -> int:
         """How often a request lost its blocks. Each time it is looked up again when it gets new ones."""
         return self.num_queries - sum(map(len, self.answers))
 
 
-async def drive(url: str, workload: Workload) -> Outcome:
-    """Run a workload against the server at `url`, after emptying its cache. Raises RuntimeError for an error."""
+async def drive(url: str, workload: Workload, num_clients: int | None = None) -> Outcome:
+    """Run a workload against the server at `url`, after emptying its cache. Raises RuntimeError for an error.
+
+    num_clients: how many conversations may be under way at once; a further one begins when another has ended.
+    """
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx2.Timeout(TIMEOUT_S)
     async with httpx2.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False) as http:
         await _warm_up(http)
         before = (await http.get("/v1/cache/stats")).json()
         start_s = time.perf_counter()
-        answers = await asyncio.gather(*(_converse(http, talk, start_s) for talk in workload.conversations))
+        talks = workload.conversations
+        client = asyncio.Semaphore(num_clients or len(talks))
+        answers = await asyncio.gather(*(_converse(http, talk, start_s, client) for talk in talks))
         seconds = time.perf_counter() - start_s
         after = (await http.get("/v1/cache/stats")).json()
     counts = (after[name] - before[name] for name in ("num_queries", "num_queried_tokens", "num_hit_tokens"))
@@ -73,8 +91,15 @@ async def _warm_up(http: httpx2.AsyncClient) -> None:
     (await http.post("/v1/cache/reset", json={})).raise_for_status()
 
 
-async def _converse(http: httpx2.AsyncClient, talk: Conversation, start_s: float) -> list[Answer]:
+async def _converse(
+    http: httpx2.AsyncClient, talk: Conversation, start_s: float, client: asyncio.Semaphore
+) -> list[Answer]:
     await asyncio.sleep(max(0.0, start_s + talk.start_s - time.perf_counter()))
+    async with client:
+        return await _talk(http, talk)
+
+
+async def _talk(http: httpx2.AsyncClient, talk: Conversation) -> list[Answer]:
     limit = {"max_tokens": talk.max_tokens}
     if not talk.turns:
         return [await _ask(http, "/v1/completions", {"prompt": list(talk.prompt), **limit})]

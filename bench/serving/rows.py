@@ -9,6 +9,7 @@ ROWS = (
     ("ttft_p99_s", "TTFT p99", "s", True),
     ("first_ttft_s", "TTFT of the first, which waits for none", "s", True),
     ("later_ttft_p50_s", "TTFT p50 of all but the first", "s", True),
+    ("num_decoding", "requests decoding at once", "", None),
     ("itl_p50_s", "inter-token latency p50", "s", True),
     ("itl_p99_s", "inter-token latency p99", "s", True),
     ("latency_p50_s", "request latency p50", "s", True),
@@ -31,6 +32,6 @@ COST_ROWS = (
 
 
 def shown_rows(row: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
-    """Return the rows of a workload's table: preemptions only where there were any."""
+    """Return the rows of a workload's table: those that were measured, and preemptions only where there were any."""
     has_any = any(row[name]["num_preemptions"] for name in ("without", "with"))
-    return [line for line in ROWS if line[0] != "num_preemptions" or has_any]
+    return [line for line in ROWS if line[0] in row["with"] and (line[0] != "num_preemptions" or has_any)]

@@ -6,8 +6,10 @@
 Starts `kvblocks serve` twice, and drives both over HTTP with streaming clients, one after the other. Both are
 deterministic, so their greedy answers must be the same, token for token. A CPU can't answer 8 requests per second, with
 or without caching. So requests arrive `--cpu-scale` times less often there, at a rate that is printed, except those of
-"full rate". On a GPU all arrive at the full rate, and there are more of them. In the last runs nothing can be shared,
-and caching must cost nothing (`bench.serving.overhead`).
+"full rate". A request that finds its prompt cached begins to decode sooner, so with caching more requests decode at
+once, and each waits longer for its next token: "requests decoding at once" says how many. `--clients 1` sends one after
+another, so that this number is 1 in both. On a GPU all arrive at the full rate, and there are more of them. In the last
+runs nothing can be shared, and caching must cost nothing (`bench.serving.overhead`).
 """
 
 import argparse
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.conditions import conditions, gpu_state, keep, print_conditions
+from bench.conditions import UNJUDGED, conditions, gpu_state, keep, print_conditions
 from bench.random_model import SHAPES, open_model
 from bench.serving.client import Outcome, drive
 from bench.serving.overhead import CPU_CASES, GPU_CASES, NUM_ROUNDS, QUICK_CASES, Case, measure_overhead, spread_line
@@ -37,16 +39,17 @@ GPU_MODEL = "llama-3.2-1b"
 MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
 
 
-def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
-    """Run a workload on the servers without and with caching, and return both results.
+def measure(workload: Workload, urls: Mapping[str, str], num_clients: int | None = None) -> dict[str, Any]:
+    """Run a workload on the servers without and with caching, and return both results. num_clients: as in `drive`.
 
-    If no gain is expected, each server has two turns, in the order ABBA, so that a machine that becomes slower or
-    faster favors neither.
+    If no gain is expected, or the clients are limited so that steps can be compared, each server has two turns, in the
+    order ABBA, so that a machine that becomes slower or faster favors neither.
     """
-    order = ("without", "with") if workload.shares else ("without", "with", "with", "without")
+    is_once = workload.shares and num_clients is None
+    order = ("without", "with") if is_once else ("without", "with", "with", "without")
     runs: dict[str, list[Outcome]] = {"without": [], "with": []}
     for name in order:
-        runs[name].append(asyncio.run(drive(urls[name], workload)))
+        runs[name].append(asyncio.run(drive(urls[name], workload, num_clients)))
     without, cached = (summarize(runs[name]) for name in ("without", "with"))
     same = [[answer.token_ids for run in runs[name] for talk in run.answers for answer in talk] for name in runs]
     return {
@@ -86,6 +89,7 @@ def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
         "ttft_p99_s": percentile(ttft_s, 99),
         "first_ttft_s": ttft_s[0],
         "later_ttft_p50_s": percentile(ttft_s[1:], 50),
+        "num_decoding": statistics.fmean(run.num_decoding for run in runs),
         "itl_p50_s": percentile(gaps_s, 50),
         "itl_p99_s": percentile(gaps_s, 99),
         "latency_p50_s": percentile(latencies_s, 50),
@@ -177,12 +181,21 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="tokens generated for each request (16; on a GPU 128)")
     parser.add_argument("--kv-cache-memory", help="each server's KV cache, such as 2GiB (512 MiB; on a GPU 8GiB)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")
+    parser.add_argument("--requests", type=int, help='requests of "full rate" (48)')
+    parser.add_argument(
+        "--clients",
+        type=int,
+        help="conversations at once, at most. With 1, as many requests decode at once without caching as with it",
+    )
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"independent runs ({NUM_ROUNDS})")
     parser.add_argument("--workloads", default="", help="names, separated by commas; all by default")
     parser.add_argument("--quick", action="store_true", help="a few short requests: only checks that it runs")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--plot", type=Path, help="draw the times to first token (PNG; needs kvblocks[bench])")
     given = parser.parse_args(arguments)
+    for name, number in (("clients", given.clients), ("requests", given.requests)):
+        if number is not None and number < 1:
+            parser.error(f"--{name}: expected at least 1, got {number}")
     given.device = choose_device(given.device)
     on_gpu = given.device.type == "cuda"
     given.model = given.model or (GPU_MODEL if on_gpu else "smollm2")
@@ -199,6 +212,8 @@ def choose_sizes(given: argparse.Namespace) -> tuple[Sizes, tuple[Case, ...]]:
         return QUICK, QUICK_CASES
     sizes, cases = (GPU, GPU_CASES) if given.device.type == "cuda" else (Sizes(), CPU_CASES)
     sizes = replace(sizes, rate=given.rate)
+    if given.requests is not None:
+        sizes = replace(sizes, num_full_rate=given.requests)
     if given.max_tokens is not None:
         sizes = replace(sizes, max_tokens=given.max_tokens)
     return slowed(sizes, given.cpu_scale), cases
@@ -223,7 +238,7 @@ def measure_all(workloads: Sequence[Workload], folder: Path, given: argparse.Nam
         flags = server_flags(folder, given, num_blocks)
         with served(*flags, "--no-prefix-caching") as (without, _), served(*flags) as (caching, _):
             for workload in group:
-                row = measure(workload, {"without": without, "with": caching})
+                row = measure(workload, {"without": without, "with": caching}, given.clients)
                 row["targets"] = {} if given.quick else judge(row)
                 show(row)
                 rows.append(row)
@@ -241,6 +256,7 @@ def facts_of(folder: Path, given: argparse.Namespace, sizes: Sizes) -> dict[str,
         block_size=16,
         collector="on; off where nothing can be shared",
         threads=given.threads,
+        clients=given.clients or "one for each conversation",
         rate=sizes.rate,
         cpu_scale=None if given.quick else given.cpu_scale,
         max_tokens=sizes.max_tokens,
@@ -272,6 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in costs:
         show_cost(row)
     print(f"\n{NOT_SHOWN}")
+    if given.quick:
+        print(UNJUDGED)
     keep(given.json, facts, rows, costs=costs)
     if given.plot:
         from bench.serving.plot import plot

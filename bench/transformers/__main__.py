@@ -121,9 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for num_blocks in pools:
             rows.append(measure_pool(model, seed, num_requests, num_blocks, given.rounds))
             print_row(rows[-1])
-    print_targets(rows)
     keep(given.json, facts, rows)
-    return 0
+    return int(not print_targets(rows))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.conditions import conditions, keep, print_conditions
+from bench.conditions import UNJUDGED, conditions, keep, print_conditions
 from bench.environments import needs
 
 
@@ -53,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         rows = measure(given.rounds, quick=given.quick)
     gc.unfreeze()  # undoes what `settle` froze; otherwise vLLM's extensions report leaks at exit
-    print_targets(rows)
     keep(given.json, facts, rows)
-    return 0
+    if given.quick:
+        print(UNJUDGED)
+        return 0
+    return int(not print_targets(rows))
 
 
 if __name__ == "__main__":

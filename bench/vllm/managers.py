@@ -75,8 +75,8 @@ def measure(num_rounds: int, *, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def print_targets(rows: list[dict[str, Any]]) -> None:
-    """Print whether what the project aims for is reached."""
+def print_targets(rows: list[dict[str, Any]]) -> bool:
+    """Print whether what the project aims for is reached, and return whether it is."""
     steps = [row for row in rows if row["item"].startswith("step") and EVENTS not in row["item"]]
     worst = min(steps, key=lambda row: row["saved"])
     slowest = min(rows, key=lambda row: row["ratio"])
@@ -90,3 +90,4 @@ def print_targets(rows: list[dict[str, Any]]) -> None:
             judged.append((is_met, f"admission {MIN_ADMISSION:g} times as fast: {row['ratio']:.1f}"))
     for is_met, text in judged:
         print(f"{'met' if is_met else 'MISSED'}: {text}", flush=True)
+    return all(is_met for is_met, _ in judged)

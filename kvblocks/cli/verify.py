@@ -2,10 +2,13 @@
 
 import json as json_module
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvblocks.arguments import wrong
 
 verify_commands = typer.Typer()
 
@@ -16,7 +19,7 @@ def verify(
     model: Annotated[
         str | None, typer.Option(help="The model to ask. Default: the first that the server lists.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Stop after this many minutes, whatever the server does.")] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="Stop after this many requests, if that is sooner.")] = 5000,
     only: Annotated[
         str | None, typer.Option(help="Run only this case, such as repeats. docs/verify.md lists them.")
@@ -67,11 +70,14 @@ def verify(
     from kvblocks.verify.server.patient import Patient
     from kvblocks.verify.server.target import Target
 
+    if not minutes > 0:
+        raise wrong("--minutes", "more than 0", minutes)
+    end_s = time.monotonic() + 60 * minutes
     check_can_write(html, "--html")
-    options = CheckupOptions(minutes=minutes, max_requests=max_requests, seed=seed, only=only)
+    options = CheckupOptions(max_requests=max_requests, seed=seed, only=only)
     with (
-        Target(url, model, api_key=api_key, reset_path=reset_path) as target,
-        nullcontext() if cold_url is None else Target(cold_url, model, api_key=api_key) as cold_target,
+        Target(url, model, api_key=api_key, end_s=end_s, reset_path=reset_path) as target,
+        nullcontext() if cold_url is None else Target(cold_url, model, api_key=api_key, end_s=end_s) as cold_target,
     ):
         patient = Patient(
             target,
@@ -84,7 +90,7 @@ def verify(
         checkup = Checkup(patient, options)
         checkup.run(lambda text: print(text, file=sys.stderr, flush=True))
     if html is not None:
-        html.write_text(as_html(checkup), encoding="utf-8")
+        html.write_text(as_html(checkup), encoding="utf-8", errors="replace")
     print(json_module.dumps(checkup.as_json(), indent=2) if json else as_text(checkup))
     if checkup.findings:
         raise typer.Exit(1)

@@ -1,6 +1,7 @@
 """A mirror that is fed over ZMQ: it listens to publishers, and asks them for lost batches."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ try:
 except ImportError as _error:
     raise missing("pyzmq", _error) from _error
 
-_NUM_AT_ONCE: Final = 1000  # messages read from one socket before other sockets get their turn
+_LEAST_S: Final = 0.01  # that a call may spend on what has come, however little time it is given
 _MOST_WAIT: Final = 3600.0  # seconds
 
 
@@ -62,6 +63,7 @@ class MirrorClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._poller = zmq.Poller()
         self._lines: dict[str, _Line] = {}
+        self._turns: dict[zmq.Socket[bytes], str] = {}  # the worker of each socket; who was read last is last
         try:
             for worker, source in sources.items():
                 self.add(worker, source)
@@ -82,7 +84,9 @@ class MirrorClient:
                 live.close(0)
                 raise
             self._poller.register(asks, zmq.POLLIN)
+            self._turns[asks] = worker
         self._poller.register(live, zmq.POLLIN)
+        self._turns[live] = worker
         self._lines[worker] = _Line(source, live, asks)
         if worker in self.mirror.workers:
             self.mirror.ask_anew(worker)  # answers to another client's questions don't come here
@@ -95,6 +99,7 @@ class MirrorClient:
         for one in (line.live, line.asks):
             if one is not None:
                 self._poller.unregister(one)
+                del self._turns[one]
                 one.close(0)
 
     def silence(self, worker: str) -> float:
@@ -104,19 +109,27 @@ class MirrorClient:
         return time.monotonic() - self._lines[worker].heard_at
 
     def receive(self, timeout: float = 0.0) -> int:
-        """Process the messages that have come, and ask for what is missing. Return the number of messages.
+        """Process messages that have come, and ask for what is missing. Return the number of messages.
 
-        timeout: seconds to wait for the first message; below 0 counts as 0. It waits no longer than `patience`. Call
-        this again and again: it also notices answers that don't come. Raises InvalidArgumentError.
+        timeout: seconds that the call may take, for waiting and for processing together; less than 0.01 counts as 0.01
+        while there is something to process. It ends earlier when all that has come is processed, and with the message
+        that it is at. Workers take turns, message by message, over calls too, so that none waits for all that another
+        one sent. It waits no longer than `patience`. Call this again and again: it also notices answers that don't
+        come. Raises InvalidArgumentError.
         """
-        seconds = min(check_number("timeout", timeout), self._patience, _MOST_WAIT)
-        ready = dict(self._poller.poll(int(1000 * max(0.0, seconds))))  # a poll below 0 would never end
+        seconds = max(0.0, min(check_number("timeout", timeout), self._patience, _MOST_WAIT))
+        end = time.monotonic() + max(seconds, _LEAST_S)
+        ready = dict(self._poller.poll(int(1000 * seconds)))  # a poll below 0 would never end
+        turns = deque(source for source in self._turns if source in ready)
         num_taken = 0
-        for worker, line in self._lines.items():
-            if line.asks is not None and line.asks in ready:
-                num_taken += self._take(worker, line, line.asks)
-            if line.live in ready:
-                num_taken += self._take(worker, line, line.live)
+        while turns:
+            source = turns.popleft()
+            self._turns[source] = worker = self._turns.pop(source)
+            if self._take(worker, self._lines[worker], source):
+                num_taken += 1
+                turns.append(source)
+            if time.monotonic() >= end:
+                break
         self._lose_patience()
         for ask in self.mirror.take_asks():
             if ask.worker not in self._lines or self._lines[ask.worker].asks is None:
@@ -134,6 +147,7 @@ class MirrorClient:
             if line.asks is not None:
                 line.asks.close(0)
         self._lines.clear()
+        self._turns.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -158,22 +172,22 @@ class MirrorClient:
             raise
         return made
 
-    def _take(self, worker: str, line: _Line, source: "zmq.Socket[bytes]") -> int:
-        for number in range(_NUM_AT_ONCE):
-            try:
-                parts = source.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return number
-            line.heard_at = time.monotonic()
-            try:
-                if source is line.live:
-                    _, at, payload = read_batch(parts)
-                    self.mirror.receive(worker, at, payload)
-                else:
-                    self._take_reply(worker, line, parts)
-            except MalformedFrameError:
-                self.num_malformed += 1
-        return _NUM_AT_ONCE
+    def _take(self, worker: str, line: _Line, source: "zmq.Socket[bytes]") -> bool:
+        """Process one message. Return False if none has come."""
+        try:
+            parts = source.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        line.heard_at = time.monotonic()
+        try:
+            if source is line.live:
+                _, at, payload = read_batch(parts)
+                self.mirror.receive(worker, at, payload)
+            else:
+                self._take_reply(worker, line, parts)
+        except MalformedFrameError:
+            self.num_malformed += 1
+        return True
 
     def _take_reply(self, worker: str, line: _Line, parts: list[bytes]) -> None:
         reply = read_reply(parts)
@@ -189,6 +203,9 @@ class MirrorClient:
         now = time.monotonic()
         for worker, line in self._lines.items():
             if line.asked_at is not None and now - line.asked_at > self._patience:
+                assert line.asks is not None
+                if line.asks.poll(0):
+                    continue  # it has answered; the answer's turn hasn't come
                 line.asked_at = None
                 self.mirror.give_up(worker)
 

@@ -9,6 +9,7 @@ The ledger also follows which blocks are cached, including dropped batches. A sn
 after all batches up to one number, and the engine is not asked for it.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ class Limits:
     - num_kept_batches, max_kept_bytes: what is kept for replays.
     - num_sending: batches on their way to one slow consumer; that consumer loses further ones. There is no limit in
       bytes, so a consumer that doesn't read may cost the memory of this many of the largest batches.
+    - max_consumer_bytes, max_answer_bytes: replayed batches and parts of snapshots that are on their way to one
+      consumer that asked, and to all. What doesn't fit waits until they have read, and isn't made before. One message
+      more may be on its way to each consumer, whatever its size.
     - num_snapshots: snapshots sent at the same time; further requests are refused.
     """
 
@@ -50,6 +54,8 @@ class Limits:
     num_kept_batches: int = 10_000
     max_kept_bytes: int = 1 << 28
     num_sending: int = 10_000
+    max_consumer_bytes: int = 1 << 22
+    max_answer_bytes: int = 1 << 26
     num_snapshots: int = 16
 
 
@@ -63,10 +69,14 @@ class Queued(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The cached blocks after all batches up to `number`, in the order in which they were cached."""
+    """The cached blocks after all batches up to `number`, in the order in which they were cached.
+
+    ts: when it was taken.
+    """
 
     number: int
     places: list[_Place]
+    ts: float
 
     def events(self, first: int = 0, end: int | None = None) -> list[BlockStored]:
         """Return events that store blocks first to end - 1, consecutive blocks of one event together. O(blocks)."""
@@ -162,13 +172,24 @@ class Ledger:
         ):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def replay(self, number: int) -> list[tuple[int, bytes]]:
-        """Return the kept batches from `number` on: their numbers and payloads, in order. O(kept)."""
-        return [batch for batch in self._kept if batch[0] >= number]
+    def replay(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the batches from `number` on that are kept now: their numbers and payloads, in order.
 
-    def snapshot(self) -> Snapshot:
+        Those that are forgotten before their turn are left out, so that who reads slowly keeps none in memory. O(kept)
+        for each, since the place of the next one is looked for.
+        """
+        end = self._kept[-1][0] if self._kept else -1
+        while True:
+            index = bisect_left(self._kept, (number, b""))
+            if index == len(self._kept) or self._kept[index][0] > end:
+                return
+            batch = self._kept[index]
+            yield batch
+            number = batch[0] + 1
+
+    def snapshot(self, ts: float) -> Snapshot:
         """Return what is cached after all batches so far. O(blocks), one pointer each."""
-        return Snapshot(self._next - 1, list(self._cached.values()))
+        return Snapshot(self._next - 1, list(self._cached.values()), ts)
 
     def head(self, snapshot: Snapshot, request: int, index: int) -> SnapshotHead:
         """Return the head of a chunk."""
@@ -179,12 +200,12 @@ class Ledger:
         """Return the head of a refusal."""
         return SnapshotHead(VERSION, request, self.epoch, self._next - 1, 0, 0)
 
-    def chunk(self, snapshot: Snapshot, index: int, ts: float) -> bytes:
+    def chunk(self, snapshot: Snapshot, index: int) -> bytes:
         """Return a chunk's payload: a batch of events. Applied one after another, all chunks give the snapshot."""
         first: list[CacheEvent] = [] if index else [AllBlocksCleared()]
         stored = snapshot.events(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
         said = self._converter.convert([*first, *stored])
-        return self._converter.codec.encode(EventBatch(ts, said, self._rank))
+        return self._converter.codec.encode(EventBatch(snapshot.ts, said, self._rank))
 
     def _put(self, batch: Queued) -> None:
         self._queue.append(batch)

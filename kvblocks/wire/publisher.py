@@ -4,7 +4,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ipaddress import ip_address
 from itertools import islice
@@ -15,16 +15,13 @@ from typing import Final, Self
 from kvblocks.arguments import check_count, check_number, wrong
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.events import BlockStored, CacheEvent
+from kvblocks.wire.answers import PATIENCE_S, Answers
 from kvblocks.wire.convert import Converter
 from kvblocks.wire.errors import MalformedFrameError, PublisherClosedError, missing
 from kvblocks.wire.frames import (
-    END,
     MAX_NUMBER,
-    VERSION,
-    SnapshotRequest,
     pack_number,
     read_request,
-    snapshot_reply,
 )
 from kvblocks.wire.ledger import Ledger, Limits, Snapshot
 
@@ -35,8 +32,10 @@ except ImportError as _error:
 
 _log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE: Final = 64  # in turn, at most so many batches are sent, requests read, and batches replayed
-_MOST_REPLAYS: Final = 16  # that run at the same time; further requests wait in the socket
+_NUM_AT_ONCE: Final = 64  # in turn, at most so many batches are sent, requests read, and answers sent
+_MOST_ANSWERING_S: Final = 0.01  # in turn
+_WAIT_FOR_ROOM_MS: Final = 5
+_NO_LIMIT: Final = 0
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
@@ -90,8 +89,8 @@ class EventPublisher:
         self._lock = threading.Lock()
         self._is_closing = False
         self._deadline = 0.0
-        self._snapshots: list[tuple[bytes, int, Snapshot, int]] = []
-        self._replays: list[tuple[bytes, Iterator[tuple[int, bytes]]]] = []
+        self._answers = Answers(self._ledger, self._limits, self._topic, self._snapshot)
+        self._can_answer = False  # whether somebody who waits for an answer had room for it
         self.num_sent = 0
         self.num_errors = 0
         self.num_requests = 0
@@ -122,6 +121,16 @@ class EventPublisher:
         """How many batches wait to be sent."""
         return self._ledger.num_queued
 
+    @property
+    def num_lost_answers(self) -> int:
+        """How often a consumer lost the answers that it had asked for, because it read nothing for 5 s."""
+        return self._answers.num_lost
+
+    @property
+    def num_answer_bytes(self) -> int:
+        """How many bytes of answers are on their way to consumers that asked."""
+        return self._answers.num_bytes
+
     def publish(self, events: Iterable[CacheEvent]) -> bool:
         """Queue events to be sent as one batch. Return False if they were dropped, which consumers see as a gap.
 
@@ -145,8 +154,7 @@ class EventPublisher:
 
         Dropped batches are included, as in consumers' snapshots. Any thread may call it.
         """
-        with self._lock:
-            snapshot = self._ledger.snapshot()
+        snapshot = self._snapshot()
         return snapshot.number, snapshot.events()
 
     def close(self, timeout: float = 2.0) -> None:
@@ -179,9 +187,10 @@ class EventPublisher:
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = context.socket(zmq.ROUTER)
-                # libzmq frees room in steps of half of this limit. With room for two replays, one always fits.
-                num_replayed = 2 * (self._limits.num_kept_batches + 1)
-                self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
+                self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who has gone is an error, and forgotten
+                self._router.setsockopt(zmq.TCP_MAXRT, int(1000 * PATIENCE_S))
+                self._router.copy_threshold = 0
+                self.replay_endpoint = _bound(self._router, replay_endpoint, _NO_LIMIT)  # `Answers` limits bytes
         except BaseException:
             self._close_sockets(0)
             raise
@@ -210,14 +219,13 @@ class EventPublisher:
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
                 try:
-                    self._answer()
+                    self._read_requests()
                     if self._send_some():
                         sent_at = time.monotonic()
                     elif self._heartbeat is not None and time.monotonic() - sent_at >= self._heartbeat:
                         with self._lock:
                             self._ledger.add_heartbeat(time.time())
-                    self._send_chunks()
-                    self._send_replayed()
+                    self._send_answers()
                 except zmq.ContextTerminated:
                     return
                 except Exception:  # noqa: BLE001  # one bad batch or peer must not end the stream
@@ -232,12 +240,14 @@ class EventPublisher:
 
     def _is_over(self) -> bool:
         with self._lock:
-            is_done = not (self._ledger.num_queued or self._replays)
+            is_done = not (self._ledger.num_queued or self._answers.is_asked)
             return self._is_closing and (is_done or time.monotonic() > self._deadline)
 
     def _wait_ms(self, sent_at: float) -> int | None:
-        if self._ledger.num_queued or self._snapshots or self._replays:
+        if self._ledger.num_queued or self._can_answer:
             return 0
+        if self._answers.is_asked:
+            return _WAIT_FOR_ROOM_MS
         if self._heartbeat is None:
             return None
         return max(0, int(1000 * (sent_at + self._heartbeat - time.monotonic())) + 1)
@@ -254,9 +264,9 @@ class EventPublisher:
             self.num_sent += 1
         return True
 
-    def _answer(self) -> None:
+    def _read_requests(self) -> None:
         for _ in range(_NUM_AT_ONCE):
-            if self._router is None or len(self._replays) >= _MOST_REPLAYS:
+            if self._router is None:
                 return
             try:
                 client, *parts = self._router.recv_multipart(zmq.NOBLOCK)
@@ -269,50 +279,37 @@ class EventPublisher:
                 _log.warning("kvblocks.wire: %s", error)
                 continue
             self.num_requests += 1
-            if isinstance(asked, SnapshotRequest):
-                self._start_snapshot(client, asked)
-            else:
-                self._replays.append((client, iter(self._ledger.replay(asked))))
+            self._answers.ask(client, asked)
 
-    def _start_snapshot(self, client: bytes, asked: SnapshotRequest) -> None:
-        assert self._router is not None
-        # A client that asks again no longer waits for the first answer.
-        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] != client]
-        if asked.version != VERSION or len(self._snapshots) >= self._limits.num_snapshots:
-            refusal = snapshot_reply(self._ledger.refusal(asked.request), b"")
-            self._router.send_multipart((client, *refusal))
+    def _send_answers(self) -> None:
+        """Send some of what was asked for. Live batches come next, so they never wait for whole answers."""
+        if self._router is None:
             return
+        self._can_answer = False
+        began = time.monotonic()
+        self._answers.settle(began)
+        for client, parts in islice(self._answers.due(), _NUM_AT_ONCE):
+            try:
+                self._router.send_multipart((client, *parts[:-1]), zmq.SNDMORE)
+                # Not copied: otherwise nobody would tell when the connection has taken it.
+                tracker = self._router.send(parts[-1], copy=False, track=True)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._answers.forget(client)  # it has gone
+                continue
+            self._answers.sent(client, parts, _is_taken(tracker), began)
+            self._can_answer = True
+            if time.monotonic() - began > _MOST_ANSWERING_S:
+                return
+
+    def _snapshot(self) -> Snapshot:
         with self._lock:
-            snapshot = self._ledger.snapshot()
-        self._snapshots.append((client, asked.request, snapshot, 0))
+            return self._ledger.snapshot(time.time())
 
-    def _send_chunks(self) -> None:
-        """Send one chunk of each snapshot. Live batches come next, so they never wait for whole snapshots."""
-        assert self._router is not None or not self._snapshots
-        running, self._snapshots = self._snapshots, []
-        for client, request, snapshot, index in running:
-            head = self._ledger.head(snapshot, request, index)
-            parts = snapshot_reply(head, self._ledger.chunk(snapshot, index, time.time()))
-            if self._router is not None:
-                self._router.send_multipart((client, *parts))
-            if index + 1 < head.total:
-                self._snapshots.append((client, request, snapshot, index + 1))
 
-    def _send_replayed(self) -> None:
-        """Send some batches of each replay, those of one client one after another. Live batches come next, as above."""
-        if self._router is None or not self._replays:
-            return
-        share, served = max(1, _NUM_AT_ONCE // len(self._replays)), set[bytes]()
-        running, self._replays = self._replays, []
-        for client, left in running:
-            batches = [] if client in served else list(islice(left, share))
-            for number, payload in batches:
-                self._router.send_multipart((client, b"", self._topic, pack_number(number), payload))
-            if client in served or len(batches) == share:
-                self._replays.append((client, left))
-            else:
-                self._router.send_multipart((client, b"", b"", END, b""))
-            served.add(client)
+def _is_taken(tracker: "zmq.MessageTracker") -> Callable[[], bool]:
+    return lambda: tracker.done
 
 
 def new_epoch() -> int:

@@ -52,6 +52,7 @@ def test_compare_without_peers_says_so_and_measures_ours(tmp_path):
     printed = run_bench("core.compare", *arguments).stdout
     assert "peer nano: not available (ImportError: set NANO_SRC" in printed
     assert "no peer is installed" in printed
+    assert "No target was judged" in printed
     (row,) = json.loads(kept.read_text())["results"]
     assert row["item"] == "allocate_16" and row["contestant"] == "kvblocks" and row["ratio"] is None
     assert 0 < row["low"] <= row["median"] <= row["high"]

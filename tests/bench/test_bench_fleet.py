@@ -173,7 +173,7 @@ def test_targets_are_judged(bench):
 @pytest.mark.timeout(900)
 def test_servers_of_a_tiny_model_one_of_which_dies(bench, roomy_folder, tmp_path):
     kept = tmp_path / "kept.json"
-    bench.fleet.main(["--quick", "--model", str(roomy_folder), "--num-blocks", "200", "--json", str(kept)])
+    assert not bench.fleet.main(["--quick", "--model", str(roomy_folder), "--num-blocks", "200", "--json", str(kept)])
     results = json.loads(kept.read_text())
     robin, precise = results["results"]
     for row in (robin, precise):

@@ -51,7 +51,9 @@ def test_the_verdict_is_the_exit_status(bench, monkeypatch, capsys):
         row = bench.to_row("match", spread, "us/call", 1000, target)
         monkeypatch.setattr(bench, "run", lambda *_, row=row: [row])
         assert bench.main(options) == status
-        assert ("missed" in capsys.readouterr().out) == bool(status)
+        shown = capsys.readouterr().out
+        assert ("missed" in shown) == bool(status)
+        assert ("No target was judged" in shown) == ("--quick" in options)
 
 
 def test_the_ratio_to_a_tree_is_of_the_same_work(bench):

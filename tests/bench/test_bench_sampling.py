@@ -34,8 +34,12 @@ def test_every_item_is_measured_at_every_shape(bench, tmp_path, capsys):
     assert sorted_shares["top_p of a flat distribution"] > 0.9
 
 
-def test_a_missed_target_is_told(bench, monkeypatch):
+def test_a_missed_target_is_told(bench, monkeypatch, capsys):
     row = {"item": "x", "rows": 1, "vocabulary": 2, "min_ms": 2.0, "median_ms": 2.0, "max_ms": 2.0, "sorted": 0.0}
-    for target, code in ((1.0, 1), (3.0, 0), (None, 0)):
+    for target, options, code in ((1.0, [], 1), (3.0, [], 0), (None, [], 0), (1.0, ["--scale", "0.5"], 0)):
         monkeypatch.setattr(bench, "measure_shape", lambda *_, wanted=target: [{**row, "target_ms": wanted}])
-        assert bench.main([]) == code
+        capsys.readouterr()
+        assert bench.main(options) == code
+        shown = capsys.readouterr().out
+        assert ("target 1 missed" in shown) == bool(code)
+        assert ("No target was judged" in shown) == bool(options)

@@ -1,5 +1,6 @@
 """The serving bench runs on a tiny model, says what it measured, and judges it right. No test asks how long it took."""
 
+import asyncio
 import gc
 import importlib
 import io
@@ -80,7 +81,7 @@ def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path,
     assert [row["run"] for row in costs] == [case.name for case in bench.QUICK_CASES]
     assert all(row["about"] in shown for row in costs)
     assert not any(row["targets"] for row in (*results["results"], *costs))  # a quick run judges nothing
-    assert "MISSED" not in shown
+    assert "MISSED" not in shown and "No target was judged" in shown
 
 
 @pytest.fixture
@@ -204,6 +205,57 @@ def test_targets_that_are_missed_are_said(bench, row, expected):
     assert list(bench.judge(row).values()) == expected
     judged = [{"targets": {}}, {"targets": bench.judge(row)}]
     assert bench.is_missed(judged) is not all(expected)
+
+
+def answer_at(client, *token_s):
+    return (client.Answer(0.0, list(token_s)),)
+
+
+def test_the_decodes_of_a_step_are_those_that_overlap(bench):
+    client = importlib.import_module("bench.serving.client")
+    for spans, expected in (
+        ([(1.0, 2.0, 3.0), (5.0, 9.0)], 1.0),
+        ([(1.0, 3.0), (1.0, 3.0), (1.0, 3.0)], 3.0),
+        ([(1.0, 5.0), (2.0, 3.0), (4.0, 9.0)], 10.0 / 8.0),
+        ([(1.0,)], 0.0),
+    ):
+        answers = tuple(answer_at(client, *span) for span in spans)
+        assert client.Outcome(answers, 9.0, 0, 0, 0).num_decoding == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_clients", [1, 3])
+def test_so_many_clients_talk_at_once(bench, monkeypatch, num_clients):
+    client = importlib.import_module("bench.serving.client")
+    now, most = 0, 0
+
+    async def talk(http, conversation):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        now -= 1
+        return []
+
+    async def run():
+        free = asyncio.Semaphore(num_clients)
+        conversations = [client.Conversation(0.0)] * 9
+        await asyncio.gather(*(client._converse(None, one, 0.0, free) for one in conversations))  # noqa: SLF001
+
+    monkeypatch.setattr(client, "_talk", talk)
+    asyncio.run(run())
+    assert (now, most) == (0, num_clients)
+
+
+@pytest.mark.exhaustive
+def test_one_client_makes_one_decode_a_step_with_and_without_caching(bench, roomy_folder, capsys):
+    options = ["--device", "cpu", "--quick", "--clients", "1", "--workloads", "full rate"]
+    assert bench.main(["--model", str(roomy_folder), *options]) == 0
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("requests decoding at once"))
+    assert line.split()[-2:] == ["1.000", "1.000"]
+    with pytest.raises(SystemExit):
+        bench.read_options(["--clients", "0"])
+    assert "--clients: expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_percentiles(bench):

@@ -144,7 +144,7 @@ def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
 
 def test_the_command_prints_json_writes_a_page_and_ends_with_1_if_it_found_something(model, tmp_path, capsys):
     page = tmp_path / "page.html"
-    arguments = ["--only", "middles", "--minutes", "0.05", "--json", "--html", str(page)]
+    arguments = ["--only", "middles", "--max-requests", "60", "--json", "--html", str(page)]
     with running_server(model, cache={"num_blocks": 2000}) as server:
         with pytest.raises(SystemExit) as ended:
             main(["verify", server.url, *arguments])
@@ -175,12 +175,19 @@ def test_no_server_and_wrong_arguments_are_named():
     with pytest.raises(InvalidArgumentError, match="expected http://HOST:PORT"):
         Target("ftp://x")
     for options, message in (
-        ({"minutes": 0}, "minutes: expected more than 0, got 0"),
         ({"max_requests": 0}, "max_requests: expected at least 1, got 0"),
         ({"only": "all"}, "only: expected one of salts, usage"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             CheckupOptions(**options)
+
+
+def test_minutes_are_checked(capsys):
+    for wrong in ("0", "-1", "nan"):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", "http://127.0.0.1:9", "--minutes", wrong])
+        assert ended.value.code == 2
+        assert "--minutes: expected more than 0, got" in capsys.readouterr().err
 
 
 def test_it_ends_when_its_requests_are_used_up(model):

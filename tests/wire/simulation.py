@@ -122,11 +122,11 @@ class Network:
                 self.carry(line, self.mirror.receive_replayed, ask.worker, number, payload)
             self.carry(line, self.mirror.end_replay, ask.worker)
             return
-        snapshot = worker.ledger.snapshot()
+        snapshot = worker.ledger.snapshot(1.0)
         head = worker.ledger.head(snapshot, ask.request, 0)
         for index in range(head.total):
             head = worker.ledger.head(snapshot, ask.request, index)
-            chunk = SnapshotChunk(head, worker.ledger.chunk(snapshot, index, 1.0))
+            chunk = SnapshotChunk(head, worker.ledger.chunk(snapshot, index))
             self.carry(line, self.mirror.receive_chunk, ask.worker, chunk)
 
     def pass_time(self, seconds: float) -> None:

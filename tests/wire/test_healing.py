@@ -26,11 +26,11 @@ def answer(ledger: Ledger, mirror: EventMirror, num_rounds: int) -> int:
         for ask in mirror.take_asks():
             num_asks += 1
             if ask.number is None:
-                snapshot = ledger.snapshot()
+                snapshot = ledger.snapshot(1.0)
                 total = ledger.head(snapshot, ask.request, 0).total
                 for index in range(total):
                     head = ledger.head(snapshot, ask.request, index)
-                    mirror.receive_chunk("w", SnapshotChunk(head, ledger.chunk(snapshot, index, 1.0)))
+                    mirror.receive_chunk("w", SnapshotChunk(head, ledger.chunk(snapshot, index)))
             else:
                 for number, payload in ledger.replay(ask.number):
                     mirror.receive_replayed("w", number, payload)

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -24,6 +25,7 @@ from kvblocks import (
 )
 from kvblocks.wire import (
     Converter,
+    EventBatch,
     EventMirror,
     EventPublisher,
     MirrorClient,
@@ -32,7 +34,18 @@ from kvblocks.wire import (
     decode,
 )
 from kvblocks.wire.convert import to_u64
-from kvblocks.wire.frames import END, SNAPSHOT, VERSION, read_reply, replay_request, snapshot_request
+from kvblocks.wire.frames import (
+    END,
+    SNAPSHOT,
+    VERSION,
+    SnapshotHead,
+    pack_number,
+    read_reply,
+    read_request,
+    replay_request,
+    snapshot_reply,
+    snapshot_request,
+)
 from kvblocks.wire.ledger import Limits
 from kvblocks.wire.publisher import check_endpoint, new_epoch
 
@@ -246,39 +259,79 @@ def test_who_sends_more_than_a_request_is_cut_off(how):
         assert read_reply(asks.recv_multipart()).head.request == 3
 
 
-class FakeRouter:
-    """Gives requests, and remembers what is sent."""
-
-    def __init__(self, requests):
-        self.requests, self.sent = requests, []
-
-    def recv_multipart(self, _):
-        if not self.requests:
-            raise zmq.Again
-        return self.requests.pop(0)
-
-    def send_multipart(self, parts):
-        self.sent.append(parts)
+@contextmanager
+def deaf_asker(publisher: EventPublisher):
+    """Somebody who asks and never reads, whose buffers are small."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.RCVBUF, 4096)
+        socket.connect(publisher.replay_endpoint)
+        yield socket
 
 
-def test_live_batches_do_not_wait_for_replays():
-    publisher = make(epoch=0, limits=Limits(num_kept_batches=500))
-    for number in range(300):
-        publisher.publish([stored(number)])
-    publisher.close()
-    asked = [(client, 250 + turn) for turn in range(20) for client in (b"a", b"b", b"c")]
-    router = FakeRouter([[client, *replay_request(number)] for client, number in asked])
-    publisher._router = router  # noqa: SLF001
-    while router.requests or publisher._replays:  # noqa: SLF001
-        before = len(router.sent)
-        publisher._answer()  # noqa: SLF001
-        publisher._send_replayed()  # noqa: SLF001
-        assert len(router.sent) - before <= 64 + 16  # the end of a replay is a message, too
-    for client in (b"a", b"b", b"c"):
-        found = [int.from_bytes(parts[3], "big") for parts in router.sent if parts[0] == client]
-        replays = [[*range(number, 301), 2**64 - 1] for one, number in asked if one == client]
-        assert found == [number for replay in replays for number in replay], client
-    assert [parts[0] for parts in router.sent[:12]] == [b"a"] * 4 + [b"b"] * 4 + [b"c"] * 4, "in turn"
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_who_reads_nothing_takes_little_and_hinders_nobody():
+    """A hundred replays of 40 MB each are asked for, by consumers that read none of them."""
+    limits = Limits(max_consumer_bytes=1 << 20, max_answer_bytes=1 << 23)
+    with make(limits=limits) as publisher, ExitStack() as stack:
+        for number in range(200):
+            publisher.publish([stored(1000 * number, 1000)])
+        wait_for(lambda: publisher.num_sent == 201)
+        before = resident_bytes()
+        for _ in range(20):
+            deaf = stack.enter_context(deaf_asker(publisher))
+            for _ in range(5):
+                deaf.send_multipart(replay_request(publisher.epoch))
+        wait_for(lambda: publisher.num_requests == 100)
+        with MirrorClient({"w": Source(publisher.endpoint, publisher.replay_endpoint)}, patience=SECONDS) as client:
+            wait_for(lambda: client.receive(0.1) >= 0 and client.mirror.is_complete("w"))
+        with asker(publisher) as asks:
+            asks.send_multipart(replay_request(publisher.epoch))
+            assert [asks.recv_multipart()[2] for _ in range(202)][-1] == END
+        assert resident_bytes() - before < 64 << 20 and publisher.num_answer_bytes < 1 << 23
+        assert publisher.num_errors == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TCP has no such time limit")
+def test_who_reads_nothing_for_a_while_goes(monkeypatch):
+    for module in ("answers", "publisher"):
+        monkeypatch.setattr(f"kvblocks.wire.{module}.PATIENCE_S", 0.3)
+    with make(limits=Limits(max_consumer_bytes=1 << 21)) as publisher, deaf_asker(publisher) as deaf:
+        for number in range(1000):
+            publisher.publish([stored(1000 * number, 1000)])
+        wait_for(lambda: publisher.num_sent == 1001)
+        deaf.send_multipart(replay_request(publisher.epoch))
+        wait_for(lambda: publisher.num_answer_bytes > 1 << 20)
+        wait_for(lambda: not publisher._answers.is_asked)  # noqa: SLF001
+
+        def is_cut_off():
+            with asker(publisher) as asks:  # the publisher looks at what was taken when there is something to do
+                asks.send_multipart(replay_request(publisher.number + 1))
+                asks.recv_multipart()
+            return publisher.num_answer_bytes < 1 << 20
+
+        wait_for(is_cut_off)
+        assert publisher.num_errors == 0
+
+
+def test_who_asks_and_goes_is_forgotten():
+    with make() as publisher:
+        publisher.publish([stored(0, 3000)])
+        for _ in range(20):
+            with asker(publisher) as asks:
+                asks.send_multipart(replay_request(0))
+                asks.send_multipart(snapshot_request(1))
+                asks.recv_multipart()
+        with asker(publisher) as asks:
+            asks.send_multipart(snapshot_request(3))
+            assert read_reply(asks.recv_multipart()).head.request == 3
+        wait_for(lambda: not publisher._answers.is_asked)  # noqa: SLF001
+        assert publisher.num_errors == publisher.num_lost_answers == 0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_too_many_snapshots_at_once_are_refused():
@@ -516,6 +569,62 @@ def test_a_wait_ends(timeout, waits, monkeypatch):
     with MirrorClient({}, patience=float("inf")) as client:
         monkeypatch.setattr(client._poller, "poll", lambda wait: asked.append(wait) or [])  # noqa: SLF001
         assert client.receive(float("inf")) == 0 and asked[-1] == 3_600_000
+
+
+class SlowMirror(EventMirror):
+    """Takes a second for each batch, by its own clock."""
+
+    now = 0.0
+
+    def receive(self, worker, number, payload):
+        self.now += 1.0
+        super().receive(worker, number, payload)
+
+
+def test_a_call_keeps_its_time_and_workers_take_turns(monkeypatch):
+    """However much has come, and from whom: a message more may be read after the time is over."""
+    context, mirror = zmq.Context.instance(), SlowMirror()
+    monkeypatch.setattr("kvblocks.wire.client.time.monotonic", lambda: mirror.now)
+    payload = Converter().codec.encode(EventBatch(1.0, [], 0))
+    sockets = {f"w{number}": context.socket(zmq.PUB) for number in range(3)}
+    try:
+        for name, socket in sockets.items():
+            socket.bind(f"inproc://{name}-of-turns")
+        sources = {name: Source(f"inproc://{name}-of-turns") for name in sockets}
+        with MirrorClient(sources, mirror=mirror, patience=SECONDS) as client:
+            for number, socket in enumerate(sockets.values()):
+                for at in range(9 - number):
+                    socket.send_multipart([b"", pack_number(at), payload])
+            numbers = []
+            for _ in range(4):
+                assert client.receive(0.1) == client.receive() == 1
+                numbers.append([mirror.number(name) for name in sockets])
+            assert numbers == [[0, 0, None], [1, 0, 0], [1, 1, 1], [2, 2, 1]]
+            assert client.receive(3.0) == 3 and [mirror.number(name) for name in sockets] == [3, 3, 2]
+            assert client.receive(SECONDS) == 9 + 8 + 7 - 11 and client.receive() == 0
+    finally:
+        for socket in sockets.values():
+            socket.close(0)
+
+
+def test_an_answer_that_waits_for_its_turn_is_not_asked_for_again(monkeypatch):
+    mirror = SlowMirror()
+    monkeypatch.setattr("kvblocks.wire.client.time.monotonic", lambda: mirror.now)
+    with zmq.Context.instance().socket(zmq.ROUTER) as router:
+        router.bind("inproc://asked-once")
+        with MirrorClient({"w": Source("inproc://nobody", "inproc://asked-once")}, mirror=mirror, patience=2) as client:
+            client.receive()
+            (name, *parts) = router.recv_multipart()
+            assert read_request(parts).request == 1
+            head = SnapshotHead(VERSION, 1, 5, 6, 0, 1)
+            client._turns.clear()  # noqa: SLF001  # the answer's turn doesn't come
+            router.send_multipart([name, *snapshot_reply(head, Converter().codec.encode(EventBatch(1.0, [], 0)))])
+            mirror.now += 3
+            client.receive()
+            assert not router.poll(0)
+            client._lines["w"].asks.recv_multipart()  # noqa: SLF001  # now there is none
+            client.receive()
+            assert read_request(router.recv_multipart()[1:]).request == 2
 
 
 def test_malformed_messages_are_counted_and_skipped():

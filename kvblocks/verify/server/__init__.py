@@ -10,6 +10,6 @@ the context. An answer then depends on the KV of one known place.
 
 from kvblocks.verify.server.checkup import Checkup, CheckupOptions
 from kvblocks.verify.server.finding import Finding
-from kvblocks.verify.server.target import Target, TargetError
+from kvblocks.verify.server.target import AnswerError, Target, TargetError, TimeUpError
 
-__all__ = ["Checkup", "CheckupOptions", "Finding", "Target", "TargetError"]
+__all__ = ["AnswerError", "Checkup", "CheckupOptions", "Finding", "Target", "TargetError", "TimeUpError"]

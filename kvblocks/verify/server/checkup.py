@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,25 +12,23 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.verify.server.cases import CASES
 from kvblocks.verify.server.finding import Finding
 from kvblocks.verify.server.patient import Patient, repeated
+from kvblocks.verify.server.target import AnswerError, TimeUpError
 
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class CheckupOptions:
-    """The options of a checkup. minutes, max_requests: it ends when either is used up.
+    """The options of a checkup. It ends with its target's time, or when `max_requests` are used up.
 
     seed: equal seeds draw equal words. only: the case to run; None: all cases in turns.
     """
 
-    minutes: float = 5.0
     max_requests: int = 5000
     seed: str = "1"
     only: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.minutes > 0:
-            raise InvalidArgumentError(f"minutes: expected more than 0, got {self.minutes}")
         if self.max_requests < 1:
             raise InvalidArgumentError(f"max_requests: expected at least 1, got {self.max_requests}")
         if self.only is not None and self.only not in CASES:
@@ -50,34 +49,42 @@ class Checkup:
     def run(self, note: Callable[[str], None] = lambda _: None) -> None:
         """Run all cases in turns, until the time or the requests are used up. note: called with progress messages.
 
-        A case that found something isn't run again. Raises TargetError if the server can't be reached any more.
+        A case that found something isn't run again. An answer that can't be read is a finding, too. Raises TimeUpError
+        if no case was complete in time, and TargetError if the server can't be reached any more.
         """
-        self._run(time.monotonic() + 60 * self.options.minutes, None, note)
+        self._run(None, note)
 
     def run_turns(self, number: int) -> None:
-        """Run each case `number` times, however long it takes, while there are requests left. Otherwise as `run`."""
-        self._run(math.inf, number, lambda _: None)
+        """Run each case `number` times, while there are time and requests left. Otherwise as `run`."""
+        self._run(number, lambda _: None)
 
-    def _run(self, end_s: float, num_turns: int | None, note: Callable[[str], None]) -> None:
+    def _run(self, num_turns: int | None, note: Callable[[str], None]) -> None:
         start_s = time.monotonic()
+        with suppress(TimeUpError):
+            self._run_cases(num_turns, note)
+        end_s = time.monotonic()
+        self.seconds += end_s - start_s
+        if not self.num_tries and end_s >= self.patient.target.end_s:
+            raise TimeUpError(f"{self.patient.target.url}: expected a complete case in the time given, got none")
+
+    def _run_cases(self, num_turns: int | None, note: Callable[[str], None]) -> None:
         names = list(CASES) if self.options.only is None else [self.options.only]
         self.not_tried = [name for name in names if not CASES[name].applies_to(self.patient)]
         names = [name for name in names if name not in self.not_tried]
         for turn in itertools.count():
-            if not names or turn == num_turns or self._is_over(end_s):
-                break
+            if not names or turn == num_turns:
+                return
             seed = self.options.seed if turn == 0 else f"{self.options.seed}.{turn}"
             for name in list(names):
-                if self._is_over(end_s):
-                    break
+                if self._is_over():
+                    return
                 note(f"{name}, seed {seed}")
-                found = CASES[name].find(self.patient, seed)
+                found = self._try(name, seed)
                 self.num_tries[name] = self.num_tries.get(name, 0) + 1
                 if found is not None:
                     note(f"{name} found something")
                     self.findings.append(self._repeat(name, seed, found))
                     names.remove(name)
-        self.seconds += time.monotonic() - start_s
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -112,14 +119,25 @@ class Checkup:
             ],
         }
 
-    def _repeat(self, name: str, seed: str, finding: Finding) -> Finding:
-        """Try a case that found something twice more, with the same words."""
-        num_seen = 1 + sum(CASES[name].find(self.patient, seed) is not None for _ in range(_TRIES - 1))
-        command = f"kvblocks verify {self.patient.target.url} --only {name} --seed {seed}"
-        return repeated(finding, num_seen, _TRIES, command)
+    def _is_over(self) -> bool:
+        target = self.patient.target
+        return time.monotonic() >= target.end_s or target.num_requests >= self.options.max_requests
 
-    def _is_over(self, end_s: float) -> bool:
-        return time.monotonic() >= end_s or self.patient.target.num_requests >= self.options.max_requests
+    def _try(self, name: str, seed: str) -> Finding | None:
+        try:
+            return CASES[name].find(self.patient, seed)
+        except AnswerError as error:
+            return Finding(name, "an answer can't be read", "an answer in OpenAI's form", str(error))
+
+    def _repeat(self, name: str, seed: str, finding: Finding) -> Finding:
+        """Try a case that found something twice more, with the same words, if there is time."""
+        num_seen = num_tries = 1
+        with suppress(TimeUpError):
+            while num_tries < _TRIES:
+                is_seen = self._try(name, seed) is not None
+                num_seen, num_tries = num_seen + is_seen, num_tries + 1
+        command = f"kvblocks verify {self.patient.target.url} --only {name} --seed {seed}"
+        return repeated(finding, num_seen, num_tries, command)
 
 
 def _finite(value: float | None) -> float | None:

@@ -6,6 +6,7 @@ import textwrap
 from kvblocks.verify.server.cases import CASES
 from kvblocks.verify.server.checkup import Checkup
 from kvblocks.verify.server.finding import Finding
+from kvblocks.verify.server.target import printable
 
 _WIDTH = 100
 _COLD = {
@@ -21,7 +22,7 @@ def as_text(checkup: Checkup) -> str:
     """Return a report of a few lines, followed by one paragraph for each finding."""
     patient, target = checkup.patient, checkup.patient.target
     lines = [
-        f"{target.url}, model {target.model}: {target.num_requests} requests in {checkup.seconds:.0f} s.",
+        f"{target.url}, model {printable(target.model)}: {target.num_requests} requests in {checkup.seconds:.0f} s.",
         f"Seed: {checkup.options.seed}. Cold answers: {_COLD[patient.coldness.by]}.",
         f"Tolerance: {patient.tolerance.nats:.4f} nats; equal requests were up to {patient.tolerance.noise:.6f} apart.",
         *(f"Note: {note}." for note in patient.notes),

@@ -1,6 +1,7 @@
 """A server with OpenAI's API, and what it answers."""
 
 import json
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -8,14 +9,27 @@ from typing import Any, Self
 import httpx2
 
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.verify.server.exchange import MAX_ANSWER_BYTES, Exchange, TooLargeError
 from kvblocks.verify.server.prompts import Words, picture
 
 NUM_LOGPROBS = 5
 Json = dict[str, Any]
 
+_MOST_TOKENS = 1 << 53
+_MOST_SHOWN = 300
+_MOST_NAMES = 20
+
 
 class TargetError(KVBlocksError):
     """The server can't be used: it can't be reached, refuses the requests, or answers in another form."""
+
+
+class AnswerError(TargetError):
+    """The server has answered, but not in OpenAI's form, or with more than is read."""
+
+
+class TimeUpError(KVBlocksError):
+    """The time for asking is over."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +63,11 @@ class Reply:
 class Target:
     """The server at `url` with one of its models; None: the first one that it lists. Thread-safe.
 
-    timeout_s: the time limit of one answer. reset_path: the path that `reset` posts to. adapters: the LoRA adapters
-    that the server lists as children of the model. Other models are never used, since some servers would load them.
-    Raises InvalidArgumentError for a wrong URL.
+    Whatever the server does, an answer is complete after `timeout_s` seconds, or TargetError is raised; it has at most
+    16 MiB, or AnswerError is; and after the time `end_s` of time.monotonic() every call that asks raises TimeUpError.
+
+    reset_path: the path that `reset` posts to. adapters: the LoRA adapters that the server lists as children of the
+    model. Other models are never used, since some servers would load them. Raises InvalidArgumentError for a wrong URL.
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class Target:
         *,
         api_key: str | None = None,
         timeout_s: float = 120.0,
+        end_s: float = math.inf,
         reset_path: str | None = None,
     ) -> None:
         try:
@@ -70,20 +87,22 @@ class Target:
         if parsed.scheme not in {"http", "https"} or not parsed.host:
             raise InvalidArgumentError(f"url: expected http://HOST:PORT, got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        limits = httpx2.Limits(max_connections=64)
-        self._http = httpx2.Client(
-            base_url=self.url, headers=headers, timeout=httpx2.Timeout(timeout_s, connect=10.0), limits=limits,
-            trust_env=False,
-        )  # fmt: skip
+        self.end_s = end_s
+        self._timeout_s = timeout_s
         self._reset_path = reset_path
         self.num_requests = 0
-        listed = self._list_models()
-        names = [str(entry["id"]) for entry in listed]
-        self.model = model or names[0]
+        self._http = Exchange(self.url, {} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+        try:
+            listed = self._list_models()
+        except BaseException:
+            self.close()
+            raise
+        names = [entry["id"] for entry in listed]
+        self.model = names[0] if model is None else model
         if self.model not in names:
-            raise InvalidArgumentError(f"model: expected one of {', '.join(names)}, got {self.model!r}")
-        self.adapters = [str(entry["id"]) for entry in listed if entry.get("parent") == self.model]
+            self.close()
+            raise InvalidArgumentError(f"model: expected one of {_shown(names[:_MOST_NAMES])}, got {self.model!r}")
+        self.adapters = [entry["id"] for entry in listed if entry.get("parent") == self.model]
         self.has_completions = True
         self.has_logprobs = True
 
@@ -151,15 +170,14 @@ class Target:
         return True
 
     def begin_and_leave(self, prompt: str, after_s: float, *, salt: str | None = None) -> None:
-        """Request a streamed answer, and close the connection after `after_s`, whatever has come. Raises nothing."""
+        """Request a streamed answer, and close the connection when it begins, or after `after_s`.
+
+        Raises TimeUpError.
+        """
         path, body = self._request(prompt, 8, salt, None)
         body["stream"] = True
         self.num_requests += 1
-        try:
-            with self._http.stream("POST", path, json=body, timeout=httpx2.Timeout(after_s, connect=10.0)) as answer:
-                next(answer.iter_raw(), None)
-        except httpx2.HTTPError:
-            pass  # the read timed out, and the connection is closed: as was meant
+        self._http.begin(path, body, min(after_s, self._left_s()))
 
     def find_out(self) -> None:
         """Find out which endpoint there is, and whether it gives log probabilities. Raises TargetError."""
@@ -192,31 +210,56 @@ class Target:
         return path, body | (logprobs if self.has_logprobs else {})
 
     def _list_models(self) -> list[Json]:
-        answer = self._send("GET", "/v1/models", None)
-        listed = [entry for entry in answer.get("data", []) if isinstance(entry, dict) and "id" in entry]
+        data = self._send("GET", "/v1/models", None).get("data")
+        entries = data if isinstance(data, list) else []
+        listed = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         if not listed:
-            raise TargetError(f"{self.url}/v1/models: expected a list of models, got {str(answer)[:200]}")
+            raise AnswerError(f"{self.url}/v1/models: expected a list of models, got {_shown(data)}")
         return listed
+
+    def _left_s(self) -> float:
+        left = self.end_s - time.monotonic()
+        if left <= 0:
+            raise TimeUpError(f"{self.url}: expected an answer in the time given, which is over")
+        return left
 
     def _post(self, path: str, body: Json) -> Json:
         return self._send("POST", path, body)
 
     def _send(self, method: str, path: str, body: Json | None) -> Json:
-        self.num_requests = getattr(self, "num_requests", 0) + 1
+        left_s = self._left_s()
+        self.num_requests += 1
+        where, expected = f"{self.url}{path}", "expected an answer"
         try:
-            answer = self._http.request(method, path, json=body)
+            status, kind, content = self._http.ask(method, path, body, min(self._timeout_s, left_s))
+        except TimeoutError as error:
+            self._left_s()
+            raise TargetError(f"{where}: {expected} within {self._timeout_s:g} s, got none that is complete") from error
+        except TooLargeError as error:
+            raise AnswerError(
+                f"{where}: {expected} of at most {MAX_ANSWER_BYTES >> 20} MiB, got a larger one"
+            ) from error
         except httpx2.HTTPError as error:
-            raise TargetError(f"{self.url}{path}: expected an answer, got {type(error).__name__}: {error}") from error
-        if answer.status_code >= 400:
-            said = " ".join(answer.text[:300].split())  # some servers answer with pages of HTML
-            raise TargetError(f"{self.url}{path}: expected an answer, got status {answer.status_code}: {said}")
-        if not answer.headers.get("content-type", "").startswith("application/json"):
-            return {"": answer.text}
+            told = printable(f"{type(error).__name__}: {error}"[:_MOST_SHOWN])
+            raise TargetError(f"{where}: {expected}, got {told}") from error
+        text = content.decode(errors="replace")
+        if status >= 400:
+            said = printable(" ".join(text[:_MOST_SHOWN].split()))  # some servers answer with pages of HTML
+            raise TargetError(f"{where}: {expected}, got status {status}: {said}")
+        if not kind.startswith("application/json"):
+            return {"": text}
         try:
-            found = answer.json() if answer.content else {}
-        except json.JSONDecodeError as error:
-            raise TargetError(f"{self.url}{path}: expected JSON, got {answer.text[:100]!r}") from error
+            found = json.loads(content) if content else {}
+        except RecursionError as error:
+            raise AnswerError(f"{where}: expected JSON, got some that is nested too deeply: {text[:50]!r} …") from error
+        except ValueError as error:
+            raise AnswerError(f"{where}: expected JSON, got {text[:100]!r}") from error
         return found if isinstance(found, dict) else {"": found}
+
+
+def printable(text: str) -> str:
+    """Return a server's text without control characters of a terminal."""
+    return "".join([letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text])
 
 
 def _read(answer: Json, seconds: float) -> Reply:
@@ -228,27 +271,54 @@ def _read(answer: Json, seconds: float) -> Reply:
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         tokens, values, tops = _logprobs(logprobs)
         return Reply(
-            text=text or "",
+            text=_text(text or ""),
             tokens=tokens,
             logprobs=values,
-            runners_up=tuple(_runner_up(value, top) for value, top in zip(values, tops, strict=True)),
-            num_prompt_tokens=usage.get("prompt_tokens"),
-            num_cached_tokens=details.get("cached_tokens"),
+            runners_up=tuple(_runner_up(value, top) for _, value, top in zip(tokens, values, tops, strict=True)),
+            num_prompt_tokens=_count(usage.get("prompt_tokens")),
+            num_cached_tokens=_count(details.get("cached_tokens")),
             seconds=seconds,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TargetError(f"expected an answer in OpenAI's form, got {str(answer)[:300]}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise AnswerError(f"expected an answer in OpenAI's form, got {_shown(answer)}") from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _count(value: object) -> int | None:
+    if value is not None and (type(value) is not int or not 0 <= value <= _MOST_TOKENS):
+        raise TypeError
+    return value
+
+
+def _logprob(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError
+    return found
+
+
+def _shown(answer: object) -> str:
+    try:
+        return str(answer)[:_MOST_SHOWN]
+    except RecursionError:
+        return "JSON that is nested deeply"
 
 
 def _logprobs(told: Json) -> tuple[tuple[str, ...], tuple[float, ...], list[list[float]]]:
     """Tokens, log probabilities, and those of the most likely tokens, in the form of either endpoint."""
     if told.get("content"):
         entries = [_most_likely(entry) for entry in told["content"]]
-        tops = [[float(top["logprob"]) for top in entry.get("top_logprobs") or []] for entry in entries]
-        return tuple(str(e["token"]) for e in entries), tuple(float(e["logprob"]) for e in entries), tops
+        tops = [[_logprob(top["logprob"]) for top in entry.get("top_logprobs") or []] for entry in entries]
+        return tuple(_text(e["token"]) for e in entries), tuple(_logprob(e["logprob"]) for e in entries), tops
     if told.get("tokens") and told.get("token_logprobs"):
-        tops = [list((top or {}).values()) for top in told.get("top_logprobs") or [{}] * len(told["tokens"])]
-        return tuple(map(str, told["tokens"])), tuple(map(float, told["token_logprobs"])), tops
+        shown = told.get("top_logprobs") or [{}] * len(told["tokens"])
+        tops = [list(map(_logprob, (top or {}).values())) for top in shown]
+        return tuple(map(_text, told["tokens"])), tuple(map(_logprob, told["token_logprobs"])), tops
     return (), (), []
 
 
@@ -258,7 +328,7 @@ def _most_likely(entry: Json) -> Json:
     mlx-lm 0.32.2 names the first of its most likely tokens, which it doesn't sort.
     """
     tops: list[Json] = entry.get("top_logprobs") or []
-    return {**max([entry, *tops], key=lambda one: float(one["logprob"])), "top_logprobs": tops}
+    return {**max([entry, *tops], key=lambda one: _logprob(one["logprob"])), "top_logprobs": tops}
 
 
 def _runner_up(value: float, top: list[float]) -> float | None:
