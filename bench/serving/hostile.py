@@ -64,8 +64,8 @@ Attempt = Callable[[Server], Awaitable[str]]
 class Attack:
     """An attack that clients repeat. num_clients: None for the number that the bench is given.
 
-    leaves_room: whether others' chats must be answered meanwhile. is_new: whether the bounds that it tests came later
-    than those of the others.
+    leaves_room: whether others' chats must be answered meanwhile, and soon. is_new: whether the bounds that it tests
+    came later than those of the others.
     """
 
     attempt: Attempt
@@ -148,6 +148,30 @@ async def read_nothing(server: Server) -> str:
         return "left"
 
 
+async def flood(server: Server, path: str) -> str:
+    """Ask 16 questions at once, and another one whenever one is answered."""
+    question = _GET % path.encode() + b"\r\n"
+    async with server.connect() as (reader, writer):
+        writer.write(question * 16)
+        while not server.has_ended.is_set():
+            answers = (await reader.read(2**18)).count(b"HTTP/1.1 ")
+            if not answers and reader.at_eof():
+                return "closed"
+            server.outcomes["answered"] += answers
+            writer.write(question * answers)
+        return "flooded to the end"
+
+
+async def hold_unread(server: Server) -> str:
+    """Ask 16 times for what is large, and read nothing until the server closes."""
+    async with server.connect() as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write((_GET % b"/docs" + b"\r\n") * 16)
+        while not server.has_ended.is_set() and not writer.is_closing():
+            await server.pause(0.2)
+        return "left"
+
+
 async def go_away(server: Server, *, reset: bool) -> str:
     """Ask for a long answer, and disconnect while it is generated."""
     body = b'{"prompt": "hello", "max_tokens": 500, "ignore_eos": true, "stream": true}'
@@ -165,8 +189,11 @@ def _head(path: str, *lines: bytes, is_post: bool = True) -> bytes:
     return method + b" %b HTTP/1.1\r\nHost: localhost\r\n%b" % (path.encode(), _JSON) + b"".join(lines) + b"\r\n"
 
 
+def _half_a_body(path: str) -> bytes:
+    return post(path, b" " * 100)[:-50]
+
+
 _CHUNKED = b"Transfer-Encoding: chunked\r\n"
-_HALF_A_BODY = post(CHAT, b" " * 100)[:-50]
 _UNWANTED = _head("/health", _CHUNKED, is_post=False)
 _TWO_LENGTHS = _head(CHAT, b"Content-Length: 5\r\n", _CHUNKED) + b"0\r\n\r\n" + _GET % b"/health" + b"\r\n"
 
@@ -180,7 +207,7 @@ _OLD_BYTES: dict[str, Attack] = {
     "half a head": Attack(partial(hold, sent=_GET % b"/health")),
     "headers without end, slowly": Attack(_streamed(_GET % b"/health", b"X-A: b\r\n", 400.0)),
     "a body nobody wants, slowly": Attack(_streamed(_head("/health", b"Content-Length: 100000\r\n"), b"a", 50.0)),
-    "half a body": Attack(partial(hold, sent=_HALF_A_BODY)),
+    "half a body": Attack(partial(hold, sent=_half_a_body(CHAT))),
     "a client that reads nothing": Attack(read_nothing),
     "a client that goes away": Attack(partial(go_away, reset=False)),
     "a client that is killed": Attack(partial(go_away, reset=True)),
@@ -202,7 +229,16 @@ _NEW_BYTES: dict[str, Attack] = {
     "requests without end": Attack(_streamed(b"", (_GET % b"/health" + b"\r\n") * 1000)),
     "1,000 idle connections": Attack(partial(hold, sent=b""), 1000),
     "1,000 halves of a head": Attack(partial(hold, sent=_GET % b"/health"), 1000),
-    "1,000 halves of a body": Attack(partial(hold, sent=_HALF_A_BODY), 1000, leaves_room=False),
+    "1,000 halves of a body": Attack(partial(hold, sent=_half_a_body(CHAT)), 1000, leaves_room=False),
+    "1,000 halves of an operator's body": Attack(
+        partial(hold, sent=_half_a_body("/v1/cache/reset")), 1000, leaves_room=False
+    ),
+    "1,000 halves, a path with escapes": Attack(
+        partial(hold, sent=_half_a_body("/v1/cache/%77arm")), 1000, leaves_room=False
+    ),
+    "a flood of /metrics": Attack(partial(flood, path="/metrics"), 64, leaves_room=False),
+    "a flood of /metrics, 600 connections": Attack(partial(flood, path="/metrics"), 600, leaves_room=False),
+    "660 clients that read nothing": Attack(hold_unread, 660, leaves_room=False),
 }
 ATTACKS: dict[str, Attack] = {
     **_NEW_BYTES,

@@ -1,6 +1,7 @@
 """Hostile request bodies, for bench.serving.bounds and bench.serving.soak. None of them may be answered with 500."""
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,15 @@ NEW_BODIES: Bodies = {
     "fractions": (COMPLETION, lambda: b'{"prompt": [' + b"1.5," * (NUM_CHARS // 4) + b"1]}"),
     "token ids": (COMPLETION, lambda: b'{"prompt": ' + _zeros() + b"}"),
     "names of empty values": (COMPLETION, lambda: b'{"prompt": [' + b'{"a":{}},' * (NUM_CHARS // 9) + b"1]}"),
+    "the largest answers": (COMPLETION, lambda: _echo(8000)),
     "half as large, many": (COMPLETION, lambda: b'{"prompt": [' + b"[]," * 20_000 + b"[]]}"),
 }
+
+
+def _echo(num_tokens: int) -> bytes:
+    """An answer of some 10 MB, which needs no token to be generated."""
+    prompt = [random.randrange(256) for _ in range(num_tokens)]
+    return json.dumps({"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()
 
 
 def _zeros() -> bytes:

@@ -173,9 +173,9 @@ class Api:
         return json_response({"server_load": self._service.num_open})
 
     async def metrics(self, request: Request) -> Response:
-        """All metrics in Prometheus' text format."""
+        """All metrics in Prometheus' text format, as of at most a second ago."""
         del request
-        return Response(self._service.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""

@@ -7,7 +7,6 @@ arrived. Once a request is computed its own blocks are cached, so the reason for
 import json
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.observe.explanation import Explanation
 from kvblocks.observe.removal_history import Removal
 from kvblocks.server.access.callers import Caller
+from kvblocks.server.kept import BoundedStore
 from kvblocks.server.misses.comparison import Comparison, compare
 from kvblocks.server.misses.prompts import KeptMessage, KeptPrompt, KeptPrompts, KeptTool
 from kvblocks.server.misses.reasons import NOTHING_KNOWN, Loss, Surroundings, TakenTimes
@@ -27,22 +27,44 @@ from kvblocks.server.requests import AnswerRequest
 from kvblocks.server.tenant_usage import tenant_of
 
 MAX_KEPT = 1000
+MAX_BYTES = 8 * 2**20
+"""The most bytes of the records of the last requests."""
+
 _MAX_TAKERS = 4096
+_MAX_TAKER_BYTES = 2 * 2**20
 
 
 @dataclass(slots=True)
 class Arrival:
-    """One prompt as it arrived. explanation: None unless reasons are kept. completion: the first sample's, once done.
+    """One prompt as it arrived. explanation: None unless reasons are kept.
 
     around: the state of the cache at that time. key: the key of the kept prompt; None if it isn't kept for comparisons.
+    num_cached_when_admitted: how many cached tokens its first sample found; None until that is done.
     """
 
+    salt: str | None
     num_prompt_tokens: int
     num_cached_tokens: int
     explanation: Explanation | None
-    completion: Completion | None = None
     around: Surroundings = NOTHING_KNOWN
     key: str | None = None
+    num_cached_when_admitted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A kept request: whose it is, and its prompts."""
+
+    tenant: str | None
+    prompts: list[Arrival]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """Whom a sequence was for."""
+
+    tenant: str | None
+    salt: str | None
 
 
 class Arrivals:
@@ -56,26 +78,25 @@ class Arrivals:
         self._lookups = lookups
         self._tokenizer = tokenizer
         self._keep_reasons = keep_reasons
-        self._kept: dict[str, tuple[str | None, list[Arrival]]] = {}
+        self._kept: BoundedStore[_Asked] = BoundedStore(MAX_KEPT, MAX_BYTES)
         self.prompts = KeptPrompts()
         self.times = TakenTimes()
-        self._takers: OrderedDict[object, tuple[str | None, str | None]] = OrderedDict()  # tenants and salts
+        self._takers: BoundedStore[_Taker] = BoundedStore(_MAX_TAKERS, _MAX_TAKER_BYTES)  # by the sequence's id
         # One tuple, so that another thread reads two numbers of the same moment.
         self.num_lookups_and_seconds: tuple[int, float] = (0, 0.0)
 
     def note(self, key: str, asked: AnswerRequest, prompts: Items[Request]) -> None:
         """Look up a request's new prompts, each by its first sample. Call this before the next step."""
         arrivals = [self._look_up(request, asked.caller.tenant) for request in prompts]
-        self._kept[key] = (asked.caller.tenant, arrivals)
         if self._keep_reasons and arrivals:
             self._keep(key, asked, prompts[0], arrivals[0])
-        if len(self._kept) > MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._kept.keep(key, _Asked(asked.caller.tenant, arrivals))
 
     def finish(self, key: str, prompt: int, completion: Completion) -> None:
         """Note the completion of a prompt's first sample."""
-        if key in self._kept:
-            self._kept[key][1][prompt].completion = completion
+        kept = self._kept.get(key)
+        if kept is not None:
+            kept.prompts[prompt].num_cached_when_admitted = completion.num_cached_tokens
         if not prompt:
             self.prompts.finish(key, completion.token_ids)
 
@@ -84,8 +105,14 @@ class Arrivals:
 
         None if the request is unknown or too old, or belongs to another tenant and the caller is no operator.
         """
-        tenant, arrivals = self._kept.get(key, (None, None))
-        return arrivals if tenant == caller.tenant or caller.is_operator else None
+        kept = self._kept.get(key)
+        return kept.prompts if kept is not None and (kept.tenant == caller.tenant or caller.is_operator) else None
+
+    def forget(self, salt: str | None) -> None:
+        """Drop all that is kept of a salt's requests. O(requests)."""
+        self._kept.forget(lambda one: any(prompt.salt == salt for prompt in one.prompts))
+        self._takers.forget(lambda one: one.salt == salt)
+        self.prompts.forget(salt)
 
     def find_last(self, caller: Caller, salt: str | None, session: str | None) -> str | None:
         """Return the id of a caller's last request under a salt, and in a session if one is named. O(requests)."""
@@ -125,10 +152,8 @@ class Arrivals:
             explanation = self._lookups.manager.inspect.explain(sequence)
             if explanation.cause != "no miss":
                 around = self.look_around(explanation, sequence.salt, tenant, hit.pending_tokens)
-            self._takers[sequence.sequence_id] = (tenant, sequence.salt)
-            if len(self._takers) > _MAX_TAKERS:
-                self._takers.popitem(last=False)
-        return Arrival(sequence.num_prompt_tokens, hit.num_tokens, explanation, around=around)
+            self._takers.keep(sequence.sequence_id, _Taker(tenant, sequence.salt))
+        return Arrival(sequence.salt, sequence.num_prompt_tokens, hit.num_tokens, explanation, around)
 
     def look_around(
         self, explanation: Explanation, salt: str | None, tenant: str | None, num_pending_tokens: int
@@ -156,7 +181,7 @@ class Arrivals:
         at, taker = self.times.when(removal.num_taken_blocks), self._takers.get(removal.sequence_id)
         if removal.tier is not None and removal.cause == "evicted":
             return Loss(at, tenant_of(removal.salt) or None, removal.salt == salt)
-        return Loss(at) if taker is None else Loss(at, taker[0], taker == (tenant, salt))
+        return Loss(at) if taker is None else Loss(at, taker.tenant, taker == _Taker(tenant, salt))
 
 
 def _kept_message(message: Mapping[str, Any]) -> KeptMessage:

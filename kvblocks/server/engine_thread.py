@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -41,6 +41,9 @@ T = TypeVar("T")
 
 _USAGE_S = 1.0
 """The least number of seconds between two readings of tenants' usage for metrics."""
+
+_HINTS = HintLimits(may_evict=True, max_tenants=128, max_remembered=64)
+"""An operator may evict anybody's blocks. The numbers bound the memory: an answer may take 4 KB."""
 
 _GLANCE_S = 0.1
 """How often, in seconds, `stop` checks whether `close_by` has changed while it waits for the thread's end."""
@@ -82,7 +85,8 @@ class EngineThread:
     """Owns an engine from `start` to `stop`, which closes the engine.
 
     publish: called on this thread with batches of (answer, item); it must neither block nor raise. on_death: called on
-    this thread when it ends because of an error, which is a bug; all answers have been closed by then. arrivals, pins,
+    this thread when it ends because of an error, which is a bug; all answers have been closed by then. tenants: see
+    `TenantUsage`. arrivals, pins,
     hints: only for functions given to `call`, except that any thread may read `arrivals.num_lookups_and_seconds` and
     `hint_stats`, both as of the last step. close_by: until when, by `time.monotonic`, the end waits for the tiers to
     store blocks; any thread may change it. usage: the tenants' usage; publishes_usage: whether it is read about once a
@@ -90,19 +94,25 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: Engine, publish: Publish, *, keep_reasons: bool = True, recorder: TraceRecorder | None = None
+        self,
+        engine: Engine,
+        publish: Publish,
+        *,
+        tenants: Collection[str] = (),
+        keep_reasons: bool = True,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.engine = engine
         self._recorder = recorder
         keeps = keep_reasons and engine.manager.enable_caching
         self.arrivals = Arrivals(engine.scheduler.lookups, engine.model.tokenizer, keep_reasons=keeps)
-        self.usage = TenantUsage(engine.manager)
+        self.usage = TenantUsage(engine.manager, tenants)
         self.publishes_usage = False
         self._published_s = 0.0
         self.pins = PinBook(engine.manager)
-        # Each salt may pin a quarter of what all pins may have. An operator may evict anybody's blocks.
+        # Each salt may pin a quarter of what all pins may have.
         budget = engine.manager.pins.max_blocks // 4
-        self.hints = HintExecutor(engine.manager, max_pinned_blocks=budget, limits=HintLimits(may_evict=True))
+        self.hints = HintExecutor(engine.manager, max_pinned_blocks=budget, limits=_HINTS)
         self.marks = MarkedPins(engine.manager, budget)
         self.hint_stats = self.hints.stats  # never changed, only replaced
         self.on_death: Callable[[], None] = lambda: None

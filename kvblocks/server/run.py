@@ -142,7 +142,7 @@ class KVBlocksServer(uvicorn.Server):
             server_header=False,
             lifespan="on",
             ws="none",
-            http=bounded(count_connections(settings.max_connections)),
+            http=bounded(count_connections(settings.max_connections), settings.callers),
             backlog=ACCEPTED_AT_ONCE,
             # The service fails unfinished requests after the grace period. This limit is for those that still hang.
             timeout_graceful_shutdown=int(settings.grace_s) + 5,
@@ -241,11 +241,13 @@ def serve(
     """Serve a model until SIGTERM, Ctrl-C or the end of its terminal.
 
     load: returns the model; called once the addresses are known to be free. say: called with readable lines about the
-    progress. Raises what loading and the engine raise, and KVBlocksError if the engine's thread died.
+    progress. Raises what loading and the engine raise, InvalidArgumentError if this process may open too few files, and
+    KVBlocksError if the engine's thread died.
     """
     # Else all texts would share one pool of threads, one a core, and short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(settings.log_level)
+    most_connections = count_connections(settings.max_connections)
     with (
         bind(settings) as listener,
         make_publisher(events) or contextlib.nullcontext() as publisher,
@@ -259,7 +261,6 @@ def serve(
         )
         for line in [] if engine.offload is None else engine.offload.describe():
             say(line)
-        most_connections = count_connections(settings.max_connections)
         if most_connections < settings.max_connections:
             most = counted(most_connections, "connection")
             say(f"at most {most}, since this process may open so few files: see ulimit -n")

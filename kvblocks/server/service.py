@@ -61,7 +61,8 @@ class Service:
         self.publisher = publisher
         self.engine = engine
         self.settings = settings
-        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons, recorder=recorder)
+        tenants = [key.caller.tenant for key in settings.keys if key.caller.tenant is not None]
+        self.thread = EngineThread(engine, self._publish, tenants=tenants, keep_reasons=keep_reasons, recorder=recorder)
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
         self._compilers = Compilers()

@@ -1,5 +1,7 @@
 """The server's own metrics for Prometheus, in addition to the cache's: outcomes, tokens, and times to first token."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -21,6 +23,9 @@ from kvblocks.server.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
+
+PAGE_S = 1.0
+"""For how many seconds a page of metrics is shown to all who ask, before a new one is made."""
 
 _PREFIX = "kvblocks_server"
 _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -53,6 +58,8 @@ class ServiceMetrics:
         publisher: "EventPublisher | None" = None,
         recorder: TraceRecorder | None = None,
     ) -> None:
+        self._page: asyncio.Task[bytes] | None = None
+        self._page_s = 0.0  # when it was begun
         registry = self._registry = CollectorRegistry()
         if publisher is not None:
             registry.register(_Events(publisher))
@@ -103,9 +110,16 @@ class ServiceMetrics:
         samples = next(iter(self._outcomes.collect())).samples
         return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
 
-    def scrape(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    async def page(self) -> bytes:
+        """Return all metrics in Prometheus' text format, as of at most PAGE_S seconds ago.
+
+        A page is made on a thread, and shared by all who ask until it is that old.
+        """
+        now = time.monotonic()
+        if self._page is None or (self._page.done() and now - self._page_s >= PAGE_S):
+            self._page_s = now
+            self._page = asyncio.create_task(asyncio.to_thread(generate_latest, self._registry))
+        return await asyncio.shield(self._page)
 
 
 class _Tenants(Collector):

@@ -4,7 +4,7 @@ Tenants are those of the keys; all other clients count as one, so the number of 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvblocks.engine.completion import Completion
 from kvblocks.manager import KVCacheManager
@@ -27,15 +27,17 @@ def tenant_of(salt: str | None) -> str:
 class TenantUsage:
     """Counts by tenant since the server began. Owned by the engine's thread.
 
+    tenants: those of the keys; the salts of any other name count as no tenant's, since clients may make up names.
     latest: the last result of `read`; any thread may read it.
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: KVCacheManager, tenants: Collection[str]) -> None:
         self._manager = manager
+        self._tenants = frozenset(tenants)
         self._tiers = tuple([tier.name for tier in manager.tiers])
         self._counts: dict[str, Counter[str]] = {}
         self._by_tier: dict[str, Counter[str]] = {}
-        self._evictions = manager.inspect.watch_evictions(tenant_of) if manager.enable_caching else None
+        self._evictions = manager.inspect.watch_evictions(self._tenant_of) if manager.enable_caching else None
         self.latest: Mapping[str, Json] = {}
 
     def note(self, tenant: str | None, completion: Completion) -> None:
@@ -52,11 +54,11 @@ class TenantUsage:
         manager = self._manager
         held: Counter[str] = Counter()
         for salt, number in manager.inspect.count_by_salt().items() if manager.enable_caching else ():
-            held[tenant_of(salt)] += number
+            held[self._tenant_of(salt)] += number
         pinned: Counter[str] = Counter()
         for pin in manager.pins:
-            pinned[tenant_of(pin.sequence.salt)] += pin.num_held_blocks
-        quotas = {tenant_of(quota.salt): quota.max_cached_blocks for quota in manager.quotas}
+            pinned[self._tenant_of(pin.sequence.salt)] += pin.num_held_blocks
+        quotas = {self._tenant_of(quota.salt): quota.max_cached_blocks for quota in manager.quotas}
         evicted = Counter() if self._evictions is None else self._evictions.num_evicted
         names = sorted({*self._counts, *held, *pinned, *evicted, *quotas})
         self.latest = {
@@ -74,6 +76,10 @@ class TenantUsage:
             for name in names
         }
         return self.latest
+
+    def _tenant_of(self, salt: str | None) -> str:
+        name = tenant_of(salt)
+        return name if name in self._tenants else NO_TENANT
 
 
 def _share(counts: Counter[str]) -> float:

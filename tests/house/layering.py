@@ -70,6 +70,7 @@ FLOORS = {
     "kvblocks.engine.demo": 14,
     "kvblocks.server.errors": 13,
     "kvblocks.server.wire": 14,
+    "kvblocks.server.kept": 14,  # knows nothing of what it keeps
     "kvblocks.server.body": 15,
     "kvblocks.server.body.fields": 14,
     "kvblocks.server.body.parsing": 14,  # bodies are parsed where they are bounded, too

@@ -16,6 +16,7 @@ import httpx2
 import openai
 
 from kvblocks.engine import LoadedModel
+from kvblocks.server import service_metrics
 from kvblocks.server.run import KVBlocksServer, bind, make_engine, make_publisher, make_recorder
 from kvblocks.server.service import Service
 from kvblocks.server.settings import NO_EVENTS, CacheSettings, ServerSettings
@@ -23,6 +24,8 @@ from kvblocks.server.settings import NO_EVENTS, CacheSettings, ServerSettings
 MODEL = "tiny"
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = {"model": MODEL, "prompt": "hello", "temperature": 0}
+
+service_metrics.PAGE_S = 0.0  # so that a test needn't wait to see what it has done
 
 
 def tiny_loaded(folder, context=1024):

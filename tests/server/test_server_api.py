@@ -1,12 +1,15 @@
 """OpenAI's API over loopback: the real `openai` client, a real uvicorn, and a tiny random model."""
 
 import json
+import threading
 
+import httpx2
 import openai
 import pytest
-from server.server_harness import MODEL, running_server, tiny_loaded
+from server.server_harness import MODEL, in_background, running_server, tiny_loaded, wait_for
 
 from kvblocks.engine import Engine
+from kvblocks.server import service_metrics
 
 CHAT = [{"role": "system", "content": "the cat is in the hat. " * 8}, {"role": "user", "content": "hello"}]
 GREEDY = {"model": MODEL, "temperature": 0}
@@ -291,6 +294,34 @@ def test_health_and_metrics(server, client, cold):
     assert grown["kvblocks_queries_total"] == 1
     assert after["kvblocks_server_open_answers"] == 0
     assert after["kvblocks_free_blocks"] == 256
+
+
+def test_a_page_of_metrics_is_made_on_a_thread_and_shared(server, monkeypatch):
+    made, may_end = [], threading.Event()
+
+    def make(registry):
+        made.append(threading.current_thread().name)
+        assert may_end.wait(60)
+        return b"# page %d of %d\n" % (len(made), bool(registry))
+
+    monkeypatch.setattr(service_metrics, "generate_latest", make)
+    monkeypatch.setattr(service_metrics, "PAGE_S", 3600.0)
+    monkeypatch.setattr(server.service.metrics, "_page", None)
+    with server.http() as http:
+        pages = []
+        asking = [
+            in_background(lambda: pages.append(httpx2.get(f"{server.url}/metrics", timeout=60, trust_env=False).text))
+            for _ in range(5)
+        ]
+        wait_for(lambda: made)
+        assert http.get("/health").status_code == 200  # though the page isn't made yet
+        may_end.set()
+        for thread in asking:
+            thread.join(60)
+        assert pages == ["# page 1 of 1\n"] * 5
+        monkeypatch.setattr(service_metrics, "PAGE_S", 0.0)
+        assert http.get("/metrics").text == "# page 2 of 1\n"
+    assert len(made) == 2 and "uvicorn" not in made  # which is the event loop's thread
 
 
 def _metrics(http):

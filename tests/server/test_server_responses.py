@@ -228,7 +228,9 @@ def test_kept_answers_are_bounded():
     assert store.find("resp_2", None) is None
     assert store.find("resp_3", "other") is None
     assert store.find("resp_3", None) is not None
-    store.keep(StoredResponse(None, None, "large", b"{}", b"x" * MAX_BYTES))
-    assert len(store) == 1
+    store.keep(StoredResponse(None, None, "large", b"{}", b"x" * (MAX_BYTES - 1000)))
+    assert store.find("large", None) is not None and len(store) < 10
+    store.keep(StoredResponse(None, None, "too large", b"{}", b"x" * MAX_BYTES))
+    assert store.find("too large", None) is None and store.find("large", None) is not None
     store.forget(None)
     assert len(store) == 0

@@ -91,6 +91,17 @@ def test_a_salt_tells_its_tenant_and_others_are_one():
     assert [tenant_of(salt) for salt in salts] == ["", "", "ann", "ann", ""]
 
 
+def test_names_that_clients_make_up_are_no_tenants(model):
+    """Without keys everybody may name a tenant's salt, and evicted blocks are counted by tenant for ever."""
+    with running_server(model, cache={"num_blocks": 32}) as server, server.http() as http:
+        for number in range(20):
+            body = {"model": MODEL, "prompt": [number] * 100, "max_tokens": 1}
+            response = http.post("/v1/completions", json={**body, "cache_salt": f"kvblocks/tenant/{number}"})
+            assert response.status_code == 200
+        rows = http.get("/v1/cache/top").json()["tenants"]
+        assert list(rows) == [""] and rows[""]["num_evicted_blocks"] > 0
+
+
 def test_what_was_saved_a_second_is_of_the_time_between(capsys):
     row = {"num_requests": 1, "num_cached_tokens": 10, "hit_share": 0.5, "num_held_blocks": 1, "num_evicted_blocks": 0}
     row |= {"num_pinned_blocks": 0, "quota_blocks": None, "num_cached_tokens_by_tier": {"device": 10}}

@@ -13,6 +13,8 @@ import errno
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +22,9 @@ import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvblocks.server.access.gate import is_operators
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.server.access.callers import Callers
+from kvblocks.server.access.gate import has_precedence
 from kvblocks.server.errors import ApiError
 from kvblocks.server.wire import encode_json, send_json
 
@@ -33,13 +37,16 @@ READ_TIMEOUT_S = 60.0
 """Seconds that a client may take to read what was sent to it."""
 
 RESERVE = 128
-"""Connections beyond `max_connections`. When all others are busy, these serve only operators' paths.
+"""Connections beyond `max_connections`. When all others are busy, these serve only requests with precedence.
 
 There are more of them than are accepted at once, so that other requests can't take them all before they are refused.
 """
 
 ACCEPTED_AT_ONCE = 32
 """The most connections that the event loop accepts in a row before it does other work."""
+
+BEGUN_AT_ONCE = 32
+"""The most requests that begin in a row before the event loop does other work, such as accepting connections."""
 
 MAX_WAITING = 2048
 """The most connections that wait to be accepted. The system drops others, whose clients try again a second later."""
@@ -56,8 +63,11 @@ MAX_CHUNKS = 2**14
 MAX_PIPELINED = 16
 """The most requests that a client may send before the first one is answered."""
 
-SPARE_DESCRIPTORS = 128 + RESERVE
-"""File descriptors that are kept for other files and for the reserve."""
+MAX_UNREAD_BYTES = 256 * 2**20
+"""The most bytes of answers that wait to be read, of all clients together, not counting 64 KiB of each."""
+
+SPARE_DESCRIPTORS = 64 + RESERVE
+"""File descriptors that are kept for other files, of which a server opens some 30, and for the reserve."""
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SELDOM_S = 60.0
@@ -81,6 +91,27 @@ class SeldomWarning:
             self._num_unsaid, self._last_s = 0, now_s
 
 
+class RequestQueue:
+    """Requests that are to begin, in turn. Hundreds of connections with requests must not hold up a new one."""
+
+    def __init__(self) -> None:
+        self._due: deque[Callable[[], None]] = deque()
+
+    def take(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None]) -> None:
+        """Call `begin` soon."""
+        self._due.append(begin)
+        if len(self._due) == 1:
+            loop.call_soon(self._go_on, loop)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            for _ in range(min(BEGUN_AT_ONCE, len(self._due))):
+                self._due.popleft()()
+        finally:
+            if self._due:
+                loop.call_soon(self._go_on, loop)
+
+
 class UnframedCycle(RequestResponseCycle):
     """A request of HTTP/1.0, which knows no chunks. A body of unknown length ends with the connection, as uvicorn's
     connection to such a client always does.
@@ -98,12 +129,17 @@ class BoundedProtocol(HttpToolsProtocol):
     """One connection. `bounded` makes a subclass for a server.
 
     max_connections: how many connections may be served at once. There may be RESERVE more. Beyond that, the one that
-    has waited longest for a request is closed; if none waits, the new one is answered 503 and closed. waiting: the
-    connections that wait for a request's head, the longest waiting first. too_many: warns of refused connections.
+    has waited longest for a request is closed, or else the one whose client has read nothing for longest; if there is
+    none, the new one is answered 503 and closed. callers: who has precedence in the reserve. waiting: the connections
+    that wait for a request, the longest waiting first; in the reserve, a request counts only once its body has come.
+    unread: those with more than 64 KiB that their clients don't read. too_many: warns of refused connections.
     """
 
     max_connections: int
+    callers: Callers
     waiting: dict["BoundedProtocol", None]
+    unread: dict["BoundedProtocol", None]
+    turns: RequestQueue
     too_many: SeldomWarning
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -114,6 +150,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_chunks = 0
         self._num_vain_bytes = 0  # since anything was complete
         self._unanswered: deque[RequestResponseCycle] = deque()  # the first is being answered; `cycle` is the last
+        self._held: RequestResponseCycle | None = None  # begins when its body has come, in the reserve
+        self._takes_over = False  # whether a request takes the place of one that was just answered
+        self._goes_on_when_read = False  # to the next request, which was sent before the last answer was read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request's head, if need be in the place of another connection, or refuse."""
@@ -122,13 +161,12 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.max_size = READ_BYTES
         if len(self.connections) > self.max_connections + RESERVE:
             self.too_many.warn()
-            longest = next(iter(self.waiting), None)
+            longest = next(iter(self.waiting or self.unread), None)
             if longest is None:
                 transport.write(_response(_full_error(self.max_connections)))
                 transport.close()
                 return
-            del self.waiting[longest]
-            longest.transport.close()
+            longest.cut_off()
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
@@ -160,7 +198,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is complete, so end the wait for it. Beyond max_connections only operators' paths are served."""
+        """The head is complete, so end the wait for it."""
         if self._is_upgrade():
             return
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -168,9 +206,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_vain_bytes = 0
         _cancel(self._head_timer)
         self.waiting.pop(self, None)
-        path = self.url.partition(b"?")[0].decode("latin-1")
-        is_full = len(self.tasks) >= self.max_connections and not is_operators(path)
-        self.app = self._refuse if is_full else self.config.loaded_app
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.__class__ = UnframedCycle  # uvicorn makes it; its answer hasn't begun
@@ -183,6 +218,35 @@ class BoundedProtocol(HttpToolsProtocol):
         """A request is complete."""
         if not self._is_upgrade():
             super().on_message_complete()
+            self._begin_held()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Begin a request, in its turn."""
+        self.turns.take(self.loop, partial(self._begin, cycle, app, takes_over=self._takes_over))
+
+    def _begin(self, cycle: RequestResponseCycle, app: Any, *, takes_over: bool) -> None:
+        """Begin a request. Beyond max_connections only those with precedence begin, and when their bodies have come."""
+        if cycle.disconnected or self.transport.is_closing():
+            return
+        if len(self.tasks) - takes_over < self.max_connections:
+            super()._start_asgi_task(cycle, app)
+            return
+        scope: Any = cycle.scope
+        is_meant = has_precedence(scope, self.callers)
+        if is_meant and cycle.more_body and len(cycle.body) <= READ_BYTES:
+            self._held = cycle
+            self._wait_for_head()
+            return
+        chosen: Any = app if is_meant and not cycle.more_body else self._refuse
+        super()._start_asgi_task(cycle, chosen)
+
+    def _begin_held(self) -> None:
+        """Begin the request that waits for its body, if there is one."""
+        cycle, self._held = self._held, None
+        if cycle is not None:
+            _cancel(self._head_timer)
+            self.waiting.pop(self, None)
+            self._start_asgi_task(cycle, self.app)
 
     def _is_upgrade(self) -> bool:
         """Whether the parser would end here, since the client asks for another protocol."""
@@ -214,12 +278,22 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take bytes of a body."""
         self._num_vain_bytes = 0
         super().on_body(body)
+        if self._held is not None and len(self._held.body) > READ_BYTES:
+            self._begin_held()  # to be refused: the reserve has no room for large bodies
 
     def on_response_complete(self) -> None:
-        """Wait for the next request's head, unless a pipelined one is there already."""
-        has_next = bool(self.pipeline)
+        """Wait for the next request's head. A pipelined one that is there already begins when the answer is read."""
         self._unanswered.popleft()
+        if self.pipeline and self.flow.write_paused:
+            self._goes_on_when_read = True
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        has_next = bool(self.pipeline)
+        self._takes_over = True
         super().on_response_complete()
+        self._takes_over = False
         if not has_next and not self.transport.is_closing():
             self._wait_for_head()
 
@@ -244,22 +318,39 @@ class BoundedProtocol(HttpToolsProtocol):
         await send_json(send, error.to_json(), error.status, error.headers)
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the server sends: wait up to READ_TIMEOUT_S."""
+        """The client reads more slowly than the server sends: wait up to READ_TIMEOUT_S, within MAX_UNREAD_BYTES."""
         super().pause_writing()
         if self._read_timer is None:
             self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
+        self.unread[self] = None
+        while sum(map(BoundedProtocol._num_unread, self.unread)) > MAX_UNREAD_BYTES:
+            max(self.unread, key=BoundedProtocol._num_unread).cut_off()
+
+    def _num_unread(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    def cut_off(self) -> None:
+        """Close the connection at once, with what its client hasn't read."""
+        self.waiting.pop(self, None)
+        self.unread.pop(self, None)
+        self.transport.abort()
 
     def resume_writing(self) -> None:
         """The client has read enough: end the wait."""
         super().resume_writing()
         _cancel(self._read_timer)
         self._read_timer = None
+        self.unread.pop(self, None)
+        if self._goes_on_when_read:
+            self._goes_on_when_read = False
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all waits, and all answers: uvicorn ends only the last one, which may wait behind others."""
         _cancel(self._head_timer)
         _cancel(self._read_timer)
         self.waiting.pop(self, None)
+        self.unread.pop(self, None)
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -284,23 +375,29 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded(max_connections: int) -> type[BoundedProtocol]:
+def bounded(max_connections: int, callers: Callers) -> type[BoundedProtocol]:
     """Return the connection class of a server with at most `max_connections` connections."""
     warning = (
         f"expected at most {max_connections} connections (--max-connections), got more: idle ones closed, or refused"
     )
-    fields = {"max_connections": max_connections, "waiting": {}, "too_many": SeldomWarning(warning)}
-    return type("Connection", (BoundedProtocol,), fields)
+    shared = {"waiting": {}, "unread": {}, "turns": RequestQueue(), "too_many": SeldomWarning(warning)}
+    return type("Connection", (BoundedProtocol,), {"max_connections": max_connections, "callers": callers, **shared})
 
 
 def count_connections(max_connections: int) -> int:
-    """Return how many connections there may be: fewer than asked for if this process may open too few files."""
+    """Return how many connections there may be: fewer than asked for if this process may open too few files.
+
+    Raises InvalidArgumentError if it may open too few for even one.
+    """
     try:
         import resource
     except ImportError:  # not POSIX
         return max_connections
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max_connections if most < 0 else max(1, min(max_connections, most - SPARE_DESCRIPTORS))
+    if 0 <= most <= SPARE_DESCRIPTORS:
+        message = f"ulimit -n: expected a process that may open at least {SPARE_DESCRIPTORS + 1} files, got {most}"
+        raise InvalidArgumentError(message)
+    return max_connections if most < 0 else min(max_connections, most - SPARE_DESCRIPTORS)
 
 
 def log_shortage_seldom(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,6 +1,7 @@
 """The gate: checks a request's head, and finds its caller."""
 
 from collections.abc import Sequence
+from enum import Enum
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,10 +26,32 @@ _CACHE_FOR_ALL = frozenset({f"{_CACHE}/explain", f"{_CACHE}/warm"})
 _MONITORING = frozenset({"/health", "/metrics", "/version", "/ping", "/load"})
 
 
+class Audience(Enum):
+    """Whom a path is for. MONITORS: anyone who watches the server; such paths reveal only counts, and need no key.
+
+    ANYONE: pages and descriptions, which need no key, either. CLIENTS: those with a key, if the server has keys.
+    OPERATORS: those whose key has operators' rights.
+    """
+
+    MONITORS = "monitors"
+    ANYONE = "anyone"
+    CLIENTS = "clients"
+    OPERATORS = "operators"
+
+
+def audience_of(path: str) -> Audience:
+    """Return whom a path is for. path: as routes get it, without a query, and with escapes such as %77 decoded."""
+    if path in _MONITORING:
+        return Audience.MONITORS
+    if path.startswith(_CACHE) and path not in _CACHE_FOR_ALL:
+        return Audience.OPERATORS
+    return Audience.CLIENTS if path.startswith(_WITH_KEY) else Audience.ANYONE
+
+
 class Gate:
     """ASGI middleware that passes a request on with its Caller in its state, or answers an error and closes.
 
-    hosts: the allowed Host names; None: any. Paths for monitoring need no key, since they only reveal counts.
+    hosts: the allowed Host names; None: any.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers, hosts: HostCheck | None) -> None:
@@ -50,12 +73,13 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers, path = scope["headers"], scope["path"]
+        audience = audience_of(path)
         check_framing(headers, scope["http_version"])
         if self._hosts is not None:
             self._hosts.check(headers)
-        if needs_key(path):
+        if audience in {Audience.CLIENTS, Audience.OPERATORS}:
             caller = self._callers.find(headers)
-            if is_operators(path) and not caller.is_operator:
+            if audience is Audience.OPERATORS and not caller.is_operator:
                 raise ApiError(403, f"{path!a:.80}: expected the operator's key, got another one", code="not_operator")
             scope.setdefault("state", {})["caller"] = caller
 
@@ -66,14 +90,15 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
-def needs_key(path: str) -> bool:
-    """Whether a path requires a key on a server that has keys."""
-    return path.startswith(_WITH_KEY)
-
-
-def is_operators(path: str) -> bool:
-    """Whether a path is for the server's operators, and so is served even when all connections are busy."""
-    return path in _MONITORING or (path.startswith(_CACHE) and path not in _CACHE_FOR_ALL)
+def has_precedence(scope: Scope, callers: Callers) -> bool:
+    """Whether a request is served even when all connections are busy: a monitor's, or one with operators' rights."""
+    audience = audience_of(scope["path"])
+    if audience is not Audience.OPERATORS:
+        return audience is Audience.MONITORS
+    try:
+        return callers.find(scope["headers"]).is_operator
+    except ApiError:
+        return False
 
 
 def check_framing(headers: Sequence[tuple[bytes, bytes]], http_version: str) -> None:

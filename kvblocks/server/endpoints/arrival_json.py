@@ -11,15 +11,15 @@ from kvblocks.server.wire import Json
 
 def arrival_json(arrival: Arrival, compared: Comparison | None, block_size: int, caller: Caller) -> Json:
     """Return the record of a request: what was cached, where its prompt differs from another, and why it missed."""
-    explanation, completion = arrival.explanation, arrival.completion
+    explanation = arrival.explanation
     values: Json = {
         "num_prompt_tokens": arrival.num_prompt_tokens,
         "num_cached_tokens": arrival.num_cached_tokens,
         "cause": None if explanation is None else _cause(explanation, caller),
         "text": None if explanation is None else _explain(explanation, caller),
     }
-    if completion is not None:
-        values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
+    if arrival.num_cached_when_admitted is not None:
+        values["num_cached_tokens_when_admitted"] = arrival.num_cached_when_admitted
     with_key = None if compared is None else compared.key
     num_tokens = arrival.num_prompt_tokens
     return {

@@ -223,7 +223,7 @@ class CacheApi:
 
         def forget() -> Forgetting:
             self._service.thread.hints.forget(salt)
-            self._service.thread.arrivals.prompts.forget(salt)
+            self._service.thread.arrivals.forget(salt)
             self._service.thread.marks.forget(salt)
             return self._engine.begin_forgetting(salt)
 
@@ -255,7 +255,7 @@ class CacheApi:
             sequence = Sequence("explained", tokens, salt=salt)
             hit, explanation = manager.get_computed_blocks(sequence), manager.inspect.explain(sequence)
             around = arrivals.look_around(explanation, salt, caller.tenant, hit.pending_tokens)
-            arrival = Arrival(len(tokens), hit.num_tokens, explanation, around=around)
+            arrival = Arrival(salt, len(tokens), hit.num_tokens, explanation, around)
             return arrival_json(arrival, None, manager.block_size, caller)
 
         async with self._encoded(prefix, caller) as tokens:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvblocks.server.access.gate import needs_key
+from kvblocks.server.access.gate import Audience, audience_of
 from kvblocks.server.wire import json_response
 from kvblocks.version import __version__
 
@@ -56,6 +56,6 @@ def _operation(route: Route, method: str, path: str) -> Json:
         ]
     if method == "POST":
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
-    if needs_key(path):
+    if audience_of(path) in {Audience.CLIENTS, Audience.OPERATORS}:
         found["security"] = [{"key": []}]
     return found

@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvblocks.core.tokens import num_equal
+from kvblocks.server.kept import BoundedStore
 
 MAX_KEPT = 1000
 """The most prompts to keep."""
 
-MAX_BYTES = 64 * 2**20
-"""The most bytes of kept prompts, estimated from their tokens and the characters of their messages."""
+MAX_BYTES = 24 * 2**20
+"""The most bytes of kept prompts, with their messages and answers."""
 
 MAX_COMPARED = 64
 """How many of the last prompts are searched for the previous one of a conversation."""
-
-_MESSAGE_BYTES = 500  # of a kept message beside its text
 
 
 class KeptMessage(NamedTuple):
@@ -55,12 +54,6 @@ class KeptPrompt:
     tools: tuple[KeptTool, ...] = ()
     output: "array[int]" = field(default_factory=lambda: array("I"))
 
-    @property
-    def num_bytes(self) -> int:
-        """An estimate of its bytes, which counts for MAX_BYTES. O(messages + tools)."""
-        texts = sum(_MESSAGE_BYTES + len(one.text) + len(one.calls) for one in self.messages)
-        return 4 * (len(self.tokens) + len(self.output)) + texts + _MESSAGE_BYTES * len(self.tools)
-
     def num_common(self, other: "KeptPrompt") -> int:
         """How many leading tokens this prompt has in common with another one and its answer. O(tokens)."""
         common = _num_equal(self.tokens, other.tokens)
@@ -73,33 +66,25 @@ class KeptPrompts:
     """The kept prompts, the oldest first. Owned by the engine's thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, KeptPrompt] = {}
-        self._sizes: dict[str, int] = {}
-        self._num_bytes = 0
+        self._kept: BoundedStore[KeptPrompt] = BoundedStore(MAX_KEPT, MAX_BYTES)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, prompt: KeptPrompt) -> None:
-        """Keep a prompt, and drop the oldest ones that exceed the bounds."""
-        self._kept[prompt.key] = prompt
-        self._sizes[prompt.key] = prompt.num_bytes
-        self._num_bytes += self._sizes[prompt.key]
-        self._shrink()
+        """Keep a prompt, and drop the oldest ones that exceed the bounds. O(its messages)."""
+        self._kept.keep(prompt.key, prompt)
 
     def finish(self, key: str, output: list[int]) -> None:
         """Note the answer to a prompt. Does nothing if the prompt isn't kept any more."""
         prompt = self._kept.get(key)
         if prompt is not None:
             prompt.output = array("I", output)
-            self._sizes[key] += 4 * len(output)
-            self._num_bytes += 4 * len(output)
-            self._shrink()
+            self._kept.keep(key, prompt)
 
     def forget(self, salt: str | None) -> None:
         """Drop all prompts of a salt. O(prompts)."""
-        for prompt in [prompt for prompt in self._kept.values() if prompt.salt == salt]:
-            self._drop(prompt)
+        self._kept.forget(lambda one: one.salt == salt)
 
     def get(self, key: str) -> KeptPrompt | None:
         """Return a prompt by the id of its answer, whosever it is; None if it isn't kept."""
@@ -112,7 +97,7 @@ class KeptPrompts:
 
     def last(self, tenant: str | None, salt: str | None, session: object = None) -> KeptPrompt | None:
         """Return the last prompt of a tenant and salt, and of a session if one is given. O(prompts)."""
-        found = (one for one in self._newest() if (one.tenant, one.salt) == (tenant, salt))
+        found = (one for one in self._kept.newest_first() if (one.tenant, one.salt) == (tenant, salt))
         return next((one for one in found if session is None or one.session == session), None)
 
     def before(self, prompt: KeptPrompt) -> KeptPrompt | None:
@@ -132,23 +117,12 @@ class KeptPrompts:
                 best, most = one, likeness
         return best
 
-    def _newest(self) -> Iterator[KeptPrompt]:
-        return reversed(self._kept.values())
-
     def _older(self, prompt: KeptPrompt) -> Iterator[KeptPrompt]:
         is_older = False
-        for one in self._newest():
+        for one in self._kept.newest_first():
             if is_older:
                 yield one
             is_older = is_older or one is prompt
-
-    def _shrink(self) -> None:
-        while len(self._kept) > MAX_KEPT or (self._num_bytes > MAX_BYTES and len(self._kept) > 1):
-            self._drop(next(iter(self._kept.values())))
-
-    def _drop(self, prompt: KeptPrompt) -> None:
-        del self._kept[prompt.key]
-        self._num_bytes -= self._sizes.pop(prompt.key)
 
 
 def _num_common_messages(one: KeptPrompt, other: KeptPrompt) -> int:

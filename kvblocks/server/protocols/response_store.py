@@ -1,11 +1,12 @@
 """The stored answers of Responses, which later requests may continue. They are in memory, within bounds."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
+from kvblocks.server.kept import BoundedStore
+
 MAX_RESPONSES = 1000
-MAX_BYTES = 32 * 2**20
-"""The most bytes of JSON of all stored conversations together."""
+MAX_BYTES = 16 * 2**20
+"""The most bytes of all stored answers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,28 +19,19 @@ class StoredResponse:
     body: bytes
     chat: bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Its size, which counts for MAX_BYTES."""
-        return len(self.body) + len(self.chat)
-
 
 class ResponseStore:
     """The stored answers, the oldest first. Owned by the event loop; other threads may look up answers."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._num_bytes = 0
+        self._kept: BoundedStore[StoredResponse] = BoundedStore(MAX_RESPONSES, MAX_BYTES)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, response: StoredResponse) -> None:
         """Store an answer, and drop the oldest ones that exceed the bounds. O(answers dropped)."""
-        self._kept[response.response_id] = response
-        self._num_bytes += response.num_bytes
-        while len(self._kept) > MAX_RESPONSES or (self._num_bytes > MAX_BYTES and len(self._kept) > 1):
-            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+        self._kept.keep(response.response_id, response)
 
     def find(self, response_id: str, tenant: str | None) -> StoredResponse | None:
         """Return an answer; None if it isn't stored or belongs to another tenant."""
@@ -50,10 +42,9 @@ class ResponseStore:
         """Drop an answer. Returns whether this tenant had it."""
         if self.find(response_id, tenant) is None:
             return False
-        self._num_bytes -= self._kept.pop(response_id).num_bytes
+        self._kept.drop(response_id)
         return True
 
     def forget(self, salt: str | None) -> None:
         """Drop all answers of a salt. O(answers)."""
-        for response_id in [key for key, one in self._kept.items() if one.salt == salt]:
-            self._num_bytes -= self._kept.pop(response_id).num_bytes
+        self._kept.forget(lambda one: one.salt == salt)

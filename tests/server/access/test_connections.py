@@ -1,5 +1,6 @@
 """Connections: their number, the time for heads and for reading, framing, and a process without descriptors."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -7,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 
 import httpx2
 import openai
@@ -23,14 +25,20 @@ from server.server_harness import (
     wait_for,
 )
 
+from kvblocks.errors import InvalidArgumentError
 from kvblocks.server.access import connections
+from kvblocks.server.access.callers import Caller, TenantKey, digest_of
 from kvblocks.server.access.connections import (
+    BEGUN_AT_ONCE,
     MAX_PIPELINED,
     RESERVE,
     SPARE_DESCRIPTORS,
+    RequestQueue,
     SeldomWarning,
     count_connections,
 )
+from kvblocks.server.run import serve
+from kvblocks.server.settings import CacheSettings, ServerSettings
 
 resource = pytest.importorskip("resource", reason="limits of open files are POSIX'")
 MOST = 4
@@ -129,6 +137,171 @@ def test_who_waits_longest_gives_its_place_to_a_new_connection(server):
         assert ask(connection, "/health")[0] == 200
     for connection in waiting:
         connection.close()
+
+
+def slow(server, path, key=None):
+    """A connection with a request whose body doesn't come."""
+    connection = connect(server)
+    head = raw_request(b"{" + b" " * 100, path)[:-100]
+    if key is not None:
+        head = head.replace(b"Host:", b"Authorization: Bearer %b\r\nHost:" % key.encode())
+    connection.sendall(head)
+    return connection
+
+
+def waits_for_a_body(server):
+    return any(one._held is not None for one in server.server.server_state.connections)  # noqa: SLF001
+
+
+def read_to(connection, end):
+    """What comes, up to these bytes."""
+    reply = b""
+    while not reply.endswith(end):
+        part = connection.recv(1000)
+        assert part, reply
+        reply += part
+    return reply
+
+
+RESET = "/v1/cache/reset"
+
+
+def test_a_slow_body_holds_no_connection_of_the_reserve(server, all_busy, monkeypatch):
+    """Without keys everybody is an operator, so a whole body must have come."""
+    monkeypatch.setattr(connections, "RESERVE", 1)
+    for _ in range(3):
+        with slow(server, RESET) as held:
+            wait_for(lambda: waits_for_a_body(server))
+            with connect(server) as another:
+                assert ask(another, "/health")[0] == 200
+            assert is_closed(held)
+
+
+def test_an_operator_is_served_by_the_reserve_when_the_body_has_come(server, all_busy):
+    with slow(server, RESET) as connection:
+        wait_for(lambda: waits_for_a_body(server))
+        connection.sendall(b" " * 99 + b"}")
+        assert read_to(connection, b"}").startswith(b"HTTP/1.1 200 ")
+        connection.sendall(raw_request(b"{}", RESET))
+        assert read_to(connection, b"}").startswith(b"HTTP/1.1 200 ")
+    with connect(server) as connection:
+        connection.sendall(raw_request(b"{" + b" " * 200_000, RESET)[:-160_000])
+        assert read_all(connection).startswith(b"HTTP/1.1 503 ")
+
+
+TENANT, ADMIN = "sk-aaaaaaaaaaaaaaaa", "sk-operator-operator"
+
+
+def test_the_reserve_is_for_keys_with_operators_rights_however_a_path_is_written(model):
+    keys = (TenantKey(Caller(tenant="a"), digest_of(TENANT)),)
+    with running_server(model, max_connections=MOST, keys=keys, admin_key=ADMIN) as server:
+        held = [slow(server, "/v1/completions", TENANT) for _ in range(MOST)]
+        wait_for(lambda: len(server.server.server_state.tasks) == MOST)
+        for path in (
+            "/v1/cache/%77arm",
+            "/v1/cache/warm",
+            RESET,
+            "/v1/%63ache/reset",
+            "http://localhost/v1/cache/reset",
+        ):
+            for key in (None, TENANT):
+                with slow(server, path, key) as connection:
+                    assert read_all(connection).startswith(b"HTTP/1.1 503 "), (path, key)
+        for path in ("/%68ealth", "http://localhost/health", "/health?a"):
+            with connect(server) as another:
+                assert ask(another, path)[0] == 200
+        with slow(server, "/v1/%63ache/reset", ADMIN) as connection:
+            connection.sendall(b" " * 99 + b"}")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        for connection in held:
+            connection.close()
+
+
+def read_nothing(server):
+    """A connection that takes only a few bytes of what it is sent."""
+    url = httpx2.URL(server.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2000)
+    connection.settimeout(60)
+    connection.connect((url.host, url.port))
+    return connection
+
+
+PAGE = b"x" * 8_000_000  # more than a socket holds
+METRICS = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture
+def pages(server, monkeypatch):
+    """The requests for /metrics so far, which get a large page."""
+    asked = []
+
+    async def page():
+        asked.append(1)
+        return PAGE
+
+    monkeypatch.setattr(server.service.metrics, "page", page)
+    return asked
+
+
+def unread(server):
+    return [one for one in server.server.server_state.connections if one.flow.write_paused]
+
+
+def test_a_pipelined_request_begins_when_the_answer_before_it_is_read(server, pages):
+    with read_nothing(server) as connection:
+        connection.sendall(METRICS * 4)
+        wait_for(lambda: unread(server))
+        for _ in range(3):
+            with connect(server) as another:
+                assert ask(another, "/health")[0] == 200
+        assert len(pages) == 1
+        connection.sendall(METRICS.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert read_all(connection).count(b"HTTP/1.1 200 ") == len(pages) == 5
+
+
+def test_answers_that_nobody_reads_are_bounded_together(server, pages, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 2 * len(PAGE))
+    held = [read_nothing(server) for _ in range(4)]
+    for number, connection in enumerate(held):
+        connection.sendall(METRICS)
+        wait_for(lambda number=number: len(pages) == number + 1)
+        wait_for(lambda: unread(server))
+    wait_for(lambda: len(server.server.server_state.connections) < len(held))
+    sizes = [one.transport.get_write_buffer_size() for one in server.server.server_state.connections]
+    assert len(sizes) >= 2 and sum(sizes) <= 2 * len(PAGE)
+    for connection in held:
+        connection.close()
+
+
+def test_who_reads_nothing_gives_its_place_to_a_new_connection(server, all_busy, pages, monkeypatch):
+    monkeypatch.setattr(connections, "RESERVE", 2)
+    held = [read_nothing(server) for _ in range(2)]
+    for connection in held:
+        connection.sendall(METRICS)
+    wait_for(lambda: len(unread(server)) == 2)
+    with connect(server) as another:
+        assert ask(another, "/health")[0] == 200
+    wait_for(lambda: len(unread(server)) == 1)
+    for connection in held:
+        connection.close()
+
+
+def test_hundreds_of_requests_do_not_begin_in_a_row():
+    begun = []
+
+    async def count():
+        turns, loop = RequestQueue(), asyncio.get_running_loop()
+        for number in range(3 * BEGUN_AT_ONCE):
+            turns.take(loop, partial(begun.append, number))
+        counts = []
+        while len(begun) < 3 * BEGUN_AT_ONCE:
+            await asyncio.sleep(0)
+            counts.append(len(begun))
+        return counts
+
+    assert asyncio.run(count()) == [BEGUN_AT_ONCE, 2 * BEGUN_AT_ONCE, 3 * BEGUN_AT_ONCE]
+    assert begun == sorted(begun)
 
 
 def test_with_none_that_waits_one_too_many_is_refused(server, monkeypatch):
@@ -391,9 +564,18 @@ def test_a_chunked_body_alone_is_read(server):
 
 
 def test_a_process_that_may_open_few_files_takes_fewer_connections(monkeypatch):
-    for most, expected in ((1024, 512), (300, 300 - SPARE_DESCRIPTORS), (10, 1), (-1, 512)):
+    for most, expected in ((1024, 512), (300, 300 - SPARE_DESCRIPTORS), (SPARE_DESCRIPTORS + 1, 1), (-1, 512)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, most=most: (most, most))
         assert count_connections(512) == expected
+
+
+@pytest.mark.parametrize("most", [10, 64, SPARE_DESCRIPTORS])
+def test_a_process_that_may_open_too_few_files_is_no_server(monkeypatch, most):
+    """It says so before a model is loaded."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    words = f"ulimit -n: expected a process that may open at least {SPARE_DESCRIPTORS + 1} files, got {most}"
+    with pytest.raises(InvalidArgumentError, match=words):
+        serve(pytest.fail, "tiny", CacheSettings(), ServerSettings(port=0), print)
 
 
 def test_a_warning_is_said_once_a_minute(monkeypatch, caplog):
