@@ -79,7 +79,9 @@ class NamedPrefix:
     def sequence(self, sequence_id: Hashable, num_blocks: int) -> Sequence:
         """Return a sequence of the first blocks and at least one more token."""
         tokens, keys = self.packed(num_blocks)
-        return Sequence(sequence_id, tokens, salt=self.salt, lora=self.lora, extra_keys=keys)
+        return Sequence(
+            sequence_id, memoryview(tokens).cast("I"), copy=False, salt=self.salt, lora=self.lora, extra_keys=keys
+        )
 
 
 class PrefixNames:
