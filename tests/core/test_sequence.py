@@ -1,7 +1,5 @@
 """The arguments that a sequence accepts, and its attributes."""
 
-import copy
-import pickle
 from array import array
 from collections.abc import Callable
 from importlib import import_module
