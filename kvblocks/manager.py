@@ -388,11 +388,12 @@ class KVCacheManager(Closed):
         except (AttributeError, TypeError):
             raise not_a_sequence("append_slots", sequence) from None
         if is_ours and type(token_ids) is list and len(token_ids) == 1:
+            token: Any = token_ids[0]
             num_tokens = own.num_computed_tokens
-            if num_tokens < own.fits_below and type(token_ids[0]) is not bool:
+            if num_tokens < own.fits_below and type(token) is not bool:
                 # Fast path, for 14 of 16 decoded tokens: the token fits the last block and doesn't fill it.
                 try:
-                    own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                    own.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                     own.num_computed_tokens = num_tokens + 1
                 except BaseException as error:
                     change.state = CHANGING
@@ -405,11 +406,11 @@ class KVCacheManager(Closed):
             elif (
                 self._fills_quickly
                 and num_tokens == len(own.tokens)
-                and type(token_ids[0]) is int
-                and 0 <= token_ids[0] <= MAX_TOKEN_ID
+                and type(token) is int
+                and 0 <= token <= MAX_TOKEN_ID
             ):
                 change.state = CHANGING
-                blocks = self._slots.append_one(own, token_ids[0])
+                blocks = self._slots.append_one(own, token)
                 change.state = IDLE
                 return blocks
         packed = pack_tokens(token_ids)  # first, since it may run code of the caller's
