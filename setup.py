@@ -31,7 +31,7 @@ FOLDERS = (
     "tiers",
     "tiers/grouped",
 )
-SINGLE = ("arguments.py", "manager.py", "wire/names.py")
+SINGLE = ("arguments.py", "closed.py", "manager.py", "wire/names.py")
 # These modules stay plain. Records gain nothing from being compiled, and people pickle and subclass them. For the same
 # reason errors, events and stats stay plain. A sealer hashes in C anyway. Only tests run the check of policies.
 PLAIN = (

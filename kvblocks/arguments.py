@@ -19,7 +19,8 @@ doesn't check them. On the hot path, a call that takes an object of our own look
 wrong.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from operator import index
 from typing import Any, Final, Protocol, SupportsFloat, SupportsIndex, TypeVar
@@ -154,11 +155,13 @@ def check_share(name: str, value: SupportsFloat, expected: str = "a share from 0
 
 
 def check_id(name: str, value: Hashable) -> None:
-    """Raise InvalidArgumentError unless `value` can be a dict key: it is hashable and equal to itself."""
+    """Raise InvalidArgumentError unless `value` can be a dict key: it has one hash, and is equal to itself."""
     try:
-        hash(value)
+        is_steady = hash(value) == hash(value)
     except (TypeError, ValueError):  # ValueError from a memoryview
         raise wrong(name, "something hashable", value) from None
+    if not is_steady:
+        raise wrong(name, "something whose hash stays the same", value)
     given: Any = value
     if not given == given:  # noqa: PLR0124  # NaN: a dict may hold it several times
         raise wrong(name, "something that is equal to itself", value)
@@ -217,16 +220,24 @@ def check_one_of(name: str, value: object, names: Collection[str]) -> None:
         raise wrong(name, f"one of {', '.join(names)}", value)
 
 
-def listed(name: str, expected: str, value: object) -> list[Any]:
+def has_no_order(value: object) -> bool:
+    """Whether `value` is a set or a dict, whose items have no order that the caller chose."""
+    return issubclass(type(value), (AbstractSet, Mapping))
+
+
+def listed(name: str, expected: str, value: object, *, in_order: bool = False) -> list[Any]:
     """Return the items of an iterable as a list. Raises InvalidArgumentError if `value` is no iterable.
 
-    A str or bytes doesn't count as an iterable. An error from the iterator itself is passed on.
+    A str or bytes doesn't count as an iterable. in_order: whether the order means something, so that a set or a dict
+    doesn't count either. An error from the iterator itself is passed on.
     """
     given: Any = value
     if type(given) is list or type(given) is tuple:
         return [*given]
     if is_a(given, str) or is_a(given, bytes) or not hasattr(given, "__iter__"):
         raise wrong(name, expected, value)
+    if in_order and has_no_order(given):
+        raise wrong(name, f"{expected}, in order", value)
     try:
         iterator = iter(given)
     except TypeError:

@@ -43,6 +43,9 @@ class CorruptStateError(KVBlocksError):
     From then on every call raises this error, except those that only read counters. (Wrong arguments are reported
     first.) A call made in the middle of another call's change, by a finalizer or a signal handler, raises it too. In
     that case the object can be used again once the other call has ended.
+
+    So does a manager's call that another thread makes during a call. A manager has no lock, and may be corrupt after
+    that, with or without an error: make a new one, and let one thread at a time call it. A `PrefixCache` has a lock.
     """
 
 

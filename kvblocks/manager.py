@@ -10,7 +10,8 @@ Calls are atomic: one that raises, or that returns None because the pool can't s
 exception is a call that is interrupted in the middle of a change, for example by a KeyboardInterrupt. After that, every
 call raises CorruptStateError, and only counters (`stats`, `pins`, `quotas` and so on) can still be read.
 
-A manager takes no lock, so the caller must not call it from several threads at once.
+A manager takes no lock, so the caller must not call it from several threads at once. If it happens nevertheless, calls
+may raise CorruptStateError, and the manager may be corrupt.
 
 Hashing and comparing a sequence id runs the caller's own code, which may raise. A call therefore does both before it
 changes anything, and never afterwards.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, final
 
 from kvblocks.arguments import (
     Flag,
@@ -37,10 +38,11 @@ from kvblocks.arguments import (
     check_name,
     check_number,
     check_share,
-    is_a,
+    counted,
     listed,
     shown,
 )
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Change
@@ -96,7 +98,8 @@ Owners = dict[KVCacheBlock, list[Sequence]]
 """The sequences that own each block, and perhaps some that no longer do."""
 
 
-class KVCacheManager:
+@final
+class KVCacheManager(Closed):
     """Manages a pool of `num_blocks` KV-cache blocks with room for `block_size` tokens each.
 
     - num_blocks: how many blocks the pool has, at least 1.
@@ -248,6 +251,11 @@ class KVCacheManager:
             num_eviction_failures=0 if self._eviction is None else self._eviction.num_failures,
         )
 
+    def __repr__(self) -> str:
+        pool = f"{counted(len(self._pool.blocks), 'block')} of {counted(self.block_size, 'token')}"
+        free = f"{self._pool.num_free_blocks} free, {self._pool.num_cached_blocks} cached"
+        return f"KVCacheManager({pool}, {free}, {counted(len(self._sequences), 'sequence')})"
+
     # The calls of a step.
 
     def get_computed_blocks(self, sequence: Given[Sequence], max_tokens: SupportsIndex | None = None) -> CacheHit:
@@ -384,11 +392,12 @@ class KVCacheManager:
         except (AttributeError, TypeError):
             raise not_a_sequence("append_slots", sequence) from None
         if is_ours and type(token_ids) is list and len(token_ids) == 1:
+            token: Any = token_ids[0]
             num_tokens = own.num_computed_tokens
-            if num_tokens < own.fits_below:
+            if num_tokens < own.fits_below and type(token) is not bool:
                 # Fast path, for 14 of 16 decoded tokens: the token fits the last block and doesn't fill it.
                 try:
-                    own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                    own.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                     own.num_computed_tokens = num_tokens + 1
                 except BaseException as error:
                     change.state = CHANGING
@@ -401,11 +410,11 @@ class KVCacheManager:
             elif (
                 self._fills_quickly
                 and num_tokens == len(own.tokens)
-                and type(token_ids[0]) is int
-                and 0 <= token_ids[0] <= MAX_TOKEN_ID
+                and type(token) is int
+                and 0 <= token <= MAX_TOKEN_ID
             ):
                 change.state = CHANGING
-                blocks = self._slots.append_one(own, token_ids[0])
+                blocks = self._slots.append_one(own, token)
                 change.state = IDLE
                 return blocks
         packed = pack_tokens(token_ids)  # first, since it may run code of the caller's
@@ -1022,15 +1031,19 @@ class KVCacheManager:
         if self._change.state:
             self._change.check_whole()
         batch: list[Sequence] = (
-            [*sequences] if type(sequences) is list else listed("sequences", "an iterable of sequences", sequences)
+            [*sequences]
+            if type(sequences) is list
+            else listed("sequences", "an iterable of sequences", sequences, in_order=True)
         )
         if not batch:
-            check_no_step(token_ids)
+            check_step([], len(listed("token_ids", "an iterable of ints", token_ids)))
             return None
         change = self._change
         tokens: list[Any] = token_ids if type(token_ids) is list else pack_tokens(token_ids).tolist()
         if len(batch) != len(tokens):
             check_step(batch, len(tokens))
+        if type(tokens[0]) is bool:
+            pack_tokens(tokens)  # raises the error
         try:
             at_boundary = [s for s in batch if s.num_computed_tokens >= s.fits_below or s.tail_owner is not change]
         except (AttributeError, TypeError):
@@ -1066,8 +1079,10 @@ class KVCacheManager:
         self._change.state = CHANGING
         try:
             del self._sequences[own.sequence_id]  # first, since it runs the id's __hash__, which may raise
-        except BaseException:
+        except BaseException as error:
             self._keep(own)
+            if type(error) is KeyError and error.args and error.args[0] is own.sequence_id:  # it was there just now
+                raise self._refusal(call, sequence) from None
             raise
         if num_computed_tokens is not None:
             self._lose_unwritten(own, num_computed_tokens)
@@ -1340,9 +1355,3 @@ def check_step(sequences: list[Any], num_tokens: int) -> None:
     if not num_different == len(sequences) == num_tokens:
         got = f"{len(sequences)} sequences, {num_different} of them different, and {num_tokens} tokens"
         raise InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")
-
-
-def check_no_step(token_ids: Any) -> None:
-    """Raise InvalidArgumentError unless `token_ids` is empty, for a step without sequences."""
-    if not (is_a(token_ids, bytes) and not token_ids):
-        check_step([], len(listed("token_ids", "an iterable of ints", token_ids)))

@@ -384,6 +384,7 @@ CALLS: dict[str, Call] = dict(
                     "prompt_token_ids": TOKENS,
                     **NAMES,
                     "session": constant("chat", "id none"),
+                    "copy": FLAG,
                 },
             ),
         ),

@@ -9,12 +9,16 @@ from kvblocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CorruptStateError,
+    FullAttention,
     HeldBlocks,
     InvalidArgumentError,
     KVCacheManager,
     Sequence,
     SequenceStateError,
+    SlidingWindow,
     StaleHitError,
+    Tier,
 )
 from kvblocks.core.hashing import sha256_digest
 
@@ -435,11 +439,38 @@ class TestMisuse:
         start(manager, sequence)
         sequence.sequence_id = "b"
         for call in (manager.free, lambda s: manager.abort(s, 0), lambda s: manager.rewind(s, 0)):
-            with pytest.raises(SequenceStateError, match="was renamed"):
+            with pytest.raises(SequenceStateError, match="whose sequence_id, or the id's hash, isn't what it was"):
                 call(sequence)
         sequence.sequence_id = "a"
         manager.free(sequence)
         manager.check()
+
+    def test_what_goes_by_order_is_no_set(self) -> None:
+        manager = KVCacheManager(8, 4)
+        one, other = Sequence("a", range(6)), Sequence("b", range(6))
+        start(manager, one)
+        start(manager, other)
+        for batch in ({one, other}, {one: 1, other: 2}):
+            with pytest.raises(InvalidArgumentError, match="sequences: expected an iterable of sequences, in order"):
+                manager.append_step(batch, [7, 8])  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="groups: expected Group items, in order, got"):
+            KVCacheManager(8, groups={FullAttention(4), SlidingWindow(4, 8)})
+        with pytest.raises(InvalidArgumentError, match="tiers: expected an iterable of Tier, in order, got"):
+            KVCacheManager(8, tiers={Tier("cpu", 4, 1), Tier("disk", 4, 1)})
+        assert (one.num_tokens, other.num_tokens) == (6, 6)
+
+    def test_a_call_in_the_middle_of_a_call_names_threads_as_a_cause(self) -> None:
+        manager, messages = KVCacheManager(8, 4), []
+
+        def call(_: object) -> None:
+            try:
+                manager.take_copies()
+            except CorruptStateError as error:
+                messages.append(str(error))
+
+        manager._watch_blocks(call, call)  # noqa: SLF001
+        start(manager, Sequence("a", range(6)))
+        assert messages and all("by several threads at once" in message for message in messages)
 
     @pytest.mark.parametrize("num_new_tokens", [0, -1, 7, 1.5, "2"])
     def test_bad_numbers_of_tokens(self, num_new_tokens: Any) -> None:

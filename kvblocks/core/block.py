@@ -12,7 +12,9 @@ follow vLLM v1's KVCacheBlock.
 """
 
 from collections.abc import Collection
+from typing import final
 
+from kvblocks.closed import Closed
 from kvblocks.core.hashing import Names
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
@@ -49,7 +51,8 @@ class Account:
         """Count blocks that became cached, or (a negative number) blocks that stopped being cached."""
 
 
-class KVCacheBlock:
+@final
+class KVCacheBlock(Closed):
     """One block of KV-cache memory: `block_size` slots.
 
     block_id: its id, from the pool's `first_block_id` on. ref_cnt: how many owners it has; 0 exactly when it is in the

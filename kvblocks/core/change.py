@@ -31,10 +31,11 @@ class Change:
     def check_whole(self) -> None:
         """Raise CorruptStateError if a call was left half done. O(1)."""
         if self.state == CHANGING:
+            threads = " or by several threads at once," if self._kind == "manager" else ""  # a cache has a lock
             raise CorruptStateError(
                 f"expected a {self._kind} none of whose calls was left half done, got one where an exception (a"
-                " KeyboardInterrupt, say) came in the middle of a change, or one that is called in the middle of its"
-                f" own call: make a new {self._kind}, and new sequences from their token_ids()"
+                f" KeyboardInterrupt, say) came in the middle of a change, or one that is called{threads} in the middle"
+                f" of its own call: make a new {self._kind}, and new sequences from their token_ids()"
             )
 
     def begin(self) -> None:

@@ -15,11 +15,12 @@ that point at themselves, is the Linux kernel's list_head. The middle stretch is
 
 from collections.abc import Iterator, Sequence
 
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.errors import BlockStateError, PoolExhaustedError
 
 
-class FreeBlockQueue:
+class FreeBlockQueue(Closed):
     """A queue of `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
     has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a block that stayed

@@ -26,6 +26,7 @@ from struct import pack
 from typing import Any
 
 from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, listed, plain_text, shown, wrong
+from kvblocks.closed import Closed
 from kvblocks.errors import InvalidArgumentError
 
 HashFunction = Callable[[bytes], bytes]
@@ -63,7 +64,7 @@ def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> byt
     return b"".join((pack("<I", len(parent_digest)), parent_digest, pack("<I", len(extra_keys)), extra_keys, tokens))
 
 
-class Names:
+class Names(Closed):
     """How prefixes are named to the outside. This class hashes preimages in format 1.
 
     num_digest_bytes: length of a name. are_unique: whether two prefixes never have the same name, unless the hash

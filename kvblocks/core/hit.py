@@ -7,6 +7,7 @@ from abc import abstractmethod
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import check_count, counted, is_a, shown, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.prefix_index import PrefixIndex
@@ -27,7 +28,7 @@ class HitSource:
         """Return who will compute the most blocks after `sequence`'s cached prefix, and how many; None if nobody."""
 
 
-class CacheHit:
+class CacheHit(Closed):
     """The longest cached prefix of a sequence, as of the time of the lookup.
 
     - blocks: the full blocks that hold the prefix, in order.

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hooks import Chooser, RemovalCause
@@ -20,7 +21,7 @@ from kvblocks.core.sequence import Sequence
 _BLOCK_ID = attrgetter("block_id")
 
 
-class BlockPool:
+class BlockPool(Closed):
     """`num_blocks` blocks with ids from `first_block_id` on.
 
     At first they are handed out in the order of their ids; later, blocks that hold nothing come first, then the least

@@ -12,12 +12,24 @@ its tokens when it is freed, so it can be allocated again.
 from abc import abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, final
 
-from kvblocks.arguments import Text, check_count, check_id, check_integer, counted, is_a, shown, wrong
+from kvblocks.arguments import (
+    Flag,
+    Text,
+    check_count,
+    check_flag,
+    check_id,
+    check_integer,
+    counted,
+    is_a,
+    shown,
+    wrong,
+)
+from kvblocks.closed import Closed
 from kvblocks.core.block import Epoch, KVCacheBlock, Run
 from kvblocks.core.hashing import PositionKey, SequenceKeys, check_keys
-from kvblocks.core.tokens import TokenIds, pack_tokens
+from kvblocks.core.tokens import TokenIds, own_tokens, pack_tokens
 from kvblocks.errors import InvalidArgumentError
 
 _NO_KEYS: tuple[PositionKey, ...] = ()
@@ -63,7 +75,8 @@ class SideTables:
         """Raise AssertionError unless all tables have slots for `num_slots` tokens and the right ids. O(blocks)."""
 
 
-class Sequence:
+@final
+class Sequence(Closed):
     """One request: its tokens, what else its KV depends on, and its block table.
 
     Arguments:
@@ -71,15 +84,20 @@ class Sequence:
     - sequence_id: the caller's name for it, of any type that is hashable and equal to itself (NaN isn't). Two sequences
       that hold blocks at the same time need different ids.
     - prompt_token_ids: at least one token, each 0 to 2**32 - 1, as a list or other iterable of ints, or as a buffer
-      (see `tokens.pack_tokens`). A buffer is used without a copy and must not change while the sequence is in use.
+      (see `tokens.pack_tokens`).
     - salt: sequences with different salts never share a block; None counts as a salt of its own.
     - lora: the name of the LoRA adapter; None: no adapter. Sequences that differ in it never share a block either.
     - extra_keys: (start, end, key) for each span of tokens whose KV depends on more than their ids, such as an image's
       placeholders and its hash. key is a str or bytes.
     - session: the conversation that this request belongs to, hashable; None: no conversation. It doesn't change what is
       shared. Eviction policies may use it to predict what will be hit again (see `manager.sessions`).
+    - copy: False lends the sequence a buffer of 4-byte integers, which it then uses as it is. Nobody may change the
+      buffer from then on while the sequence, a fork of it or a hit of either is in use. Otherwise its tokens change
+      with the buffer, and prefixes are cached, and hit, that nobody computed. The first token that is appended ends the
+      loan, since the sequence then copies the buffer. All other prompts are copied in any case.
 
-    Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
+    Raises InvalidTokensError and InvalidArgumentError. O(tokens), of which a copy is a memcpy of 4 bytes a token; O(1)
+    for a buffer of unsigned 4-byte integers that is lent.
 
     Attributes that callers may read:
 
@@ -135,6 +153,7 @@ class Sequence:
         lora: Text | None = None,
         extra_keys: Iterable[PositionKey] = _NO_KEYS,
         session: Hashable = None,
+        copy: Flag = True,
     ) -> None:
         if type(sequence_id) is not str and type(sequence_id) is not int:
             check_id("sequence_id", sequence_id)
@@ -142,9 +161,14 @@ class Sequence:
             check_id("session", session)
         self.sequence_id = sequence_id
         self.session = session
-        ids: Any = prompt_token_ids  # for an array, `pack_tokens` is inlined
-        is_packed = type(ids) is array and ids.typecode == "I" and ids
-        self.tokens: array[int] | memoryview[int] = memoryview(ids) if is_packed else pack_tokens(ids)
+        ids: Any = prompt_token_ids
+        self.tokens: array[int] | memoryview[int]
+        if copy is not True and not check_flag("copy", copy):
+            self.tokens = pack_tokens(ids)
+        elif type(ids) is array and ids.typecode == "I" and ids:  # `own_tokens`, inlined for arrays
+            self.tokens = ids[:]
+        else:
+            self.tokens = own_tokens(ids)
         self.num_prompt_tokens = len(self.tokens)
         self.keys: SequenceKeys | None = None
         if salt is not None or lora is not None or extra_keys is not _NO_KEYS:
@@ -290,7 +314,7 @@ class Sequence:
         self.append_packed(packed)
 
     def append_checked(self, token_id: int) -> None:
-        """Add one token that was checked. Only for the manager. O(1), and once O(prompt) if the prompt is a buffer."""
+        """Add one token that was checked. Only for the manager. O(1), and once O(prompt) if the prompt was lent."""
         self.fits_below = 0
         try:
             self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
@@ -300,7 +324,7 @@ class Sequence:
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
         """Add tokens that `pack_tokens` returned. Only for the manager.
 
-        O(new tokens), and once O(prompt) if the prompt is the caller's buffer.
+        O(new tokens), and once O(prompt) if the prompt is a buffer that the caller lent.
         """
         self.fits_below = 0  # first, so that after an exception anywhere the fast path isn't taken
         own = self.tokens
@@ -388,9 +412,8 @@ class Sequence:
         Raises InvalidArgumentError.
         """
         own = self.tokens
-        twin = Sequence(sequence_id, own)
+        twin = Sequence(sequence_id, own, copy=isinstance(own, array))  # a buffer that was lent is lent to both
         twin.session = self.session
-        twin.tokens = own[:] if isinstance(own, array) else own
         twin.keys = self.keys
         twin.state_marks = self.state_marks
         twin.num_prompt_tokens = self.num_prompt_tokens
@@ -444,7 +467,9 @@ class Sequence:
         """Return why `manager` can't use this sequence. Only for the manager's error messages."""
         if self.owner is None:
             return f"{self}, which holds no blocks (never allocated, or freed)"
-        return f"{self}, which {'was renamed' if self.owner is manager else 'belongs to another manager'}"
+        if self.owner is not manager:
+            return f"{self}, which belongs to another manager"
+        return f"{self}, whose sequence_id, or the id's hash, isn't what it was at its allocation: set it back"
 
     def __reduce__(self) -> NoReturn:
         """Raise TypeError. A sequence can't be copied or pickled, since two sequences would own one block table."""

@@ -1,16 +1,15 @@
 """Token ids packed as 32-bit unsigned integers: the only form in which the core stores and compares them.
 
-Packing a list costs 10 to 30 ns per token, more than all the rest of a hit. A sequence therefore packs its tokens once,
-and uses buffers without a copy. Packed tokens are little-endian, in memory and in the digest format.
+Packing a list costs 5 to 30 ns per token, more than all the rest of a hit. A sequence therefore packs its tokens once.
+Packed tokens are little-endian, in memory and in the digest format.
 """
 
 import sys
 from array import array
 from collections.abc import Iterable
-from operator import index
 from typing import Any, Protocol, SupportsIndex
 
-from kvblocks.arguments import is_a, shown
+from kvblocks.arguments import as_int, has_no_order, is_a, shown
 from kvblocks.errors import InvalidTokensError, NoTokensError
 
 if sys.byteorder != "little":  # pragma: no cover
@@ -18,7 +17,7 @@ if sys.byteorder != "little":  # pragma: no cover
 
 
 class Buffer(Protocol):
-    """An object with the buffer protocol, such as array, bytes and NumPy's arrays."""
+    """An object with the buffer protocol, such as array, memoryview and NumPy's arrays."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
         """Return a view of the memory."""
@@ -36,21 +35,26 @@ TokenIds = Iterable[SupportsIndex] | Buffer | HasNumpy
 
 MAX_TOKEN_ID = 2**32 - 1
 
+_WIDE = "ids have 32 bits, so give a wider one (a hash of an image, say) as an extra key of a placeholder token"
+
 
 def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     """Return `token_ids` as 4-byte unsigned integers: a new array, or a view of the caller's buffer.
 
     token_ids may be:
 
-    - an iterable of ints, where an int is any object with `__index__`. A bool counts as 0 or 1, since checking each
-      item would double the cost.
+    - an iterable of ints in an order of its own, so no set and no dict. An int is any object with `__index__`. A list
+      that begins with a bool, such as a mask, is refused. A bool further on counts as 0 or 1, since a look at each item
+      would make packing 3 to 7 times as slow.
     - a one-dimensional buffer of 2-, 4- or 8-byte integers, such as array("I"), a NumPy array, or an object with a
       `numpy()` method (a torch CPU tensor).
-    - bytes or a bytearray, as packed little-endian u32.
 
-    Bytes and 4-byte buffers are not copied; the caller must not change them. Raises InvalidTokensError unless all ids
-    are from 0 to 2**32 - 1, and NoTokensError if there are none. O(1) for bytes and unsigned 4-byte integers; O(tokens)
-    for everything else, cheapest first: int32 (a check of the signs), int64, lists.
+    Bytes are refused, since they may be text or packed ids. For packed u32, pass `memoryview(packed).cast("I")`.
+
+    A buffer of 4-byte integers is not copied: whoever keeps the result copies it (`own_tokens`), unless the caller
+    promises not to change the buffer. Raises InvalidTokensError unless all ids are from 0 to 2**32 - 1, and
+    NoTokensError if there are none. O(1) for unsigned 4-byte integers; O(tokens) for everything else, cheapest first:
+    int32 (a check of the signs), int64, lists.
     """
     given: Any = token_ids
     if type(given) is array and given.typecode == "I" and given:
@@ -59,6 +63,11 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
         return _pack_ints(given)
     if is_a(given, str):
         raise InvalidTokensError("token ids: expected integers, got a str")
+    if is_a(given, bytes) or is_a(given, bytearray):
+        raise InvalidTokensError(
+            f"token ids: expected integers, got {_name(given)}, which may be text; for packed u32, pass"
+            ' memoryview(packed).cast("I")'
+        )
     source: Any = _tensor_on_cpu(given) if hasattr(given, "numpy") else given
     try:
         view = memoryview(source)
@@ -66,7 +75,20 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
         if is_a(source, memoryview):
             raise InvalidTokensError(f"token ids: expected a buffer, got one that says: {error}") from None
         return _pack_ints(_listed(source))
-    return _pack_bytes(view) if is_a(source, bytes) or is_a(source, bytearray) else _pack_buffer(view)
+    return _pack_buffer(view)
+
+
+def own_tokens(token_ids: TokenIds) -> "array[int]":
+    """Return `token_ids`, packed, in a new array that the caller's buffer has no part in.
+
+    Raises what `pack_tokens` raises. O(tokens).
+    """
+    packed = pack_tokens(token_ids)
+    if isinstance(packed, array):
+        return packed
+    own = array("I")
+    own.frombytes(packed.cast("B"))
+    return own
 
 
 def num_equal(one: Any, other: Any) -> int:
@@ -106,6 +128,8 @@ def _listed(token_ids: Any) -> list[Any]:
         iterator = iter(token_ids)
     except TypeError:
         raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}") from None
+    if has_no_order(token_ids):
+        raise InvalidTokensError(f"token ids: expected integers in order, got a {_name(token_ids)}, which has none")
     return list(iterator)
 
 
@@ -117,29 +141,21 @@ def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
         raise InvalidTokensError(describe_bad_id(token_ids)) from None
     if not packed:
         raise NoTokensError("token ids: expected at least one, got none")
+    if type(token_ids[0]) is bool:
+        raise InvalidTokensError(describe_bad_id(token_ids))
     return packed
 
 
 def describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
     """Return the error message for ids of which at least one is invalid."""
     for position, token_id in enumerate(token_ids):
-        try:
-            number = index(token_id)
-        except (TypeError, ValueError, OverflowError):
+        number = as_int(token_id)
+        if number is None:
             return f"token ids: expected integers, got {_name(token_id)} {shown(token_id)} at position {position}"
         if not 0 <= number <= MAX_TOKEN_ID:
-            return f"token ids: expected 0 to {MAX_TOKEN_ID}, got {shown(token_id)} at position {position}"
+            text = f"token ids: expected 0 to {MAX_TOKEN_ID}, got {shown(token_id)} at position {position}"
+            return text if number < 0 else f"{text}: {_WIDE}"
     return f"token ids: expected integers from 0 to {MAX_TOKEN_ID}, got {shown(token_ids)}"
-
-
-def _pack_bytes(view: memoryview) -> "memoryview[int]":
-    if not view.nbytes:
-        raise NoTokensError("token ids: expected packed u32, 4 bytes for each of 1 or more, got none")
-    if view.nbytes % 4:
-        raise InvalidTokensError(
-            f"token ids: expected packed u32, 4 bytes for each of 1 or more, got {view.nbytes} bytes"
-        )
-    return view.toreadonly().cast("I")
 
 
 def _pack_buffer(view: memoryview) -> "array[int] | memoryview[int]":
@@ -148,9 +164,9 @@ def _pack_buffer(view: memoryview) -> "array[int] | memoryview[int]":
     if not view.nbytes:
         raise NoTokensError("token ids: expected at least one, got none")
     kind = view.format.removeprefix("@")
-    if len(kind) != 1 or kind not in "hHiIlLqQnN":  # 1-byte items could be ids, or packed bytes
+    if len(kind) != 1 or kind not in "hHiIlLqQnN":  # 1-byte items may be ids, text or packed ids
         raise InvalidTokensError(
-            f"token ids: expected bytes, or a buffer of native integers of 2, 4 or 8 bytes, got format {view.format!r}"
+            f"token ids: expected a buffer of native integers of 2, 4 or 8 bytes, got format {view.format!r}"
         )
     if view.itemsize < 4 or not view.c_contiguous:
         return _pack_ints(view.tolist())

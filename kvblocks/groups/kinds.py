@@ -17,6 +17,7 @@ from math import gcd
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count, check_flag, shown
+from kvblocks.closed import check_subclass
 from kvblocks.errors import InvalidArgumentError
 
 MOST_TOKENS = 1 << 62
@@ -28,10 +29,16 @@ class Group(ABC):
     """A group of layers that attend alike: the base class of all kinds. block_size: tokens in a block.
 
     A kind says in `first_seen` which tokens its layers see. From that follows what a hit needs, and what no later query
-    sees.
+    sees. A kind of your own is derived from this class; kvblocks' own kinds can't be subclassed.
     """
 
     block_size: int
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a class that is derived from one of kvblocks' kinds."""
+        for base in cls.__mro__[1:]:
+            if base is not Group and issubclass(base, Group) and base.__module__.startswith("kvblocks."):
+                check_subclass(cls, base, "derive a kind of your own from Group")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", check_count("block_size", self.block_size, 1))

@@ -122,7 +122,7 @@ class GroupLayout:
 
 def check_groups(groups: Iterable[Group]) -> GroupLayout:
     """Return the layout of an engine's groups. Raises InvalidArgumentError."""
-    items = listed("groups", "Group items", groups)
+    items = listed("groups", "Group items", groups, in_order=True)
     if not items or not all(is_a(item, Group) for item in items):
         raise wrong("groups", "Group items", items)
     sizes = sorted({item.block_size for item in items if item.has_tokens})

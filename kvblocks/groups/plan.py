@@ -221,7 +221,7 @@ def _with_states(found: Plan, kind: RecurrentState, state_bytes: int) -> Plan:
 def _state_bytes(states: Iterable[Any], kind: RecurrentState | None) -> int:
     """Return the bytes of all states together. Raises InvalidArgumentError."""
     total = 0
-    for given in listed("states", "StateLayer items", states):
+    for given in listed("states", "StateLayer items", states, in_order=True):
         if not is_a(given, StateLayer):
             raise wrong("states", "StateLayer items", given)
         total += check_count("states: num_bytes", given[0], 1)
@@ -240,7 +240,7 @@ _Part = tuple[int, list[tuple[int, list[_Share]]]]
 def _parts(kinds: Sequence[Group], layers: Iterable[Any], element_bytes: int) -> list[_Part]:
     """Return the kinds that have layers, with all ways to share their layers out."""
     numbers: dict[int, dict[int, list[int]]] = {}  # by kind and bytes of a block
-    for number, given in enumerate(listed("layers", "KVLayer or LatentLayer items", layers)):
+    for number, given in enumerate(listed("layers", "KVLayer or LatentLayer items", layers, in_order=True)):
         if is_a(given, LatentLayer):
             bytes_per_token = check_count("layers: bytes_per_token", given[1], 1)
         elif is_a(given, tuple) and len(given) == 3:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, final
 
 from kvblocks.arguments import Given, check_count, listed, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.change import Change
 from kvblocks.core.sequence import Sequence, as_sequence
@@ -30,7 +31,8 @@ class HeldBlocks(NamedTuple):
     age: int
 
 
-class Inspector:
+@final
+class Inspector(Closed):
     """What a manager holds and why, for people, routers and tests: `manager.inspect`.
 
     Made by a manager. Its calls change nothing, except that `watch_evictions` begins to count.

@@ -11,9 +11,10 @@ in seconds.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal, SupportsFloat, SupportsIndex
+from typing import Literal, SupportsFloat, SupportsIndex, final
 
 from kvblocks.arguments import Given, check_clock, check_count, is_a, wrong
+from kvblocks.closed import Closed
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.block_sampler import BlockSampler, check_bounds
 from kvblocks.stats import HitCounts, MetricsSnapshot, PinUsage
@@ -25,7 +26,8 @@ SECOND_BOUNDS: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0,
 """Bounds of histograms in seconds."""
 
 
-class CacheMetrics:
+@final
+class CacheMetrics(Closed):
     """Watches a manager from now on. Only one object at a time can sample a manager's blocks.
 
     - sample_every: about one block in this many is sampled. None: no block is sampled, the histograms stay empty, and

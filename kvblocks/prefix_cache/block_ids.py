@@ -24,7 +24,7 @@ def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) ->
     """
     given: Any = kv_block_ids
     in_buffer = None if type(given) is list else _from_buffer(given)
-    ids: list[Any] = listed("kv_block_ids", _EXPECTED, given) if in_buffer is None else in_buffer
+    ids: list[Any] = listed("kv_block_ids", _EXPECTED, given, in_order=True) if in_buffer is None else in_buffer
     if len(ids) < num_blocks:
         raise InvalidArgumentError(
             f"kv_block_ids: expected at least {num_blocks}, one for each full block of {block_size} tokens, "

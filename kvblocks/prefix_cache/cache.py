@@ -15,14 +15,24 @@ Calls are atomic: one that raises has changed nothing. The exception is a call t
 change, for example by a KeyboardInterrupt. After that all calls raise CorruptStateError.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex, final
 
-from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, check_number, check_share, wrong
+from kvblocks.arguments import (
+    Flag,
+    Text,
+    check_count,
+    check_flag,
+    check_name,
+    check_number,
+    check_share,
+    counted,
+    wrong,
+)
+from kvblocks.closed import Closed
 from kvblocks.core.caching import digests_ahead
 from kvblocks.core.change import CHANGING, IDLE, Change
 from kvblocks.core.hashing import HashFunction, Names, PositionKeys
@@ -57,14 +67,16 @@ _NONE: Any = 0
 """The default for numbers of tokens and bytes, also compared by identity."""
 
 
-class PrefixCache:
+@final
+class PrefixCache(Closed):
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
     In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; prefixes that
-    differ in them are different prefixes. Tokens may have any form that `tokens.pack_tokens` takes. A lookup of no
-    tokens finds nothing. Only full blocks are cached. max_blocks: 0 turns the cache off, so that nothing is found and
-    no id is taken. Raises InvalidArgumentError. Blocks that were never inserted take no memory. When a match is left,
-    the next call releases its blocks, which costs O(1) for each such match and for each block that nothing else holds.
+    differ in them are different prefixes. Tokens may have any form that `tokens.pack_tokens` takes. What a call returns
+    or keeps has a copy of them, so the caller may change a buffer after the call. A lookup of no tokens finds nothing.
+    Only full blocks are cached. max_blocks: 0 turns the cache off, so that nothing is found and no id is taken. Raises
+    InvalidArgumentError. Blocks that were never inserted take no memory. When a match is left, the next call releases
+    its blocks, which costs O(1) for each such match and for each block that nothing else holds.
     """
 
     def __init__(
@@ -121,7 +133,7 @@ class PrefixCache:
         InvalidTokensError and InvalidArgumentError. One dict lookup and one memcmp for each run of blocks that were
         inserted together, plus O(blocks found).
         """
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=True)
         with self._lock:
             return self._match(sequence)
 
@@ -129,7 +141,7 @@ class PrefixCache:
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> int:
         """Return how many tokens `match_prefix` would find. Changes nothing, neither recency nor counters."""
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=False)
         with self._lock:
             self._change.check_whole()
             return len(self._store.find(sequence)) * self.block_size
@@ -163,12 +175,12 @@ class PrefixCache:
 
         The result's `match` is what `match_prefix` of these tokens would find now, without another lookup; `stats`
         doesn't count it. It holds nothing until it is entered. If other threads may evict, insert and enter inside
-        `exclusive`. The match has a copy of the tokens, so the caller may change a buffer after this call.
+        `exclusive`.
 
         Raises InvalidTokensError, InvalidArgumentError, BlockStateError for an id that holds another prefix,
         PinBudgetError, and StaleHitError if fewer than num_cached_tokens are cached. O(tokens + payloads).
         """
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=True)
         size = self.block_size
         skipped = 0
         if num_cached_tokens is not _NONE:
@@ -185,8 +197,6 @@ class PrefixCache:
         if payloads is not _NO_PAYLOADS:
             new_payloads = check_payloads(payloads, sequence.num_tokens, self._check_bytes)
         pins = check_flag("pin", pin)
-        if not isinstance(sequence.tokens, array):  # a view of the caller's buffer, which the caller may change
-            sequence.tokens = array("I", sequence.tokens.tobytes())
         with self._lock:
             done = self._insert(sequence, skipped // size, given, num_bytes, new_payloads, pins=pins)
             return done._replace(unused_kv_blocks=done.unused_kv_blocks + tail) if tail else done
@@ -276,7 +286,7 @@ class PrefixCache:
         O(tokens).
         """
         number = self._check_bytes("num_bytes", num_bytes, int(payload is not None))
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=False)
         with self._lock:
             self._catch_up()
             self._change.begin()
@@ -318,7 +328,7 @@ class PrefixCache:
         aren't part of the pin. description: shown by `inspect.list_pinned`. Raises InvalidTokensError,
         InvalidArgumentError and PinBudgetError. O(tokens).
         """
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=False)
         name = check_name("description", description)
         with self._lock:
             self._catch_up()
@@ -339,7 +349,7 @@ class PrefixCache:
         token_ids: as given to `pin_prefix`; a partial last block makes no difference. Returns how many tokens were
         pinned; 0: there was no such pin. Raises InvalidTokensError, InvalidArgumentError. O(tokens).
         """
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=False)
         with self._lock:
             self._catch_up()
             self._change.begin()
@@ -439,6 +449,10 @@ class PrefixCache:
             paths = self._pins.paths()
             assert all(paths), "cache: a pin of nothing"
             self._store.check([*paths, *[hold.blocks for hold in self._holds]])
+
+    def __repr__(self) -> str:
+        kinds = f"at most {counted(self.max_blocks, 'block')} of {counted(self.block_size, 'token')}"
+        return f"PrefixCache({kinds}, {len(self._store.ids)} cached)"
 
     def _hold(self, match: PrefixMatch, hold: Hold) -> None:
         """Bring `match` up to date and hold its blocks with `hold`. For `PrefixMatch.__enter__`; see there."""

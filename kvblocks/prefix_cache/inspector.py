@@ -1,9 +1,10 @@
 """`CacheInspector`: `cache.inspect`, what people and tests look at. No engine needs it."""
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import Given, Text, check_count
+from kvblocks.closed import Closed
 from kvblocks.core.hashing import PositionKeys
 from kvblocks.core.tokens import TokenIds
 from kvblocks.observe.digests import block_digests, find_by_digest
@@ -16,7 +17,8 @@ from kvblocks.prefix_cache.store import PrefixStore
 from kvblocks.retention.eviction import Eviction
 
 
-class CacheInspector:
+@final
+class CacheInspector(Closed):
     """What a `PrefixCache` holds and why: `cache.inspect`. Made by a cache. Its calls change nothing.
 
     Like the cache's calls, they take its lock and may come from any thread.
@@ -70,7 +72,7 @@ class CacheInspector:
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> list[bytes]:
         """Return the digests of the tokens' full blocks, cached or not, as events name them. O(tokens)."""
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=False)
         with self._lock:
             self._catch_up()
             return block_digests(self._store.index, sequence)
@@ -86,7 +88,7 @@ class CacheInspector:
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> Explanation:
         """Explain why the longest cached prefix of the tokens ends where it does. See `Inspector.explain`."""
-        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys, copy=False)
         with self._lock:
             self._catch_up()
             return explain_miss(self._store.index, self._history, sequence)

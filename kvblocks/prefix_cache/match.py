@@ -6,9 +6,10 @@ blocks could never be evicted. And its finalizer would have to release them, in 
 """
 
 from array import array
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, final
 from warnings import warn
 
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError
@@ -40,7 +41,8 @@ class MatchHolder(Protocol):
         """End `hold`. Does no harm if it is called twice, or if the hold has no blocks."""
 
 
-class PrefixMatch:
+@final
+class PrefixMatch(Closed):
     """The longest cached prefix of some tokens, as of the lookup, and a context manager that holds its blocks.
 
     As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks until its
@@ -50,9 +52,8 @@ class PrefixMatch:
     longer true, entering raises StaleHitError, since the caller may have acted on it. A match may be entered again,
     even while it is held.
 
-    An insertion's match works in the same way, as of the insertion. Tokens given to a lookup as a buffer are used
-    without a copy and must not change while the match is in use; an insertion's match has a copy. Only one thread at a
-    time may use a match. Made by a `PrefixCache`; sequence, blocks, version and is_read are for the cache.
+    An insertion's match works in the same way, as of the insertion. Only one thread at a time may use a match. Made by
+    a `PrefixCache`; sequence, blocks, version and is_read are for the cache.
     """
 
     __slots__ = (

@@ -14,14 +14,17 @@ from kvblocks.prefix_cache.payloads import NewPayload
 _NAME = "prefix"
 
 
-def make_prompt(token_ids: TokenIds, salt: Text | None, lora: Text | None, extra_keys: PositionKeys) -> Sequence:
+def make_prompt(
+    token_ids: TokenIds, salt: Text | None, lora: Text | None, extra_keys: PositionKeys, *, copy: bool
+) -> Sequence:
     """Return a prompt as a sequence, with its tokens and keys.
 
-    Unlike a sequence of a manager, a prompt may have no tokens; a lookup then finds nothing. Raises InvalidTokensError
-    and InvalidArgumentError. O(tokens) for ints, O(1) for a buffer of 4-byte integers.
+    Unlike a sequence of a manager, a prompt may have no tokens; a lookup then finds nothing. copy: False only for a
+    call that forgets the prompt at its end; see `Sequence`. Raises InvalidTokensError and InvalidArgumentError. Costs
+    what making a sequence costs.
     """
     try:
-        return Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        return Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys, copy=copy)
     except NoTokensError:
         keys = listed("extra_keys", "an iterable of (start, end, key)", extra_keys)
         if keys:

@@ -10,9 +10,10 @@ shared block. Only `detach` holds the partly filled last block, since it frees t
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import Given, asked_once, check_count, counted, is_a, shown, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.change import CHANGING, Change
 from kvblocks.core.sequence import Sequence
@@ -20,7 +21,8 @@ from kvblocks.core.slots import SlotAllocator
 from kvblocks.errors import BlockStateError
 
 
-class BlockHold:
+@final
+class BlockHold(Closed):
     """Blocks that are neither reused nor evicted until the hold is released. Made by `BlockHolds`; compared by
     identity.
 
@@ -60,7 +62,8 @@ class BlockHold:
         return f"BlockHold({shown(self.sequence_id)}, {counted(self.num_tokens, 'token')}, {state})"
 
 
-class BlockHolds:
+@final
+class BlockHolds(Closed):
     """The holds of a manager: `manager.holds`. Iterating yields them, oldest first.
 
     Made by a manager. As with the manager's own calls, one that raises has changed nothing.

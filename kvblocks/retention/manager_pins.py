@@ -1,19 +1,21 @@
 """`ManagerPins`, which is `manager.pins`: the calls about pins. `retention.pins` says what a pin is and does."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, final
 
 from kvblocks.arguments import Given, Text, check_number, is_a, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.change import Change
 from kvblocks.core.hashing import PositionKey
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
-from kvblocks.core.tokens import TokenIds, pack_tokens
+from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.pins import Pin, Pins, Priority
 
 
-class ManagerPins:
+@final
+class ManagerPins(Closed):
     """The pins of a manager: `manager.pins`. Iterating yields those that haven't ended, oldest first.
 
     Made by a manager. As with the manager's own calls, one that raises has changed nothing.
@@ -77,8 +79,7 @@ class ManagerPins:
         if not self._caches:
             raise InvalidArgumentError("pins.pin: expected enable_caching=True when the manager was made, got False")
         end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
-        copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
-        prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
+        prefix = Sequence("pin", token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         pin = self._pins.make(prefix, priority, end)
         self._change.begin()
         self._slots.soft_holds = self._pins

@@ -1,9 +1,10 @@
 """`ManagerQuotas`, which is `manager.quotas`: the calls about quotas. `retention.quotas` says what a quota does."""
 
 from collections.abc import Callable, Iterator
-from typing import SupportsIndex
+from typing import SupportsIndex, final
 
 from kvblocks.arguments import Text, check_count, check_name
+from kvblocks.closed import Closed
 from kvblocks.core.change import Change
 from kvblocks.core.pool import BlockPool
 from kvblocks.retention.eviction import Eviction
@@ -11,7 +12,8 @@ from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge
 from kvblocks.stats import QuotaUsage
 
 
-class ManagerQuotas:
+@final
+class ManagerQuotas(Closed):
     """The quotas of a manager's tenants: `manager.quotas`.
 
     Iterating yields the `QuotaUsage` of each salt that has a quota of its own, or that has the default quota and

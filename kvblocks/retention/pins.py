@@ -16,9 +16,10 @@ Retention priorities by ranges of tokens are TensorRT-LLM's; protecting blocks b
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import as_int, check_count, is_a, listed, shown, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hooks import SoftHolds
@@ -32,7 +33,8 @@ Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, Supports
 """0 to 100 for a whole prefix, or (start, end, priority) for ranges of its tokens."""
 
 
-class Pin:
+@final
+class Pin(Closed):
     """A request to keep a prefix cached. Made by `manager.pins.pin`; pins are compared by identity.
 
     - sequence: the prefix, with its salt and keys.

@@ -5,14 +5,16 @@ and why, or that it has ended. A session belongs to a tenant: the same name with
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, final
 
 from kvblocks.arguments import Text, check_id, check_name, check_text, is_a, plain_text, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.change import Change
 from kvblocks.retention.eviction import Eviction
 
 
-class Sessions:
+@final
+class Sessions(Closed):
     """The calls about sessions: `manager.sessions`. They do nothing without an eviction policy that uses them.
 
     Made by a manager. As with the manager's own calls, one that raises has changed nothing.

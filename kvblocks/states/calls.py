@@ -1,9 +1,10 @@
 """`ManagerStates`, which is `manager.states`: the calls about recurrent states."""
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import Given, asked_once, check_count
+from kvblocks.closed import Closed
 from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit, check_start
 from kvblocks.core.sequence import Sequence, as_sequence
@@ -13,7 +14,8 @@ from kvblocks.states.slots import StateSlots
 from kvblocks.stats import StateStats
 
 
-class ManagerStates:
+@final
+class ManagerStates(Closed):
     """The live states of a manager's sequences, and their checkpoints: `manager.states`.
 
     Made by a manager. Its calls raise InvalidArgumentError unless one of the manager's groups is a `RecurrentState`. As

@@ -6,9 +6,10 @@ compares all of these.
 """
 
 from struct import pack, unpack
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final, SupportsIndex, final
 
 from kvblocks.arguments import Given, check_count, is_a, wrong
+from kvblocks.closed import Closed
 from kvblocks.core.hashing import Names, make_preimage, sha256_digest
 
 NUM_DIGEST_BYTES: Final = 32
@@ -22,7 +23,8 @@ def identity_names() -> Names:
     return Names(sha256_digest, NUM_DIGEST_BYTES)
 
 
-class BlockIdentity:
+@final
+class BlockIdentity(Closed):
     """The identity of a stored block. Read-only, compared by value.
 
     - parent: the SHA-256 digest of the block before it, b"" for a first block.

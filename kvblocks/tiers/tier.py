@@ -1,7 +1,7 @@
 """`Tier`: the description of a place below the device."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, SupportsFloat, SupportsIndex, get_args
+from typing import Any, Literal, SupportsFloat, SupportsIndex, final, get_args
 
 from kvblocks.arguments import (
     Flag,
@@ -17,6 +17,7 @@ from kvblocks.arguments import (
     plain_text,
     wrong,
 )
+from kvblocks.closed import check_subclass
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.stats import TierStats
 from kvblocks.tiers.rates import MOST_NUMBER
@@ -27,6 +28,7 @@ StoreWhen = Literal["computed", "freed", "reused"]
 """When a block is stored: once it is written, when its sequence ends, or when a second sequence hits it."""
 
 
+@final
 class Tier:
     """A place that holds copies of cached blocks, in slots 0 to num_blocks - 1.
 
@@ -50,6 +52,10 @@ class Tier:
     - medium: its name in events. None: "EXTERNAL" if shared, as in SGLang; "STORAGE" if persistent, otherwise "CPU", as
       in vLLM.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError."""
+        check_subclass(cls, Tier)
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class Tier:
 
 def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:
     """Return a manager's tiers. groups: its groups; empty: one with full attention. Raises InvalidArgumentError."""
-    given = tuple(listed("tiers", "an iterable of Tier", tiers))
+    given = tuple(listed("tiers", "an iterable of Tier", tiers, in_order=True))
     for tier in given:
         if not is_a(tier, Tier):
             raise wrong("tiers", "an iterable of Tier", tier)

@@ -10,7 +10,7 @@ loading is in no step until `complete` says what arrived.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex, final
 
 from kvblocks.arguments import (
     Flag,
@@ -26,6 +26,7 @@ from kvblocks.arguments import (
     plain_text,
     wrong,
 )
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit, check_start
@@ -43,7 +44,8 @@ from kvblocks.tiers.traffic import Traffic
 from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
 
 
-class Tiers:
+@final
+class Tiers(Closed):
     """The tiers of a manager, the fastest first. Iterating yields their `TierStats`. Made by a manager.
 
     Calls raise as the manager's do; a call that raised has changed nothing. num_stale_answers: how often `complete` was

@@ -89,7 +89,7 @@ class Traffic:
 
     def listed(self, loads: object) -> list[TierHit]:
         """Return loads as a list. Raises InvalidArgumentError, and SequenceStateError for another manager's loads."""
-        given: list[Any] = listed("loads", "what tiers.find returned, or a first part of it", loads)
+        given: list[Any] = listed("loads", "what tiers.find returned, or a first part of it", loads, in_order=True)
         for load in given:
             if not is_a(load, TierHit):
                 raise wrong("loads", "what tiers.find returned, or a first part of it", load)

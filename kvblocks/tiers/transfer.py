@@ -1,6 +1,9 @@
 """What a manager of tiers and the mover of the bytes exchange: `TierHit`, `Transfer`, `Loaded`."""
 
+from typing import final
+
 from kvblocks.arguments import counted
+from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.stats import TierPart
@@ -12,7 +15,7 @@ QUEUED, BEGUN, ENDED = 0, 1, 2
 """States of a transfer: not returned by `take_transfers` yet; begun; over, or never to begin."""
 
 
-class TierHit:
+class TierHit(Closed):
     """What a tier has of a sequence, as of a lookup: a part after what the device and the parts before it have.
 
     sequence: the sequence that was looked up. tier: the tier's name. first_token: where the part begins. num_tokens:
@@ -50,7 +53,8 @@ class TierHit:
         return f"TierHit({self.tier!r}, {tokens} from {self.first_token}, {self.num_bytes} bytes)"
 
 
-class Transfer:
+@final
+class Transfer(Closed):
     """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
 
     is_load: True if the bytes go from the tier to the device, False for the other way. tier: the tier's name.
@@ -128,7 +132,8 @@ class Transfer:
         return f"Transfer({self.generation}, {kind}, {self.tier!r}, {counted(len(self.slots), 'block')})"
 
 
-class Loaded:
+@final
+class Loaded(Closed):
     """What became of a sequence's loads, all of which have ended.
 
     num_tokens: how many tokens, from the first, have KV. The tokens after them must be computed. is_whole: whether

@@ -1,12 +1,15 @@
 """The arguments that a sequence accepts, and its attributes."""
 
-import copy
-import pickle
+from array import array
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from random import Random
 from typing import Any
 
 import pytest
 
-from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, Sequence
+from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, Sequence, SequenceStateError
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,70 @@ def test_tokens_slots_and_computed_tokens_are_three_numbers() -> None:
     manager.free(sequence)
     assert (sequence.num_tokens, sequence.block_ids, sequence.num_computed_tokens) == (7, [], 0)
     assert not sequence.is_allocated
+
+
+def buffers(num_tokens: int) -> list[tuple[Any, Callable[[], None]]]:
+    """Buffers of the tokens 0, 1, … of every form that could be used without a copy, and what overwrites each by 7."""
+    found: list[tuple[Any, Callable[[], None]]] = []
+    for kind in "iIqQ":
+        for form in (memoryview, lambda ids: ids):
+            own, sevens = array(kind, range(num_tokens)), array(kind, [7] * num_tokens)
+            found.append((form(own), lambda own=own, sevens=sevens: own.__setitem__(slice(None), sevens)))
+    raw = bytearray(array("I", range(num_tokens)).tobytes())
+    found.append((memoryview(raw).cast("I"), lambda: raw.__setitem__(slice(None), b"\7\0\0\0" * num_tokens)))
+    if find_spec("numpy") is not None:  # which comes with the engine's dependencies
+        numpy = import_module("numpy")
+        for kind in ("int32", "uint32", "int64"):
+            ids = numpy.arange(num_tokens, dtype=kind)
+            found.append((ids, lambda ids=ids: ids.fill(7)))
+    return found
+
+
+def test_a_prompt_is_its_sequence_s_own() -> None:
+    """The caller reuses a buffer while its sequence waits, runs and has ended."""
+    for when in ("waiting", "running", "freed"):
+        for buffer, overwrite in buffers(12):
+            manager = KVCacheManager(64, 4)
+            sequence = Sequence("a", buffer)
+            fork = sequence.fork("fork")
+            if when == "waiting":
+                overwrite()
+            manager.allocate_slots(sequence, 4)
+            if when == "running":
+                overwrite()
+            manager.allocate_slots(sequence)
+            manager.free(sequence)
+            overwrite()
+            assert sequence.token_ids() == fork.token_ids() == [*range(12)]
+            assert manager.get_computed_blocks(Sequence("b", [*range(12), 1])).num_tokens == 12
+            assert manager.get_computed_blocks(Sequence("c", [7] * 13)).num_tokens == 0
+
+
+def test_appended_tokens_are_the_sequence_s_own() -> None:
+    for buffer, overwrite in buffers(12):
+        manager = KVCacheManager(64, 4)
+        one, two, three = Sequence("one", [1]), Sequence("two", [1]), Sequence("three", [1])
+        one.append_tokens(buffer)
+        for sequence in (one, two, three):
+            manager.allocate_slots(sequence)
+        manager.append_slots(two, buffer)
+        manager.append_slots(three, buffer, delay_cache_blocks=True)
+        overwrite()
+        for sequence in (one, two, three):
+            assert sequence.token_ids() == [1, *range(12)]
+
+
+def test_a_buffer_that_is_lent_is_used_as_it_is_until_a_token_is_appended() -> None:
+    for buffer in (array("I", range(8)), array("i", range(8)), memoryview(array("I", range(8)))):
+        sequence = Sequence("s", buffer, copy=False)
+        fork = sequence.fork("fork")
+        assert sequence.packed_tokens().obj is fork.packed_tokens().obj is getattr(buffer, "obj", buffer)
+        sequence.append_tokens([8])
+        buffer[0] = 5
+        assert (sequence.token_ids(), fork.token_ids()) == ([*range(9)], [5, *range(1, 8)])
+    assert Sequence("s", [1, 2], copy=False).token_ids() == [1, 2]
+    with pytest.raises(InvalidArgumentError, match="copy: expected True or False, got 0"):
+        Sequence("s", array("I", [1]), copy=0)  # type: ignore[arg-type]
 
 
 def test_the_block_table_grows_in_place() -> None:
@@ -105,11 +172,76 @@ def test_an_id_must_be_hashable() -> None:
     assert Sequence(("request", 7), [1]).sequence_id == ("request", 7)
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_sequence_is_not_copied(duplicate: Any) -> None:
-    """A copy would share the block table, and free it a second time."""
-    manager = KVCacheManager(8, 2)
-    sequence = Sequence("s", [1, 2, 3])
+class Moody:
+    """An id whose hash is `number`, and another one at each call while that is None."""
+
+    def __init__(self, number: int | None) -> None:
+        self.number = number
+        self._random = Random(0)
+
+    def __hash__(self) -> int:
+        return self._random.getrandbits(32) if self.number is None else self.number
+
+
+def test_an_id_has_one_hash() -> None:
+    for name in ("sequence_id", "session"):
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected something whose hash stays the same, got"):
+            Sequence(**{"sequence_id": "s", "prompt_token_ids": [1], name: Moody(None)})
+
+
+@pytest.mark.parametrize("later", [2, None])
+def test_an_id_whose_hash_changes_later_is_reported_and_nothing_changes(later: int | None) -> None:
+    manager = KVCacheManager(16, 4)
+    moody = Moody(1)
+    sequence, other = Sequence(moody, range(6)), Sequence("other", range(6))
     manager.allocate_slots(sequence)
-    with pytest.raises(TypeError, match="can't be copied or pickled"):
-        duplicate(sequence)
+    manager.allocate_slots(other)
+    calls: list[Callable[[], object]] = [
+        lambda: manager.free(sequence),
+        lambda: manager.abort(sequence, 0),
+        lambda: manager.fork(sequence, "fork"),
+        lambda: manager.truncate(sequence, 6),
+        lambda: manager.rewind(sequence, 0),
+        lambda: manager.cache_blocks(sequence, 6),
+        lambda: manager.holds.detach(sequence),
+    ]
+    for call in calls:
+        moody.number = later
+        with pytest.raises(SequenceStateError, match="whose sequence_id, or the id's hash, isn't what it was"):
+            call()
+        moody.number = 1
+        manager.check()
+    manager.free(sequence)
+    manager.free(other)
+    assert manager.num_free_blocks == 16
+
+
+class Fickle(Moody):
+    """An id whose hash is 1 until it was asked `number` times."""
+
+    def __hash__(self) -> int:
+        assert self.number is not None
+        self.number -= 1
+        return int(self.number >= 0)
+
+
+@pytest.mark.parametrize(("call", "num_looks"), [("free", 2), ("abort", 2), ("detach", 3)])
+def test_an_id_whose_hash_changes_between_two_looks_is_reported(call: str, num_looks: int) -> None:
+    """A dict that finds the id at the first look only would raise a KeyError, which says nothing to the caller."""
+    manager = KVCacheManager(16, 4)
+    fickle = Fickle(1000)
+    sequence = Sequence(fickle, range(6))
+    manager.allocate_slots(sequence)
+    calls: dict[str, Callable[[], object]] = {
+        "free": lambda: manager.free(sequence),
+        "abort": lambda: manager.abort(sequence, 0),
+        "detach": lambda: manager.holds.detach(sequence),
+    }
+    for number in range(num_looks):
+        fickle.number = number
+        with pytest.raises(SequenceStateError, match="whose sequence_id, or the id's hash, isn't what it was"):
+            calls[call]()
+        fickle.number = 1000
+        manager.check()
+    calls[call]()
+    assert not sequence.is_allocated

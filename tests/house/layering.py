@@ -16,6 +16,7 @@ FLOORS = {
     "kvblocks.version": 0,
     "kvblocks.errors": 0,
     "kvblocks.arguments": 0,
+    "kvblocks.closed": 0,
     "kvblocks.events": 0,
     "kvblocks.stats": 0,
     "kvblocks.core": 1,

@@ -173,7 +173,7 @@ def test_a_prompt_without_a_full_block():
 
 def test_an_empty_prompt_is_an_empty_match():
     cache = filled(8, (ABC, [0, 1, 2]))
-    for tokens in ([], (), iter([]), b"", array("I"), array("q")):
+    for tokens in ([], (), iter([]), array("I"), array("q")):
         match = cache.match_prefix(tokens)
         assert (match.match_length, match.matched_kv_blocks, match.remaining_tokens) == (0, [], [])
         with match:
@@ -1340,3 +1340,31 @@ def test_leaving_a_match_waits_for_nobody():
     assert seen == [True]
     assert cache.evictable_count() == 3
     cache.check()
+
+
+@pytest.mark.parametrize("kind", ["I", "i"])
+def test_a_match_and_a_pin_have_tokens_of_their_own(kind):
+    cache = filled(8, (ABC, [0, 1, 2]))
+    tokens, other = array(kind, ABC), array(kind, [token + 100 for token in ABC])
+    match = cache.match_prefix(tokens)
+    assert cache.pin_prefix(tokens) == 6
+    cache.attach(tokens, "state")
+    tokens[:] = other
+    cache.insert_prefix(list(other), [3, 4, 5])
+    with match:
+        assert (match.matched_tokens, match.matched_kv_blocks) == (ABC, [0, 1, 2])
+    cache.evict(3)  # the cached set has changed, so entering looks the tokens up again
+    with match:
+        assert (match.matched_tokens, match.matched_kv_blocks) == (ABC, [0, 1, 2])
+    assert cache.inspect.list_pinned()[0].token_ids == ABC
+    assert cache.unpin_prefix(ABC) == 6
+    assert cache.match_prefix(ABC).payload == "state"
+    assert cache.match_prefix(other).payload is None
+
+
+@pytest.mark.parametrize("ids", [{0, 1, 2}, {0: 5, 1: 6, 2: 7}])
+def test_block_ids_need_an_order(ids):
+    cache = PrefixCache(8, 2)
+    with pytest.raises(InvalidArgumentError, match=r"kv_block_ids: expected an iterable of ints, .*, in order, got"):
+        cache.insert_prefix(ABC, ids)
+    assert cache.cached_block_count() == 0

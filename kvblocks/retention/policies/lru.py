@@ -1,11 +1,14 @@
 """`LRU`: the least recently used block is evicted first, as without a policy."""
 
 from collections import OrderedDict
+from typing import final
 
+from kvblocks.closed import Closed
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
 
 
-class LRU:
+@final
+class LRU(Closed):
     """Evicts the block that became free longest ago. The simplest policy: it keeps an order and names its first."""
 
     def __init__(self, cache: CacheView) -> None:  # noqa: ARG002  # all policies take it

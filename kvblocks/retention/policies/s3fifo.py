@@ -8,15 +8,17 @@ small queue is limited to a share of the free blocks.
 """
 
 from collections import OrderedDict
-from typing import Final
+from typing import Final, final
 
+from kvblocks.closed import Closed
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
 
 SMALL_SHARE: Final = 0.1
 MAX_ROUNDS: Final = 3
 
 
-class S3FIFO:
+@final
+class S3FIFO(Closed):
     """Evicts new blocks that aren't hit again before all others."""
 
     def __init__(self, cache: CacheView) -> None:

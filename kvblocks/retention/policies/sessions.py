@@ -23,8 +23,9 @@ from collections.abc import Hashable
 from itertools import islice, repeat
 from math import inf
 from operator import is_
-from typing import Final
+from typing import Final, final
 
+from kvblocks.closed import Closed
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
 from kvblocks.retention.policies.returns import Rhythm
 from kvblocks.retention.policies.threads import PauseKind, Session, SessionKey, Thread
@@ -37,7 +38,8 @@ _ADAPTING: Final = 50  # that time is averaged over so many victims
 _HORIZON: Final = 2.0  # how far to look ahead, in multiples of that time
 
 
-class SessionsPolicy:
+@final
+class SessionsPolicy(Closed):
     """Evicts blocks that no session wants, then those least likely to be wanted soon."""
 
     def __init__(self, cache: CacheView) -> None:

@@ -7,14 +7,16 @@ blocks only, so the bound of the protected list is a share of those.
 """
 
 from collections import OrderedDict
-from typing import Final
+from typing import Final, final
 
+from kvblocks.closed import Closed
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
 
 PROTECTED_SHARE: Final = 0.8
 
 
-class SLRU:
+@final
+class SLRU(Closed):
     """Evicts the oldest block on probation: it was never hit, or so long ago that it lost its protection."""
 
     def __init__(self, cache: CacheView) -> None:  # noqa: ARG002

@@ -59,11 +59,11 @@ class NamedPrefix:
     def keep(self, num_blocks: int) -> None:
         """Keep only the first blocks, if there are more. O(tokens)."""
         if num_blocks < self.num_blocks:
-            self._tokens, keys = self.packed(num_blocks)
-            self._extra_keys = tuple(keys)
+            tokens, keys = self.packed(num_blocks)
+            self._tokens, self._extra_keys = tokens.tobytes(), tuple(keys)
             self.num_blocks = num_blocks
 
-    def packed(self, num_blocks: int) -> tuple[bytes, list[PositionKey]]:
+    def packed(self, num_blocks: int) -> "tuple[memoryview[int], list[PositionKey]]":
         """Return the tokens of the first blocks, and at least one more, with the keys that touch those blocks.
 
         The additional tokens let a lookup find all of these blocks, and keep spans whole. They are made up, so a lookup
@@ -74,12 +74,12 @@ class NamedPrefix:
         num_more = max([1, *[key[1] - end for key in keys]])
         following = self._tokens[4 * end : 4 * end + 1] or b"\0"
         other = bytes([following[0] ^ 1, 0, 0, 0])
-        return self._tokens[: 4 * end] + other * num_more, keys
+        return memoryview(self._tokens[: 4 * end] + other * num_more).cast("I"), keys
 
     def sequence(self, sequence_id: Hashable, num_blocks: int) -> Sequence:
         """Return a sequence of the first blocks and at least one more token."""
         tokens, keys = self.packed(num_blocks)
-        return Sequence(sequence_id, tokens, salt=self.salt, lora=self.lora, extra_keys=keys)
+        return Sequence(sequence_id, tokens, copy=False, salt=self.salt, lora=self.lora, extra_keys=keys)
 
 
 class PrefixNames:
