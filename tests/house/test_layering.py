@@ -219,7 +219,7 @@ def test_a_manager_of_one_group_loads_the_core_alone():
     assert "kvblocks.manager" in modules
     assert foreign_packages(modules) == {"xxhash"}
     ours = {name for name in modules if name.startswith("kvblocks.")}
-    top = {"kvblocks." + name for name in ("arguments", "errors", "events", "hashing", "manager", "stats")}
+    top = {"kvblocks." + name for name in ("arguments", "closed", "errors", "events", "hashing", "manager", "stats")}
     assert {name for name in ours - top if not layering.is_inside(name, "kvblocks.core")} == set()
 
 
