@@ -678,13 +678,14 @@ class KVCacheManager(Closed):
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> list[Sequence]:
-        """Stop caching these blocks and everything that was computed from them, because their KV is bad: a load failed,
-        for example.
+        """Stop caching these blocks, because their KV is bad: a load failed, for example. So is everything that is
+        chained to them, and that allocated sequences computed from them.
 
         The blocks' owners keep them, but everything from there on counts as lost: `num_written_tokens` of the owners
         goes back to the first of these blocks. What these sequences computed after it is bad too, and so is what others
         computed from that. Blocks that aren't cached may be given too. If a duplicate holds the same prefix, it takes
-        the block's place.
+        the block's place. What freed sequences computed from a bad block that has a duplicate, or belongs to a window,
+        must be given as well.
 
         Returns the sequences whose `num_written_tokens` went back, the oldest first. Compute each of them anew from
         that token on: call `rewind` with it, once nothing writes to the sequence's blocks any more, and then

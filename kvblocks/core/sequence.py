@@ -356,9 +356,9 @@ class Sequence(Closed):
             start = max(self.delayed_from, num_written_tokens)
             self.delayed_from = start if start < self.num_computed_tokens else None
         if self.lost_from is not None:
-            start = (
-                max(self.lost_from, num_written_tokens) if self.lost_from >= self.first_own_token else self.lost_from
-            )
+            start = self.lost_from
+            if start >= self.first_own_token:
+                start = max(start, num_written_tokens)
             self.lost_from = start if start < self.num_computed_tokens else None
 
     def num_written_after(self, num_reported_tokens: int) -> int:

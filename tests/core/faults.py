@@ -54,7 +54,7 @@ FAULTS: dict[str, list[Change]] = {
     ],
     "a sequence from before a reset caches": [(SLOTS, "if sequence.epoch is not self._index.epoch:", "if False:")],
     "a report ends a loss of what was given": [
-        (SEQUENCE, "if self.lost_from >= self.first_own_token else self.lost_from", "if True else self.lost_from"),
+        (SEQUENCE, "if start >= self.first_own_token:", "if True:"),
         (SEQUENCE, "if lost_from is None or lost_from >= self.first_own_token else", "if True else"),
     ],
     "a copy of what is lost may be reported": [
