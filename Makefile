@@ -28,7 +28,7 @@ FAST_TESTS := \
 	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
 	$(addprefix tests/test_,bad_input.py costs.py) \
-	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_dumb_model \
+	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_reference_model \
 	tests/groups/test_groups.py tests/groups/test_plan.py \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py eviction.py) \
 	tests/retention/test_policies.py::test_a_walk_with_one_policy_agrees \

@@ -1,4 +1,4 @@
-"""The manager against the dumb model, over generated histories on pools so small that eviction never stops."""
+"""The manager against the reference model, over generated histories on pools so small that eviction never stops."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
+def test_machine_agrees_with_the_reference_model(variant: str) -> None:
     machine = type("Machine", (ManagerMachine,), {"options": VARIANTS[variant]})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=50))
 
@@ -73,7 +73,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 @pytest.mark.every(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 1), (10, 2), (24, 2), (30, 1), (12, 3)])
-def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, block_size: int, met: Any) -> None:
+def test_long_walks_agree_with_the_reference_model(variant: str, num_blocks: int, block_size: int, met: Any) -> None:
     history = History(num_blocks, block_size, **VARIANTS[variant])
     walk(history, RandomChooser(seed=num_blocks * 10 + block_size), num_operations=4000)
     assert history.num_refused and history.num_loaded and history.memory.num_deaths
@@ -97,7 +97,7 @@ def test_the_long_walks_met_all_cases(met: Any) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(10, 2), (24, 2)])
-def test_walks_that_forget_salts_agree_with_the_dumb_model(
+def test_walks_that_forget_salts_agree_with_the_reference_model(
     variant: str, num_blocks: int, block_size: int, met: Any
 ) -> None:
     history = History(num_blocks, block_size, **VARIANTS[variant])

@@ -1,4 +1,4 @@
-"""Managers of several groups against the dumb model of several groups, as in test_stateful.py for one."""
+"""Managers of several groups against the reference model of several groups, as in test_stateful.py for one."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
+def test_machine_agrees_with_the_reference_model(variant: str) -> None:
     machine = type("Machine", (GroupMachine,), {"options": VARIANTS[variant]})
     run_state_machine_as_test(
         machine, settings=settings(stateful_step_count=40, max_examples=settings().max_examples // 2)
@@ -76,7 +76,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 @pytest.mark.every(4)
 @pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash", "a hash that raises"])
 @pytest.mark.parametrize("name", SETS)
-def test_long_walks_agree_with_the_dumb_model(variant: str, name: str, met: Any) -> None:
+def test_long_walks_agree_with_the_reference_model(variant: str, name: str, met: Any) -> None:
     history = GroupHistory(10 * len(SETS[name]), SETS[name], **VARIANTS[variant])
     walk(history, RandomChooser(seed=len(name)), num_operations=1000)
     assert history.num_refused and history.num_hits and (history.memory.num_dead or name == "full and scratch")
@@ -146,7 +146,7 @@ def test_walks_meet_what_is_rare() -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("groups", SETS)
-def test_walks_that_forget_salts_agree_with_the_dumb_model(groups: str, met: Any) -> None:
+def test_walks_that_forget_salts_agree_with_the_reference_model(groups: str, met: Any) -> None:
     history = GroupHistory(24, SETS[groups], debug=True)
     walk(history, RandomChooser(7), num_operations=1000, forget_every=20)
     met["forgetting"].add(history.met())

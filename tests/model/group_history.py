@@ -1,4 +1,4 @@
-"""`History` of a manager of several groups: the same operations, with the dumb model of all groups beside it."""
+"""`History` of a manager of several groups: the same operations, with the reference model of all groups beside it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from kvblocks import (
     StaleHitError,
 )
 from kvblocks.groups.hit import GroupHit
-from model.dumb_groups import DumbGroups
-from model.dumb_model import ModelPin, ModelSequence, Prefix
+from model.reference_groups import ReferenceGroups
+from model.reference_model import ModelPin, ModelSequence, Prefix
 from model.history import MAX_TOKENS, OPERATIONS, Chooser, History
 from model.kv_memory import KVMemory
 
 
 class GroupHistory(History):
     manager: KVCacheManager
-    model: DumbGroups
+    model: ReferenceGroups
 
     def __init__(self, num_blocks: int, groups: list[Group], *, enable_caching: bool = True, **options: Any) -> None:
         manager = KVCacheManager(num_blocks, groups=groups, enable_caching=enable_caching, **options)
@@ -33,7 +33,7 @@ class GroupHistory(History):
         self.memory = KVMemory(first_block + num_blocks, manager.groups, manager.block_size)
         keeping = frozenset(number for number, group in enumerate(groups) if group.keeps_passed)
         uncached = frozenset(number for number, group in enumerate(groups) if not group.is_cached)
-        self.model = DumbGroups(num_blocks, tuple(groups), enable_caching, first_block, keeping, uncached)
+        self.model = ReferenceGroups(num_blocks, tuple(groups), enable_caching, first_block, keeping, uncached)
         self.group_stored: set[tuple[int, bytes]] = set()
         self.num_limited = self.num_refused_truncations = self.num_attached = 0
 
@@ -352,7 +352,7 @@ class GroupHistory(History):
                 self.memory.check_cached(block, self.model.primary, prefix, len(prefix[2]))  # type: ignore[arg-type]
 
     def check_page(self, block: int, content: Prefix) -> None:
-        """A block holds what a dumb model with states says."""
+        """A block holds what a reference model with states says."""
 
     def replay_events(self) -> None:
         for event in self.manager.take_events():

@@ -1,4 +1,4 @@
-"""A history of a manager and the dumb model beside it: every operation is done to both, and they must agree.
+"""A history of a manager and the reference model beside it: every operation is done to both, and they must agree.
 
 What an operation does at random it asks a `Chooser`, so that one set of operations serves a hypothesis machine, which
 shrinks what it finds, and long random walks, which get deep.
@@ -26,7 +26,7 @@ from kvblocks import (
     StaleHitError,
 )
 from kvblocks.core.hashing import sha256_digest
-from model.dumb_model import DumbModel, ModelPin, ModelSequence
+from model.reference_model import ReferenceModel, ModelPin, ModelSequence
 from model.kv_memory import KVMemory
 from model.transfers import Transfers
 from model.where import where
@@ -87,7 +87,7 @@ class History(Transfers):
         self.memory = KVMemory(first_block + num_blocks, self.manager.groups, self.manager.block_size)
         self.pins: list[tuple[Pin, ModelPin]] = []
         self.now = 0.0
-        self.model = DumbModel(num_blocks, block_size, enable_caching, first_block)
+        self.model = ReferenceModel(num_blocks, block_size, enable_caching, first_block)
         self.pairs: list[Pair] = []
         self.hits: dict[str, CacheHit] = {}
         self.stored: set[bytes | None] = set()

@@ -1,7 +1,7 @@
-"""Histories of a manager with an eviction policy, compared with a dumb model that asks policies, too.
+"""Histories of a manager with an eviction policy, compared with a reference model that asks policies, too.
 
 `kvblocks.retention.policies.check_policy` checks what a policy does. What a manager does with it is compared here: a
-policy runs in two worlds, in a manager and in the dumb model, which tells and asks an instance of its own as
+policy runs in two worlds, in a manager and in the reference model, which tells and asks an instance of its own as
 docs/policies.md says. Both instances must be told the same, and the manager must take the same blocks as the model. A
 policy's behaviour may depend only on what it is told. This allows built-in, random and malicious policies. The memory
 of `kv_memory` is checked in both worlds.
@@ -15,8 +15,8 @@ from typing import Any
 
 from kvblocks import CacheView, EvictionPolicy, FreeBlock, Group
 from kvblocks.core.hashing import sha256_digest
-from model.dumb_groups import DumbGroups
-from model.dumb_model import DumbModel, ModelSequence, Prefix
+from model.reference_groups import ReferenceGroups
+from model.reference_model import ReferenceModel, ModelSequence, Prefix
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import OPERATIONS, History, RandomChooser
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
@@ -65,7 +65,7 @@ class Logged:
         return self.policy.victim(num_blocks)
 
 
-class DumbAdviser:
+class ReferenceAdviser:
     """An instance of a policy that the model has, and the blocks that it was told of, in that order."""
 
     def __init__(self, model: Any, num_blocks: int) -> None:
@@ -111,7 +111,7 @@ class DumbAdviser:
 
 
 class Advised:
-    """What a dumb model does differently with policies."""
+    """What a reference model does differently with policies."""
 
     def begin(self, make: Make, num_real: int, num_blocks: int) -> None:
         """num_real: ids of blocks are below it; others are anchors'."""
@@ -123,8 +123,8 @@ class Advised:
         self.givers: dict[int, list[Any]] = {}
         self.giver: ModelSequence | None = None
         self.starting: ModelSequence | None = None
-        self.own: dict[str | None, DumbAdviser] = {}
-        self.main = DumbAdviser(self, num_blocks)
+        self.own: dict[str | None, ReferenceAdviser] = {}
+        self.main = ReferenceAdviser(self, num_blocks)
 
     def order_of_reuse(self) -> list[int]:
         raise NotImplementedError
@@ -245,13 +245,13 @@ class Advised:
             return [order[0]]
         return self.advised(self.main, order[0], max_blocks)
 
-    def adviser_of(self, salt: str | None, theirs: list[int]) -> DumbAdviser:
+    def adviser_of(self, salt: str | None, theirs: list[int]) -> ReferenceAdviser:
         if salt not in self.own:
-            self.own[salt] = DumbAdviser(self, max(1, self.all_quotas()[salt]))
+            self.own[salt] = ReferenceAdviser(self, max(1, self.all_quotas()[salt]))
             self.own[salt].free([self.record(block) for block in theirs])
         return self.own[salt]
 
-    def advised(self, adviser: DumbAdviser, fallback: int, max_blocks: int) -> list[int]:
+    def advised(self, adviser: ReferenceAdviser, fallback: int, max_blocks: int) -> list[int]:
         victim = adviser.ask(max_blocks)
         if victim is None:
             return [fallback]
@@ -270,7 +270,7 @@ class Advised:
         return blocks + [block for block in self.cached[prefix] if not self.owners[block]]
 
 
-class AdvisedModel(Advised, DumbModel):
+class AdvisedModel(Advised, ReferenceModel):
     def order_of_reuse(self) -> list[int]:
         return self.queue
 
@@ -284,7 +284,7 @@ class AdvisedModel(Advised, DumbModel):
         return taken
 
 
-class AdvisedGroups(Advised, DumbGroups):
+class AdvisedGroups(Advised, ReferenceGroups):
     def order_of_reuse(self) -> list[int]:
         return self.order()
 
@@ -302,10 +302,10 @@ class Contract:
     def __init__(self, make: Make, history: History, model: Any) -> None:
         self.history = history
         self.real: Log = []
-        self.dumb: Log = []
+        self.expected: Log = []
         first = history.manager.first_block_id
         history.sessions = (None, "a", "b", "a", "c")
-        model.begin(logged(make, self.dumb), first + history.manager.num_blocks, history.manager.num_blocks)
+        model.begin(logged(make, self.expected), first + history.manager.num_blocks, history.manager.num_blocks)
         history.model = model
         self.counts: Counter[str] = Counter()
 
@@ -338,12 +338,12 @@ class Contract:
         self.history.check()
         # The order between kinds is not promised, that within one is.
         for kind in ("free", "use", "remove", "begin", "pause", "end"):
-            told = [[entry for entry in log if entry[0] == kind] for log in (self.real, self.dumb)]
+            told = [[entry for entry in log if entry[0] == kind] for log in (self.real, self.expected)]
             if kind == "remove":
                 told = [sorted(entries) for entries in told]
             assert told[0] == told[1]
             self.counts[kind] += len(told[0])
-        asked = [[entry for entry in log if entry[0] == "asked for"] for log in (self.real, self.dumb)]
+        asked = [[entry for entry in log if entry[0] == "asked for"] for log in (self.real, self.expected)]
         assert asked[0] == asked[1]
         self.counts["asked"] += len(asked[0])
         self.counts["several wanted"] += sum(number > 1 for _, number in asked[0])
@@ -351,7 +351,7 @@ class Contract:
         self.counts["of sessions"] += sum(entry[0] == "free" and len({entry[4], *entry[6]}) > 1 for entry in self.real)
         self.counts["of tenants"] += len(self.history.model.own)
         self.real.clear()
-        self.dumb.clear()
+        self.expected.clear()
         failures = self.history.manager.stats.num_eviction_failures
         assert failures == self.history.model.num_failures
         self.counts["failures"] = failures
@@ -394,7 +394,7 @@ class AdvisedPrefixes(PrefixModel):
     def begin(self, make: Make) -> None:
         self.make, self.now, self.num_failures = make, 0.0, 0
         self.hits: Counter[int] = Counter()
-        self.main = DumbAdviser(self, self.max_blocks)
+        self.main = ReferenceAdviser(self, self.max_blocks)
 
     @property
     def content(self) -> dict[int, Prefix]:
@@ -445,7 +445,7 @@ class AdvisedPrefixes(PrefixModel):
 
     def below(self, prefix: Prefix) -> list[Prefix]:
         end = len(prefix[2]) + self.block_size
-        longer = [p for p in self.holders if len(p[2]) == end and DumbModel.hangs_from(None, p, prefix)]
+        longer = [p for p in self.holders if len(p[2]) == end and ReferenceModel.hangs_from(None, p, prefix)]
         longer.sort(key=self.queue.index)
         return [below for branch in longer for below in self.below(branch)] + [prefix]
 
@@ -492,18 +492,18 @@ def compare_in_cache(make: Make, max_blocks: int, block_size: int, num_operation
     log: Log = []
     history, chooser = PrefixHistory(max_blocks, block_size, eviction=logged(make, log)), RandomChooser(seed)
     history.model = AdvisedPrefixes(max_blocks, block_size)
-    dumb: Log = []
-    history.model.begin(logged(make, dumb))
+    expected: Log = []
+    history.model.begin(logged(make, expected))
     operations = [operation for operation, weight in PREFIX_OPERATIONS for _ in range(weight)]
     for number in range(1, num_operations + 1):
         operation = chooser.choose(operations)
         with where(seed, number, operation):
             operation(history, chooser)
             history.check()
-            assert sorted(map(repr, log)) == sorted(map(repr, dumb))
+            assert sorted(map(repr, log)) == sorted(map(repr, expected))
             history.met["asked"] += sum(entry[0] == "asked for" for entry in log)
             log.clear()
-            dumb.clear()
+            expected.clear()
             if number % 10 == 0:
                 history.cache.now = history.model.now = number
             assert history.cache.inspect.eviction_failure_count() == history.model.num_failures

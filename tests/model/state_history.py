@@ -8,8 +8,8 @@ import pytest
 import kvblocks
 from kvblocks import Group, InvalidArgumentError, KVCacheManager, SequenceStateError
 from kvblocks.groups import RecurrentState
-from model.dumb_model import ModelSequence, Prefix
-from model.dumb_states import DumbStates
+from model.reference_model import ModelSequence, Prefix
+from model.reference_states import ReferenceStates
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import MAX_RUNNING, Chooser, Pair
 from model.kv_memory import ENDLESS
@@ -17,7 +17,7 @@ from model.state_memory import StateMemory
 
 
 class StateHistory(GroupHistory):
-    model: DumbStates
+    model: ReferenceStates
     memory: StateMemory
 
     def __init__(
@@ -35,7 +35,7 @@ class StateHistory(GroupHistory):
         slots = state.num_slots, state.checkpoint_blocks, state.num_kept
         self.memory = StateMemory(first + num_blocks, tuple(groups), manager.block_size, *slots)
         keeping, uncached = self.model.keeping, self.model.uncached
-        self.model = DumbStates(num_blocks, tuple(groups), state, enable_caching, first, keeping, uncached)
+        self.model = ReferenceStates(num_blocks, tuple(groups), state, enable_caching, first, keeping, uncached)
         self.max_ahead = state.num_kept
         self.num_cuts = self.num_forks_refused = self.num_rewound_to_checkpoint = self.num_slots_refused = 0
         self.num_forked_before_copies = self.num_kept_truncations = self.num_refused_rewinds = 0

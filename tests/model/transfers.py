@@ -13,7 +13,7 @@ import pytest
 
 import kvblocks
 from kvblocks import BlockHold, BlockStateError, KVCacheManager, SequenceStateError
-from model.dumb_model import DumbModel, ModelSequence
+from model.reference_model import ReferenceModel, ModelSequence
 from model.kv_memory import KVMemory, Slot
 
 Pair = tuple[kvblocks.Sequence, ModelSequence]
@@ -43,7 +43,7 @@ class Transfers:
     """What `History` knows of them; it is one itself."""
 
     manager: KVCacheManager
-    model: DumbModel
+    model: ReferenceModel
     memory: KVMemory
     pairs: list[Pair]
     pick: Callable[..., Pair | None]

@@ -1,6 +1,6 @@
 """Prefixes that share a name: `BlockStored` comes with the first, `BlockRemoved` with the last.
 
-Random histories over the dumb model, with an oracle for the names. Two versions of an adapter share names in vLLM's
+Random histories over the reference model, with an oracle for the names. Two versions of an adapter share names in vLLM's
 scheme, and so do spans with different ends.
 """
 

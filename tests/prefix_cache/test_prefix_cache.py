@@ -1,4 +1,4 @@
-"""The prefix cache: by example, against the dumb model, and from eight threads at once."""
+"""The prefix cache: by example, against the reference model, and from eight threads at once."""
 
 import contextlib
 import gc
@@ -1047,7 +1047,7 @@ def test_a_record_of_a_pin_can_be_pickled():
     assert pickle.loads(pickle.dumps(record)) == record
 
 
-# Against the dumb model
+# Against the reference model
 
 
 class DataChooser:
@@ -1104,7 +1104,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("weak_hash", [False, True])
-def test_machine_agrees_with_the_dumb_model(weak_hash):
+def test_machine_agrees_with_the_reference_model(weak_hash):
     machine = type("Machine", (CacheMachine,), {"weak_hash": weak_hash})
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=50))
 
@@ -1115,7 +1115,7 @@ def test_machine_agrees_with_the_dumb_model(weak_hash):
     ("max_blocks", "block_size", "max_bytes"),
     [(3, 2, None), (6, 2, None), (12, 1, 30), (7, 3, None), (12, 1, None), (6, 2, 14), (20, 2, 18), (7, 3, 12)],
 )
-def test_long_walks_agree_with_the_dumb_model(max_blocks, block_size, max_bytes, weak_hash, met):
+def test_long_walks_agree_with_the_reference_model(max_blocks, block_size, max_bytes, weak_hash, met):
     history = make_history(max_blocks, block_size, weak_hash, max_bytes)
     chooser = RandomChooser(seed=max_blocks * 10 + block_size)
     operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]

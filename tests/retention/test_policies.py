@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from model.dumb_groups import DumbGroups
+from model.reference_groups import ReferenceGroups
 from model.group_history import GroupHistory
 from model.history import History, RandomChooser, walk
 from model.policy_contract import (
@@ -45,7 +45,7 @@ def test_they_keep_to_the_interface(name: str) -> None:
     ("num_blocks", "block_size", "options"),
     [(10, 2, {"debug": True, "enable_events": True}), (14, 1, {"first_block_id": 2})],
 )
-def test_manager_and_dumb_model_agree(
+def test_manager_and_reference_model_agree(
     name: str, num_blocks: int, block_size: int, options: dict[str, Any], met: Any
 ) -> None:
     num_operations = 2500 if name == "random" else 1000  # the policy of which is asked what the walks met
@@ -93,13 +93,13 @@ def test_the_walks_met_all_cases(met: Any) -> None:
 
 @pytest.mark.parametrize("policy", [None, "lru"])
 def test_lru_is_what_there_is_without_a_policy(policy: str | None) -> None:
-    """Block for block: the same histories with the same dumb models, which know nothing of policies."""
+    """Block for block: the same histories with the same reference models, which know nothing of policies."""
     history = History(14, 1, eviction=policy, enable_events=True)
     walk(history, RandomChooser(seed=141), num_operations=2000, forget_every=100)
     assert history.manager.stats.num_evicted_blocks > 50
     for groups in GROUPS.values():
         grouped = GroupHistory(10 * len(groups), groups, eviction=policy)
-        assert type(grouped.model) is DumbGroups
+        assert type(grouped.model) is ReferenceGroups
         walk(grouped, RandomChooser(seed=7), num_operations=300)
     cached, chooser = PrefixHistory(8, 2, eviction=policy), RandomChooser(seed=8)
     operations = [operation for operation, weight in PREFIX_OPERATIONS for _ in range(weight)]

@@ -1,4 +1,4 @@
-"""Managers with recurrent states against the dumb model of states, as in test_group_stateful.py."""
+"""Managers with recurrent states against the reference model of states, as in test_group_stateful.py."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def make_history(name: str, variant: str, num_blocks: int = 12) -> StateHistory:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash"])
 @pytest.mark.parametrize("name", STATE_SETS)
-def test_walks_agree_with_the_dumb_model(variant: str, name: str, met: Any) -> None:
+def test_walks_agree_with_the_reference_model(variant: str, name: str, met: Any) -> None:
     history = make_history(name, variant)
     walk(history, RandomChooser(seed=len(name + variant)), num_operations=500, forget_every=70)
     met["walks"].add(history.met())

@@ -1,4 +1,4 @@
-"""What a manager of several groups must do, as plainly as possible: `DumbModel` with a list for each table.
+"""What a manager of several groups must do, as plainly as possible: `ReferenceModel` with a list for each table.
 
 An attached block's content is the prefix of its node, followed by its group and its end. So it is below all prefixes
 that the node is below. Anchors have numbers behind those of the pool's blocks.
@@ -8,11 +8,11 @@ from collections import Counter
 
 from kvblocks import Group
 from kvblocks.groups import anchors
-from model.dumb_model import DumbModel, ModelPin, ModelSequence, Prefix
+from model.reference_model import ReferenceModel, ModelPin, ModelSequence, Prefix
 from model.sight import first_seen, sees, sees_all
 
 
-class DumbGroups(DumbModel):
+class ReferenceGroups(ReferenceModel):
     def __init__(
         self,
         num_blocks: int,

@@ -77,7 +77,7 @@ class ModelPin:
     held: list[int] = field(default_factory=list)
 
 
-class DumbModel:
+class ReferenceModel:
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True, first_block: int = 0) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching

@@ -1,4 +1,4 @@
-"""What a manager of recurrent states must do, as plainly as possible: `DumbGroups` with a live state a sequence.
+"""What a manager of recurrent states must do, as plainly as possible: `ReferenceGroups` with a live state a sequence.
 
 Each page of a checkpoint is an attached block. Its content is the prefix of its node, followed by "state", its end and
 its place. Which of the free slots a sequence gets isn't said: a slot is a number that two sequences never share.
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvblocks import Group
 from kvblocks.groups import RecurrentState
-from model.dumb_groups import DumbGroups
-from model.dumb_model import ModelPin, ModelSequence, Prefix
+from model.reference_groups import ReferenceGroups
+from model.reference_model import ModelPin, ModelSequence, Prefix
 
 STATE = "state"
 
@@ -47,7 +47,7 @@ class Live:
     made: list[tuple[Prefix, list[int], int]] = field(default_factory=list)
 
 
-class DumbStates(DumbGroups):
+class ReferenceStates(ReferenceGroups):
     def __init__(
         self,
         num_blocks: int,
@@ -169,7 +169,7 @@ class DumbStates(DumbGroups):
         return len(pin.priorities) * self.block_size // self.alignment * self.alignment
 
     def attached_homes(self, prefix: ModelSequence, num_blocks: int) -> list[Prefix]:
-        """As in `DumbGroups`, with the checkpoint at a pin's end."""
+        """As in `ReferenceGroups`, with the checkpoint at a pin's end."""
         end = num_blocks * self.block_size // self.alignment * self.alignment
         return (self.pages(prefix, end) if end else []) + super().attached_homes(prefix, num_blocks)
 
@@ -363,13 +363,13 @@ class DumbStates(DumbGroups):
                 self.before.remove(copy)
 
     def all_tables(self, sequence: ModelSequence) -> list[list[int]]:
-        """As in `DumbGroups`, and the blocks that copies of its state read or write."""
+        """As in `ReferenceGroups`, and the blocks that copies of its state read or write."""
         live = self.live[sequence]
         restoring = [] if live.before is None else live.before.blocks
         return [*super().all_tables(sequence), [*restoring, *[b for _, blocks, _ in live.waiting for b in blocks]]]
 
     def lose(self, blocks: list[int], cause: str, first: int) -> None:
-        """As in `DumbGroups`. Saves that wait in these blocks are lost, too."""
+        """As in `ReferenceGroups`. Saves that wait in these blocks are lost, too."""
         is_shared = max((self.owners[block] for block in blocks), default=0) > (cause == "aborted")  # by a pin, too
         super().lose(blocks, cause, first)
         if not is_shared:
@@ -383,7 +383,7 @@ class DumbStates(DumbGroups):
             self.drop_waiting(live, len(sequence.tokens) if sequence.lost is None else sequence.lost)
 
     def first_token_in(self, sequence: ModelSequence, blocks: list[int]) -> int | None:
-        """As in `DumbGroups`. A state that is to come from these blocks lacks the token before it."""
+        """As in `ReferenceGroups`. A state that is to come from these blocks lacks the token before it."""
         first, before = super().first_token_in(sequence, blocks), self.live[sequence].before
         if before is None or set(blocks).isdisjoint(before.blocks):
             return first
