@@ -16,10 +16,10 @@ from kvblocks import (
     StaleHitError,
 )
 from kvblocks.groups.hit import GroupHit
-from model.reference_groups import ReferenceGroups
-from model.reference_model import ModelPin, ModelSequence, Prefix
 from model.history import MAX_TOKENS, OPERATIONS, Chooser, History
 from model.kv_memory import KVMemory
+from model.reference_groups import ReferenceGroups
+from model.reference_model import ModelPin, ModelSequence, Prefix
 
 
 class GroupHistory(History):

@@ -26,8 +26,8 @@ from kvblocks import (
     StaleHitError,
 )
 from kvblocks.core.hashing import sha256_digest
-from model.reference_model import ReferenceModel, ModelPin, ModelSequence
 from model.kv_memory import KVMemory
+from model.reference_model import ModelPin, ModelSequence, ReferenceModel
 from model.transfers import Transfers
 from model.where import where
 
@@ -526,7 +526,7 @@ class History(Transfers):
         self.starting = self.pairs[-1]
         self.allocate(chooser)
         self.starting = None
-        how = chooser.choose(["abort", "evict", "rewind", "reset", "step dies"])
+        how = chooser.choose([*["abort", "evict", "rewind", "step dies"] * 2, "reset"])
         if how == "step dies":
             self.step_dies(chooser)
         elif how == "evict":
@@ -937,7 +937,7 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.run_step, 20),
     (History.step_dies, 4),
     (History.abort_a_sharer, 3),
-    (History.lose_what_a_waiting_one_hit, 5),
+    (History.lose_what_a_waiting_one_hit, 3),
     (History.fork, 4),
     (History.truncate, 4),
     (History.renew, 4),

@@ -15,12 +15,12 @@ from typing import Any
 
 from kvblocks import CacheView, EvictionPolicy, FreeBlock, Group
 from kvblocks.core.hashing import sha256_digest
-from model.reference_groups import ReferenceGroups
-from model.reference_model import ReferenceModel, ModelSequence, Prefix
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import OPERATIONS, History, RandomChooser
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
 from model.prefix_history import PrefixHistory, PrefixModel
+from model.reference_groups import ReferenceGroups
+from model.reference_model import ModelSequence, Prefix, ReferenceModel
 from model.where import where
 
 Make = Callable[[CacheView], EvictionPolicy]

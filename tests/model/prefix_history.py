@@ -1,4 +1,4 @@
-"""A history of a `PrefixCache`, and beside it a reference model: dicts of token tuples, and lists. No run, link or hash."""
+"""A history of a `PrefixCache`, and beside it a reference model: dicts of token tuples, and lists. No run or hash."""
 
 from array import array
 from collections import Counter
@@ -23,9 +23,9 @@ from kvblocks import (
 )
 from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK
 from kvblocks.stats import HitCounts
-from model.reference_model import ModelSequence, Prefix
 from model.history import Chooser
 from model.kv_memory import KVMemory
+from model.reference_model import ModelSequence, Prefix
 
 MAX_TOKENS = 14
 MAX_PROMPTS = 8

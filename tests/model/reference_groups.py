@@ -8,7 +8,7 @@ from collections import Counter
 
 from kvblocks import Group
 from kvblocks.groups import anchors
-from model.reference_model import ReferenceModel, ModelPin, ModelSequence, Prefix
+from model.reference_model import ModelPin, ModelSequence, Prefix, ReferenceModel
 from model.sight import first_seen, sees, sees_all
 
 

@@ -8,11 +8,11 @@ import pytest
 import kvblocks
 from kvblocks import Group, InvalidArgumentError, KVCacheManager, SequenceStateError
 from kvblocks.groups import RecurrentState
-from model.reference_model import ModelSequence, Prefix
-from model.reference_states import ReferenceStates
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import MAX_RUNNING, Chooser, Pair
 from model.kv_memory import ENDLESS
+from model.reference_model import ModelSequence, Prefix
+from model.reference_states import ReferenceStates
 from model.state_memory import StateMemory
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import kvblocks
 from kvblocks import BlockHold, BlockStateError, KVCacheManager, SequenceStateError
-from model.reference_model import ReferenceModel, ModelSequence
 from model.kv_memory import KVMemory, Slot
+from model.reference_model import ModelSequence, ReferenceModel
 
 Pair = tuple[kvblocks.Sequence, ModelSequence]
 

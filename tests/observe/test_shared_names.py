@@ -1,7 +1,7 @@
 """Prefixes that share a name: `BlockStored` comes with the first, `BlockRemoved` with the last.
 
-Random histories over the reference model, with an oracle for the names. Two versions of an adapter share names in vLLM's
-scheme, and so do spans with different ends.
+Random histories over the reference model, with an oracle for the names. Two versions of an adapter share names in
+vLLM's scheme, and so do spans with different ends.
 """
 
 from typing import Any

@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import pytest
-from model.reference_groups import ReferenceGroups
 from model.group_history import GroupHistory
 from model.history import History, RandomChooser, walk
 from model.policy_contract import (
@@ -17,6 +16,7 @@ from model.policy_contract import (
 )
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
 from model.prefix_history import PrefixHistory
+from model.reference_groups import ReferenceGroups
 from model.tier_machine import TierMachine
 from model.where import where
 
