@@ -52,7 +52,7 @@ from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
-from kvblocks.core.slots import Commit, SlotAllocator
+from kvblocks.core.slots import Commit, LostBlocks, SlotAllocator
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent, EventOptions, check_event_options
@@ -702,7 +702,7 @@ class KVCacheManager(Closed):
         ]
         self._change.begin()
         before = [(sequence, sequence.num_written_tokens) for sequence in self._sequences.values()]
-        self._lose(self._with_computed_from(blocks), 0, None)
+        self._lose(self._with_computed_from(blocks), None)
         self._end()
         return [sequence for sequence, num_written in before if sequence.num_written_tokens < num_written]
 
@@ -1105,16 +1105,17 @@ class KVCacheManager(Closed):
         """
         blocks = self._slots.unwritten_blocks(sequence, num_written)
         if blocks:  # last first, so that nothing is chained to a block when it stops being cached
-            self._lose(blocks[::-1], max(num_written, sequence.num_given_tokens), sequence)
+            self._lose(dict.fromkeys(blocks[::-1], max(num_written, sequence.num_given_tokens)), sequence)
 
-    def _lose(self, blocks: list[KVCacheBlock], num_written: int, writer: Sequence | None) -> None:
+    def _lose(self, lost: LostBlocks, writer: Sequence | None) -> None:
         """Record that the KV in these blocks isn't there: it was never written, or it is bad.
 
         The blocks stop being cached, here and in the tiers, together with what is chained to them. All sequences that
-        own one of them lose everything from there on, except the first `num_written` tokens. writer: the sequence that
+        own one of them lose everything from its first lost token on. writer: the sequence that
         was to write them, and is being cut or freed; None: they are bad. O(blocks + blocks of pins). If a block has an
         owner other than the writer and stores, also what `_other_owners` costs, and O(blocks of loads).
         """
+        blocks = [*lost]
         are_shared = self._are_shared(blocks, writer)
         if self._traffic is not None:
             self._traffic.note_lost(blocks, writer, are_shared=are_shared)
@@ -1123,7 +1124,7 @@ class KVCacheManager(Closed):
             self._slots.soft_holds.drop_uncached()
         if are_shared:
             losers = self._sequences.values() if writer is None else self._other_owners(blocks, writer)
-            self._slots.lose(set(blocks), num_written, losers)
+            self._slots.lose(lost, losers)
 
     def _other_owners(self, blocks: list[KVCacheBlock], writer: Sequence) -> list[Sequence]:
         """Return all sequences but the writer that own one of these blocks, and perhaps some that no longer do.
@@ -1139,20 +1140,18 @@ class KVCacheManager(Closed):
         found = {owner: None for block in blocks for owner in self._owners.get(block, ())}
         return [owner for owner in found if owner.owner is self._change and owner is not writer]
 
-    def _with_computed_from(self, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
+    def _with_computed_from(self, blocks: list[KVCacheBlock]) -> LostBlocks:
         """Return these blocks, and all that sequences computed from what they hold. O(blocks of all sequences).
 
         One pass suffices, since who shares a block started after the sequence that wrote it.
         """
-        bad = set(blocks)
-        found = dict.fromkeys(blocks)
+        lost = dict.fromkeys(blocks, 0)
         for sequence in self._sequences.values():
-            first = self._slots.first_token_in(sequence, bad)
+            first = self._slots.first_lost_in(sequence, lost)
             if first is not None:
-                computed = self._slots.unwritten_blocks(sequence, first)
-                bad.update(computed)
-                found.update(dict.fromkeys(computed))
-        return [*found]
+                for block in self._slots.unwritten_blocks(sequence, first):
+                    lost.setdefault(block, first)
+        return lost
 
     def _are_shared(self, blocks: list[KVCacheBlock], writer: Sequence | None) -> bool:
         """Whether any of these blocks has an owner other than its writer (if any) and stores. O(blocks)."""

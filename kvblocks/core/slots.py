@@ -30,6 +30,9 @@ from kvblocks.stats import Refusal
 TableChange = tuple[int, int, int, int]
 """A table entry that a step changed: (index of the sequence in the step, group, index in its table, block id)."""
 
+LostBlocks = dict[KVCacheBlock, int]
+"""Blocks whose KV is lost, each with a number of tokens, from a prompt's first one, that are written nevertheless."""
+
 Commit = tuple[Sequence, int, int, Digests | None]
 """What `commit` caches: (sequence, how many tokens are reported as written, first block that isn't cached, digests)."""
 
@@ -284,21 +287,22 @@ class SlotAllocator:
         """
         return sequence.unwritten(sequence.blocks, 0, self._block_size, num_tokens)
 
-    def first_token_in(self, sequence: Sequence, blocks: set[KVCacheBlock]) -> int | None:
-        """Return the first token of a sequence in one of these blocks; None if it owns none. O(its blocks)."""
-        if blocks.isdisjoint(sequence.blocks):
+    def first_lost_in(self, sequence: Sequence, lost: LostBlocks) -> int | None:
+        """Return the first token of a sequence that is lost with these blocks; None if it owns none. O(its blocks)."""
+        if lost.keys().isdisjoint(sequence.blocks):
             return None
-        return [block in blocks for block in sequence.blocks].index(True) * self._block_size
+        size = self._block_size
+        return min([max(i * size, lost[block]) for i, block in enumerate(sequence.blocks) if block in lost])
 
-    def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
-        """For sequences that own any of these lost blocks, mark everything from the first of them on as lost.
+    def lose(self, lost: LostBlocks, sequences: Iterable[Sequence]) -> None:
+        """For sequences that own lost blocks, mark everything from the first lost token on as lost.
 
-        num_written: how many tokens, from the first on, are written nevertheless. O(blocks of the sequences).
+        O(blocks of the sequences).
         """
         for sequence in sequences:
-            first = self.first_token_in(sequence, blocks)
+            first = self.first_lost_in(sequence, lost)
             if first is not None:
-                sequence.lose(max(first, num_written), self._block_size)
+                sequence.lose(first, self._block_size)
 
     def digests_from(self, sequence: Sequence, first: int, num_tokens: int) -> Digests | None:
         """Return the digests that `cache_from` will record for full blocks from `first` on. Changes nothing."""

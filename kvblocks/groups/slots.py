@@ -23,7 +23,7 @@ from kvblocks.core.hooks import Digests
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import Commit, SlotAllocator, TableChange
+from kvblocks.core.slots import Commit, LostBlocks, SlotAllocator, TableChange
 from kvblocks.core.steps import append_each
 from kvblocks.groups.caching import attach_anew, attach_full_blocks
 from kvblocks.groups.hit import GroupHit, longest_hit
@@ -262,13 +262,14 @@ class GroupSlots(SlotAllocator):
             lost += [block for block in unwritten if block is not EMPTY]
         return lost
 
-    def first_token_in(self, sequence: Sequence, blocks: set[KVCacheBlock]) -> int | None:
-        """As `SlotAllocator.first_token_in`, for the blocks of all groups."""
-        first = super().first_token_in(sequence, blocks)
+    def first_lost_in(self, sequence: Sequence, lost: LostBlocks) -> int | None:
+        """As `SlotAllocator.first_lost_in`, for the blocks of all groups."""
+        first = super().first_lost_in(sequence, lost)
+        starts = [] if first is None else [first]
         for side_group, index, block in tables_of(sequence).owned():
-            if block in blocks and (first is None or index * side_group.block_size < first):
-                first = index * side_group.block_size
-        return first
+            if block in lost:
+                starts.append(max(index * side_group.block_size, lost[block]))
+        return min(starts, default=None)
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: Digests | None) -> None:
         """Cache the blocks of all groups that the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""

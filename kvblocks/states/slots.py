@@ -20,7 +20,7 @@ from kvblocks.core.hashing import Names
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import Digests
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import SlotAllocator, TableChange
+from kvblocks.core.slots import LostBlocks, SlotAllocator, TableChange
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.index import GroupIndex
@@ -237,26 +237,26 @@ class StateSlots(GroupSlots):
                 state.made.append(found)
         self.states.wanted.pop(sequence, None)
 
-    def first_token_in(self, sequence: Sequence, blocks: set[KVCacheBlock]) -> int | None:
-        """As `GroupSlots.first_token_in`. A state that comes from one of these blocks counts from the token before it
-        on, so that it is lost even if no token follows it.
+    def first_lost_in(self, sequence: Sequence, lost: LostBlocks) -> int | None:
+        """As `GroupSlots.first_lost_in`. A state that comes from one of these blocks counts from the token before it,
+        so that it is lost even if no token follows it.
         """
-        state, first = self._state_of(sequence), super().first_token_in(sequence, blocks)
+        state, first = self._state_of(sequence), super().first_lost_in(sequence, lost)
         starts = [] if first is None else [first]
-        if not blocks.isdisjoint(state.restoring):
+        if not lost.keys().isdisjoint(state.restoring):
             assert state.origin is not None, f"{sequence}: reads blocks for nothing"
             starts.append(state.origin.copy.position - 1)
-        if state.arriving is not None and not blocks.isdisjoint(state.arriving.fallback):
+        if state.arriving is not None and not lost.keys().isdisjoint(state.arriving.fallback):
             starts.append(state.arriving.start - 1)
         return min(starts, default=None)
 
-    def lose(self, blocks: set[KVCacheBlock], num_written: int, sequences: Iterable[Sequence]) -> None:
+    def lose(self, lost: LostBlocks, sequences: Iterable[Sequence]) -> None:
         """As `SlotAllocator.lose`. Saves that wait in these blocks, or come after what is lost, are dropped."""
         running = list(sequences)
-        super().lose(blocks, num_written, running)
+        super().lose(lost, running)
         for sequence in running:
             state = self._state_of(sequence)
-            bad = [save for save in state.waiting if not blocks.isdisjoint(save.blocks)]
+            bad = [save for save in state.waiting if not lost.keys().isdisjoint(save.blocks)]
             if bad:
                 self._drop_waiting(state, min([save.position for save in bad]) - 1)
             if sequence.lost_from is not None:

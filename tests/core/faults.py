@@ -74,7 +74,9 @@ FAULTS: dict[str, list[Change]] = {
     "what was computed from bad KV stays": [
         (MANAGER, "self._lose(self._with_computed_from(blocks), 0, None)", "self._lose(blocks, 0, None)")
     ],
-    "bad KV is followed through one sequence only": [(MANAGER, "                bad.update(computed)\n", "")],
+    "bad KV is followed through one sequence only": [
+        (MANAGER, "lost.setdefault(block, first)", "found = {**lost, block: first}")
+    ],
     "who started after an abort loses nothing by the next": [
         (MANAGER, "        self._owners = None\n        self._slots.num_started", "        self._slots.num_started")
     ],

@@ -519,18 +519,19 @@ class History(Transfers):
         if not pairs or len([1 for _, model in self.pairs if model.is_allocated]) > MAX_RUNNING:
             return
         pair = chooser.choose(pairs)
-        num_tokens, first = pair[1].num_registered * size, pair[1].first_own // size
+        num_tokens = pair[1].num_registered * size
         tokens = [*pair[1].tokens[:num_tokens], *[chooser.integer(0, 1) for _ in range(chooser.integer(2, 6))]]
         spans = {(start, end, key) for start, end, key in pair[1].keys if end <= num_tokens}
         self.add(tokens, pair[1].salt, pair[1].lora, spans)
         self.starting = self.pairs[-1]
         self.allocate(chooser)
         self.starting = None
+        own = pair[0].group_block_ids(0)[pair[0].first_live_block(0) :]
         how = chooser.choose([*["abort", "evict", "rewind", "step dies"] * 2, "reset"])
         if how == "step dies":
             self.step_dies(chooser)
         elif how == "evict":
-            self.evict_ids([chooser.choose(pair[1].table[first : pair[1].num_registered])])
+            self.evict_ids([chooser.choose(own)] if own else [])
         elif pair[1].is_allocated:
             if how == "reset":
                 self.reset(chooser)

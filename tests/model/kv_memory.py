@@ -313,16 +313,17 @@ class KVMemory:
 
     def lose(self, block_ids: Iterable[int]) -> None:
         """These blocks are bad: nobody who has one of them knows his tokens from there on, nor what they computed."""
-        lost, num_before = set(block_ids), -1
+        lost, num_before = dict.fromkeys(block_ids, 0), -1
+        for block_id in lost:
+            self.unknown.update({(block_id, offset): LOST for offset in range(len(self.now[block_id]))})
         while len(lost) > num_before:
             num_before = len(lost)
             for sequence in self.computed_with:
-                first = max(self._first_token_in(sequence, lost), self.first_own.get(sequence, ENDLESS))
-                lost |= {slot[0] for position, slot in self.own_slots(sequence) if position >= first}
-        self.unknown.update(
-            {(block_id, offset): LOST for block_id in lost for offset in range(len(self.now[block_id]))}
-        )
-        self._lower(lost, 0)
+                first = self._first_token_in(sequence, lost)
+                computed = [slot for position, slot in self.own_slots(sequence) if position >= first]
+                self.unknown.update(dict.fromkeys(computed, LOST))
+                lost = {block_id: first for block_id, _ in computed} | lost
+        self._lower(lost)
 
     def lose_behind(self, sequence: kvblocks.Sequence, num_tokens: int) -> list[int]:
         """A sequence's own tokens behind its first `num_tokens` were never written. Returns the blocks that hold them.
@@ -341,25 +342,25 @@ class KVMemory:
         """Of these slots of a sequence, those of tokens from `first` on were never written. Returns their blocks."""
         lost = [slot for position, slot in slots if position >= first]
         self.unknown.update(dict.fromkeys(lost, LOST))
-        self._lower({block_id for block_id, _ in lost}, first)
+        self._lower({block_id: first for block_id, _ in lost})
         return [*dict.fromkeys(block_id for block_id, _ in lost)]
 
-    def _lower(self, lost: set[int], first: int) -> None:
-        """Whoever has one of the lost blocks knows nothing from there on, but for tokens before `first`."""
+    def _lower(self, lost: dict[int, int]) -> None:
+        """Whoever has one of the lost blocks knows nothing from there on, but for so many first tokens."""
         for sequence in self.computed_with if lost else ():
-            position = max(first, self._first_token_in(sequence, lost))
+            position = self._first_token_in(sequence, lost)
             self.vouched[sequence] = min(self.vouched[sequence], position)
             if position < min(self.first_own.get(sequence, ENDLESS), len(self.computed_with[sequence])):
                 self.lost_given[sequence] = min(position, self.lost_given.get(sequence, position))
 
-    def _first_token_in(self, sequence: kvblocks.Sequence, block_ids: set[int]) -> int:
-        """The first token of the first of these blocks in a sequence's tables; ENDLESS without one."""
+    def _first_token_in(self, sequence: kvblocks.Sequence, lost: dict[int, int]) -> int:
+        """The first token of a sequence that is lost with these blocks of its tables; ENDLESS without one."""
         first = ENDLESS
         for group, spec in enumerate(self.groups):
             ids, num_dead = sequence.group_block_ids(group), sequence.first_live_block(group)
-            if not block_ids.isdisjoint(ids):
-                found = [index for index in range(num_dead, len(ids)) if ids[index] in block_ids]
-                first = min([first, *(index * spec.block_size for index in found)])
+            if not lost.keys().isdisjoint(ids):
+                found = [index for index in range(num_dead, len(ids)) if ids[index] in lost]
+                first = min([first, *(max(index * spec.block_size, lost[ids[index]]) for index in found)])
         return first
 
     def _live_slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:

@@ -380,7 +380,7 @@ class ReferenceModel:
         """
         blocks = self.own_blocks(sequence, num_computed)
         if blocks:
-            self.lose(blocks, "aborted", max(sequence.num_given, num_computed))
+            self.lose(dict.fromkeys(blocks, max(sequence.num_given, num_computed)), "aborted")
 
     def own_blocks(self, sequence: ModelSequence, first: int) -> list[int]:
         """The blocks with what a sequence wrote behind its first `first` tokens, each table's last one first."""
@@ -394,34 +394,32 @@ class ReferenceModel:
     def evict(self, blocks: list[int]) -> list[ModelSequence]:
         """These blocks are bad, and so is what was computed from them. Returns who must compute something again."""
         before = [(sequence, sequence.written) for sequence in self.running]
-        bad, num_before = list(blocks), -1
+        bad, num_before = dict.fromkeys(blocks, 0), -1
         while len(bad) > num_before:
             num_before = len(bad)
             for sequence in self.running:
-                first = self.first_token_in(sequence, bad)
+                first = self.first_lost_in(sequence, bad)
                 if first is not None:
-                    bad += [block for block in self.own_blocks(sequence, first) if block not in bad]
-        self.lose(bad, "dropped", 0)
+                    bad = dict.fromkeys(self.own_blocks(sequence, first), first) | bad
+        self.lose(bad, "dropped")
         return [sequence for sequence, written in before if sequence.written < written]
 
-    def first_token_in(self, sequence: ModelSequence, blocks: list[int]) -> int | None:
-        """The first token of a sequence that lies in one of these blocks."""
-        tables = self.tables_of(sequence)
-        return min(
-            (i * size for table, size in tables for i, block in enumerate(table) if block in blocks), default=None
-        )
+    def first_lost_in(self, sequence: ModelSequence, lost: dict[int, int]) -> int | None:
+        """The first token of a sequence that is in one of these blocks, and isn't written nevertheless."""
+        held = [(block, i * size) for table, size in self.tables_of(sequence) for i, block in enumerate(table)]
+        return min((max(start, lost[block]) for block, start in held if block in lost), default=None)
 
-    def lose(self, blocks: list[int], cause: str, first: int) -> None:
-        """The KV of these blocks isn't there. Whoever has one loses all from there on, but for tokens before `first`.
+    def lose(self, lost: dict[int, int], cause: str) -> None:
+        """The KV of these blocks isn't there, but for so many first tokens. Whoever has one loses all from there on.
 
         Whether they are cached changes nothing about that.
         """
-        for block in blocks:
+        for block in lost:
             self.forget(block, cause)
         for sequence in self.running:
-            position = self.first_token_in(sequence, blocks)
-            if position is not None:
-                sequence.lose(max(first, position), self.block_size)
+            first = self.first_lost_in(sequence, lost)
+            if first is not None:
+                sequence.lose(first, self.block_size)
         self.requeue_detached()
         self.shrink_pins()
 

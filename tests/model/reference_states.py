@@ -368,24 +368,24 @@ class ReferenceStates(ReferenceGroups):
         restoring = [] if live.before is None else live.before.blocks
         return [*super().all_tables(sequence), [*restoring, *[b for _, blocks, _ in live.waiting for b in blocks]]]
 
-    def lose(self, blocks: list[int], cause: str, first: int) -> None:
+    def lose(self, lost: dict[int, int], cause: str) -> None:
         """As in `ReferenceGroups`. Saves that wait in these blocks are lost, too."""
-        is_shared = max((self.owners[block] for block in blocks), default=0) > (cause == "aborted")  # by a pin, too
-        super().lose(blocks, cause, first)
+        is_shared = max((self.owners[block] for block in lost), default=0) > (cause == "aborted")  # by a pin, too
+        super().lose(lost, cause)
         if not is_shared:
             return  # only the sequence has them that gives them back, and its saves
         for sequence in self.running:
             if sequence is self.ending:
                 continue
             live = self.live[sequence]
-            bad = [end for end, pages, _ in live.waiting if not set(blocks).isdisjoint(pages)]
+            bad = [end for end, pages, _ in live.waiting if not lost.keys().isdisjoint(pages)]
             self.drop_waiting(live, min(bad, default=len(sequence.tokens) + 1) - 1)
             self.drop_waiting(live, len(sequence.tokens) if sequence.lost is None else sequence.lost)
 
-    def first_token_in(self, sequence: ModelSequence, blocks: list[int]) -> int | None:
+    def first_lost_in(self, sequence: ModelSequence, lost: dict[int, int]) -> int | None:
         """As in `ReferenceGroups`. A state that is to come from these blocks lacks the token before it."""
-        first, before = super().first_token_in(sequence, blocks), self.live[sequence].before
-        if before is None or set(blocks).isdisjoint(before.blocks):
+        first, before = super().first_lost_in(sequence, lost), self.live[sequence].before
+        if before is None or lost.keys().isdisjoint(before.blocks):
             return first
         return before.position - 1 if first is None else min(first, before.position - 1)
 

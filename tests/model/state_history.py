@@ -298,7 +298,7 @@ class StateHistory(GroupHistory):
             assert state == numbers[hit.num_tokens - 1], f"{sequence}: its checkpoint holds {self.memory.what(state)}"
 
 
-_LEFT_OUT = ("load_more", "end_a_load")
+_LEFT_OUT = ("load_more", "end_a_load", "lose_what_a_waiting_one_hit")
 StateHistory.operations = (
     *[
         (getattr(StateHistory, operation.__name__, operation), weight)

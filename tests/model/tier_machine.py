@@ -972,7 +972,7 @@ class TierMachine:
         """What nobody has is free: sequences, pins, holds, loads that are waited for, and transfers without answer."""
         slots, traffic = self.manager._slots, self.manager._traffic  # noqa: SLF001
         loading = {} if traffic is None else traffic._loading  # noqa: SLF001
-        tables = [table for sequence in self.running for table in slots.tables(sequence)]
+        tables = [table for sequence in self.manager.sequences() for table in slots.tables(sequence)]
         tables += [] if slots.soft_holds is None else slots.soft_holds.tables()
         had = {block.block_id for table in [*tables, *[job.held for job in loading.values()]] for block in table}
         had.update(*[contents for _, contents in self.holds], *[moving.transfer.block_ids for moving in self.moving])

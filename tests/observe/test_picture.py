@@ -154,7 +154,7 @@ def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool,
 
 def test_the_walks_met_all_cases(met: Any) -> None:
     met["walks"].check(
-        4, {"compared": 7000, "deep": 400, "duplicates": 600, "keys": 3500, "detached": 8, "evicted": 95}
+        4, {"compared": 7000, "deep": 300, "duplicates": 600, "keys": 3500, "detached": 8, "evicted": 95}
     )
 
 

@@ -153,7 +153,7 @@ FAULTS: dict[str, list[Change]] = {
         )
     ],
     "a checkpoint that arrived in part is attached": [
-        (JOBS, "for first in prefix.whole_states(len(arrived)):", "for first in prefix.whole_states(len(side)):")
+        (JOBS, "for first in prefix.whole_states(end):", "for first in prefix.whole_states(len(side)):")
     ],
     "a slot is restored before its state has arrived": [
         (

@@ -13,6 +13,7 @@ from verify.played_images import PlayedImages
 from verify.proxy import proxy_of
 from verify.server_faults import FAULTS, state_under_an_earlier_key
 
+from kvblocks import Sequence
 from kvblocks.cli import main
 from kvblocks.engine import intake
 from kvblocks.errors import InvalidArgumentError
@@ -129,11 +130,10 @@ def test_the_kv_of_another_image_is_found(model, is_stale):
 
 
 def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
-    class Unsalted(intake.KVSequence):
-        def __init__(self, *arguments, salt=None, **options):
-            super().__init__(*arguments, **options)
+    def make_unsalted(*arguments, salt=None, **options):
+        return Sequence(*arguments, **options)
 
-    monkeypatch.setattr(intake, "KVSequence", Unsalted)
+    monkeypatch.setattr(intake, "KVSequence", make_unsalted)
     with running_server(model) as server:
         checkup = check(server.url, "salts")
     (finding,) = checkup.findings

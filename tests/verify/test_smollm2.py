@@ -6,6 +6,7 @@ from verify.played_adapters import PlayedAdapters
 from verify.proxy import proxy_of
 from verify.server_faults import FAULTS
 
+from kvblocks import Sequence
 from kvblocks.engine import LoadedModel, intake
 from kvblocks.verify.server import Checkup, CheckupOptions, Target
 from kvblocks.verify.server.patient import Patient
@@ -13,12 +14,9 @@ from kvblocks.verify.server.patient import Patient
 pytestmark = [pytest.mark.model, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
-class Unsalted(intake.KVSequence):
-    """A sequence whose salt is dropped."""
-
-    def __init__(self, *arguments, salt=None, **options):
-        """salt: not used."""
-        super().__init__(*arguments, **options)
+def make_unsalted(*arguments, salt=None, **options):
+    """Make a sequence, without its salt."""
+    return Sequence(*arguments, **options)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,7 @@ def test_a_fault_of_the_cache_is_found(model, fault):
 
 
 def test_a_salt_that_is_dropped_is_found(model, monkeypatch):
-    monkeypatch.setattr(intake, "KVSequence", Unsalted)
+    monkeypatch.setattr(intake, "KVSequence", make_unsalted)
     with running_server(model, cache={"num_blocks": 700}) as server:
         assert checked(server.url).findings
 

@@ -84,7 +84,7 @@ def test_what_waits_keeps_no_more_tokens_than_the_pool_has_room_for() -> None:
     executor = make(manager)
     assert say(executor, "prefetch", token_ids=[*PROMPT, *range(2000, 4000)])["outcome"] == "deferred"
     ((_, standing),) = executor._standing()  # noqa: SLF001
-    assert (standing.prefix.num_blocks, len(standing.prefix.packed(32)[0])) == (32, 4 * (32 * 4 + 1))
+    assert (standing.prefix.num_blocks, len(standing.prefix.packed(32)[0])) == (32, 32 * 4 + 1)
 
 
 def test_what_was_there_already_does_not_count_as_loaded() -> None:

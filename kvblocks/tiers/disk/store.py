@@ -407,10 +407,8 @@ class DiskStore:
     def _check_blocks(
         self, call: str, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity]
     ) -> list[tuple[int, BlockIdentity]]:
-        places = [
-            self._check_slot(call, slot) for slot in listed(f"DiskStore.{call}: slots", "slots", slots, in_order=True)
-        ]
-        given = listed(f"DiskStore.{call}: identities", "BlockIdentity, one a slot", identities, in_order=True)
+        places = [self._check_slot(call, slot) for slot in listed(f"DiskStore.{call}: slots", "slots", slots)]
+        given = listed(f"DiskStore.{call}: identities", "BlockIdentity, one a slot", identities)
         if len(given) != len(places):
             raise InvalidArgumentError(
                 f"DiskStore.{call}: expected {len(places)} identities, one a slot; got {len(given)}"
