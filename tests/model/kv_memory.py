@@ -225,11 +225,9 @@ class KVMemory:
                 noted[twin] = noted[sequence]  # type: ignore[index]
         if sequence in self.loading:
             self.loading[twin] = list(self.loading[sequence])
-        positions = range(twin.num_computed_tokens)
-        lost = [p for p in positions if LOST in [self.unknown.get(slot) for _, slot in self._live_slots(twin, p)]]
-        lost += [self.lost_given[sequence]] if sequence in self.lost_given else []
-        if lost and min(lost) < twin.num_computed_tokens:
-            self.lost_given[twin] = min(lost)
+        lost = min(self.first_unknown(twin, (LOST,)), self.lost_given.get(sequence, ENDLESS))
+        if lost < twin.num_computed_tokens:
+            self.lost_given[twin] = lost
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
         """Note that a sequence gave its blocks back."""
@@ -384,15 +382,15 @@ class KVMemory:
 
     # Questions.
 
-    def first_unknown(self, sequence: kvblocks.Sequence) -> int:
-        """The first of its tokens in a live block whose KV is awaited or lost; ENDLESS if there is none."""
+    def first_unknown(self, sequence: kvblocks.Sequence, states: tuple[str, ...] = (AWAITED, LOST)) -> int:
+        """The first of its tokens in a live block whose KV is in one of these states; ENDLESS if there is none."""
         if not self.unknown:
             return ENDLESS
         first, num_tokens = ENDLESS, len(self.computed_with[sequence])
         for group, spec in enumerate(self.groups):
             ids, size = sequence.group_block_ids(group), spec.block_size
             for position in range(self._first_there(sequence, group), min(num_tokens, first)):
-                if (ids[position // size], position % size) in self.unknown:
+                if self.unknown.get((ids[position // size], position % size)) in states:
                     first = position
                     break
         return first
