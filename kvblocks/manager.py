@@ -394,7 +394,7 @@ class KVCacheManager(Closed):
         if is_ours and type(token_ids) is list and len(token_ids) == 1:
             token: Any = token_ids[0]
             num_tokens = own.num_computed_tokens
-            if num_tokens < own.fits_below and type(token) is not bool:
+            if num_tokens < own.fits_below and token is not True and token is not False:
                 # Fast path, for 14 of 16 decoded tokens: the token fits the last block and doesn't fill it.
                 try:
                     own.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
