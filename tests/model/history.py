@@ -526,6 +526,7 @@ class History(Transfers):
         self.starting = self.pairs[-1]
         self.allocate(chooser)
         self.starting = None
+        self.schedule()
         own = pair[0].group_block_ids(0)[pair[0].first_live_block(0) :]
         how = chooser.choose([*["abort", "evict", "rewind", "step dies"] * 2, "reset"])
         if how == "step dies":
