@@ -37,6 +37,7 @@ FLOORS = {
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
     "kvblocks": 7,  # the public names, imported when asked for
+    "kvblocks.gate": 8,  # lets sessions take turns; touches no block
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
     "kvblocks.integrations.vllm.probe": 9,
     "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
@@ -137,9 +138,7 @@ INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl",
 MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset(
-    {"kvblocks", "kvblocks.tiers.disk"}
-    | {"kvblocks.retention.session_gate", "kvblocks.retention.gate_rounds"}
-    | {"kvblocks.wire.extra_keys"}
+    {"kvblocks", "kvblocks.tiers.disk"} | {"kvblocks.gate.gate", "kvblocks.gate.rounds"} | {"kvblocks.wire.extra_keys"}
 )
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate.gate import SessionGate
 
 NUM_LOOKED_UP = 32
 """How many of the waiting requests are looked up in a round, the next ones first."""

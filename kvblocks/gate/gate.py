@@ -33,8 +33,8 @@ from typing import Any, Final, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_id, check_name, check_number, check_share, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.retention.gate_records import Decision, GateStats, Reason, SessionKey, Waiting
-from kvblocks.retention.pause_lengths import MOST_S, PauseLengths
+from kvblocks.gate.pause_lengths import MOST_S, PauseLengths
+from kvblocks.gate.records import Decision, GateStats, Reason, SessionKey, Waiting
 
 PATIENCE: Final = 0.25
 """How long the gate lets everything be idle, as a share of the time to compute the next session's prompt."""

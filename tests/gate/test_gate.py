@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.retention.gate_records import Decision
-from kvblocks.retention.pause_lengths import HOLDS_S, PauseLengths
-from kvblocks.retention.session_gate import SessionGate
-from tests.retention.gate_world import Agent, Turn, World
+from kvblocks.gate.gate import SessionGate
+from kvblocks.gate.pause_lengths import HOLDS_S, PauseLengths
+from kvblocks.gate.records import Decision
+from tests.gate.world import Agent, Turn, World
 
 
 def enter(gate: SessionGate, session: str, prompt: int, now: float = 0.0) -> str:

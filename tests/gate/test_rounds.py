@@ -4,8 +4,8 @@ from math import inf
 
 import pytest
 
-from kvblocks.retention.gate_rounds import NUM_LOOKED_UP, GateRounds
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate.gate import SessionGate
+from kvblocks.gate.rounds import NUM_LOOKED_UP, GateRounds
 
 
 def ask(rounds: GateRounds, request: int, num_tokens: int = 900, now: float = 0.0) -> bool:
