@@ -16,7 +16,7 @@ from kvblocks.engine import Engine
 from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector, StateCollector
 from kvblocks.engine.schedule.entrance import EntranceView
 from kvblocks.engine.tiers.offload import TierTraffic
-from kvblocks.gate.gate import SessionGate
+from kvblocks.gate import SessionGate
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HitCounts
 from kvblocks.tiers.disk import DiskStats

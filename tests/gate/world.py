@@ -5,8 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvblocks.gate.gate import SessionGate
-from kvblocks.gate.records import GateStats
+from kvblocks.gate import GateStats, SessionGate
 
 
 @dataclass

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from kvblocks.engine.schedule.capacity import most_pool_tokens
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
-from kvblocks.gate.gate import HOST_SHARE, SessionGate
-from kvblocks.gate.records import GateStats, SessionKey, Waiting
-from kvblocks.gate.rounds import NUM_LOOKED_UP, GateRounds
+from kvblocks.gate import HOST_SHARE, NUM_LOOKED_UP, GateRounds, GateStats, SessionGate, SessionKey, Waiting
 from kvblocks.manager import KVCacheManager
 
 

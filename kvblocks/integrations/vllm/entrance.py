@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvblocks import InvalidArgumentError
-from kvblocks.gate.gate import SessionGate
-from kvblocks.gate.rounds import GateRounds
+from kvblocks.gate import GateRounds, SessionGate
 
 OPTION = "kvblocks_session_gate"
 """The gate's name in --additional-config."""

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvblocks import UnsupportedEngineError
-from kvblocks.gate.gate import SessionGate
+from kvblocks.gate import SessionGate
 from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
 from kvblocks.integrations.vllm.early import asks_for_hashes, check_scheduler
 from kvblocks.integrations.vllm.encoders import manager_class

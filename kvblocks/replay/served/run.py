@@ -20,7 +20,7 @@ import numpy as np
 
 from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.arguments import check_count, check_number, wrong
-from kvblocks.gate.gate import HOST_SHARE
+from kvblocks.gate import HOST_SHARE
 from kvblocks.replay.arrays.pool import ArrayPool
 from kvblocks.replay.arrays.released import Blocks
 from kvblocks.replay.pools import has_own_blocks
