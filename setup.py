@@ -43,12 +43,8 @@ PLAIN = (
     "observe/explanation.py",
     "prefix_cache/evicted.py",
     "prefix_cache/protocol.py",
-    "retention/gate_records.py",
-    "retention/gate_rounds.py",
-    "retention/pause_lengths.py",
     "retention/policies/check.py",
     "retention/policies/policy.py",
-    "retention/session_gate.py",
     "tiers/tier.py",
     "tiers/sealing.py",
 )

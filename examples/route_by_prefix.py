@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from urllib.error import HTTPError
 
 from kvblocks import KVCacheManager, Sequence
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate import SessionGate
 from kvblocks.wire import EventPublisher, MirrorClient, Source
 
 TIMEOUT_S = 600.0

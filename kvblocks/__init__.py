@@ -13,6 +13,7 @@ The folders:
 - `kvblocks.observe`: metrics, explanations and pictures for people;
 - `kvblocks.tiers`: copies of blocks below the device;
 - `kvblocks.prefix_cache`: for engines that own their block ids;
+- `kvblocks.gate`: lets sessions take turns, so that their prompts fit the cache;
 - `kvblocks.wire`: events for routers, and hints of orchestrators;
 - `kvblocks.replay`: traces through the manager, and `kvblocks.verify`: checks of any block manager or server;
 - `kvblocks.integrations`: inside other engines;

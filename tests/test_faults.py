@@ -1,15 +1,15 @@
 """The tests of `make test` find each fault that a room's `faults.py` puts into the code."""
 
 import core.faults
+import gate.faults
 import pytest
-import retention.faults
 import states.faults
 import tiers.faults
 from model.faults import changed, first_failure
 
 import kvblocks
 
-FAULTS = [(room, name) for room in (core.faults, tiers.faults, states.faults, retention.faults) for name in room.FAULTS]
+FAULTS = [(room, name) for room in (core.faults, tiers.faults, states.faults, gate.faults) for name in room.FAULTS]
 IDS = [name for _, name in FAULTS]
 
 

@@ -16,8 +16,8 @@ from kvblocks.engine import Engine
 from kvblocks.engine.prometheus import GateCollector, KVBlocksCollector, OffloadCollector, StateCollector
 from kvblocks.engine.schedule.entrance import EntranceView
 from kvblocks.engine.tiers.offload import TierTraffic
+from kvblocks.gate import SessionGate
 from kvblocks.observe.metrics import CacheMetrics
-from kvblocks.retention.session_gate import SessionGate
 from kvblocks.stats import HitCounts
 from kvblocks.tiers.disk import DiskStats
 from kvblocks.tiers.store import StoreStats

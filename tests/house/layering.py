@@ -37,6 +37,7 @@ FLOORS = {
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
     "kvblocks": 7,  # the public names, imported when asked for
+    "kvblocks.gate": 8,  # lets sessions take turns; touches no block
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
     "kvblocks.integrations.vllm.probe": 9,
     "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
@@ -135,11 +136,11 @@ VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx", "mlx_lm", "t
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the others are what mlx-lm itself needs
-# What integrations may import of kvblocks: public names, as any engine would.
+GATE = "kvblocks.gate"  # counts tokens and knows no block, so any engine may use it
+# These packages use kvblocks as any engine would: beside their own modules they import public names only, from here.
+USERS = (INTEGRATIONS, GATE)
 FACADE = frozenset(
-    {"kvblocks", "kvblocks.tiers.disk"}
-    | {"kvblocks.retention.session_gate", "kvblocks.retention.gate_rounds"}
-    | {"kvblocks.wire.extra_keys"}
+    {"kvblocks", "kvblocks.arguments", "kvblocks.tiers.disk", "kvblocks.gate", "kvblocks.wire.extra_keys"}
 )
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
@@ -241,6 +242,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return VERIFIED_PACKAGES
     if module == STORE_DOOR:
         return CORE_PACKAGES | {"valkey"}
+    if is_inside(module, GATE):
+        return frozenset()
     if is_inside(module, DISK) or is_inside(module, STORE):
         return CORE_PACKAGES
     if is_inside(module, REPLAY):
@@ -262,8 +265,9 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
         return f"imports {target}: only {', '.join(sorted(KERNELS_DOORS))} may import {KERNELS}"
     if is_inside(module, KERNELS) and not is_inside(target, KERNELS):
         return f"imports {target}: kernels take tensors, and import only torch, triton and each other"
-    if is_inside(module, INTEGRATIONS) and not is_inside(target, INTEGRATIONS) and target not in FACADE:
-        return f"imports {target}: integrations use the public names, {', '.join(sorted(FACADE))}"
+    user = next((package for package in USERS if is_inside(module, package)), None)
+    if user is not None and not is_inside(target, user) and target not in FACADE:
+        return f"imports {target}: {user} uses the public names, {', '.join(sorted(FACADE))}"
     here, there = floor_of(module), floor_of(target)
     if here is None or there is None:
         return None  # check_imports reports the module without a floor

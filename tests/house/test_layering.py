@@ -42,7 +42,7 @@ def test_no_permission_to_import_is_left_over(tree):
     sources, packages = tree
     found = {name: find_imports(name, text, sources, is_package=name in packages) for name, text in sources.items()}
     targets = {name: {each.target for each in imports} for name, imports in found.items()}
-    ours = set().union(*[targets[name] for name in sources if is_inside(name, layering.INTEGRATIONS)])
+    ours = set().union(*[targets[name] for name in sources if name.startswith(layering.USERS)])
     kernels = {name for name in sources if any(is_inside(target, layering.KERNELS) for target in targets[name])}
     adapters = set().union(*[targets[name] for name in sources if is_inside(name, layering.VERIFY_ADAPTERS)])
     assert ours >= layering.FACADE
@@ -72,9 +72,12 @@ NEIGHBOURS = {
     "kvblocks.server.app": "",
     "kvblocks.kernels": "",
     "kvblocks.kernels.store": "",
+    "kvblocks.gate": "",
+    "kvblocks.gate.gate": "",
+    "kvblocks.integrations": "",
 }
 DOORS = "only kvblocks.engine.attention.attention, "
-PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.server", "kvblocks.kernels"})
+PACKAGES = frozenset(f"kvblocks{name}" for name in ("", ".engine", ".gate", ".integrations", ".kernels", ".server"))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,12 @@ PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.server", "kvblock
         ("kvblocks.tiers.disk.store", "import numpy", "imports numpy"),
         ("kvblocks.tiers.disk.store", "import kvblocks.engine", "at most 8, got 13"),
         ("kvblocks.tiers.sealing", "import os", "no I/O"),
+        ("kvblocks.gate.gate", "from kvblocks.core.pool import BlockPool", "kvblocks.gate uses the public names"),
+        ("kvblocks.gate.gate", "from kvblocks.errors import KVBlocksError", "kvblocks.gate uses the public names"),
+        ("kvblocks.gate.gate", "import kvblocks.integrations", "kvblocks.gate uses the public names"),
+        ("kvblocks.gate.gate", "import numpy", "imports numpy"),
+        ("kvblocks.gate.gate", "import time", "no I/O"),
+        ("kvblocks.integrations.hf", "from kvblocks.gate.gate import SessionGate", "kvblocks.integrations uses the"),
     ],
 )
 def test_the_checker_finds_a_forbidden_import(module, source, expected):
@@ -169,6 +178,11 @@ def test_the_checker_finds_a_circle():
         ("kvblocks.kernels.store", "import math\nimport torch\nimport triton.language as tl"),
         ("kvblocks.kernels", "from .store import store\nfrom kvblocks.kernels import store as again"),
         ("kvblocks.cli.app", "from kvblocks.engine.run.forward import Model\nimport typer"),
+        (
+            "kvblocks.gate",
+            "from kvblocks import KVBlocksError\nfrom kvblocks.gate.gate import SessionGate",
+        ),
+        ("kvblocks.integrations.hf", "from kvblocks.gate import SessionGate"),
     ],
 )
 def test_the_checker_lets_good_imports_pass(module, source):
@@ -229,6 +243,15 @@ def test_all_public_names_need_xxhash_only():
     modules = json.loads(result.stdout)
     assert foreign_packages(modules) == {"xxhash"}
     assert not [name for name in modules if name.startswith(("kvblocks.engine", "kvblocks.kernels", "kvblocks.cli"))]
+
+
+def test_the_gate_loads_no_module_that_touches_blocks():
+    result = run_isolated("from kvblocks.gate import *")
+    assert result.returncode == 0, result.stderr
+    modules = json.loads(result.stdout)
+    assert foreign_packages(modules) == set()
+    ours = {name for name in modules if name.startswith("kvblocks.") and not layering.is_inside(name, layering.GATE)}
+    assert ours == {"kvblocks.arguments", "kvblocks.errors"}
 
 
 def test_the_isolation_can_fail():

@@ -6,8 +6,8 @@ import pytest
 from server.server_harness import MODEL, in_background, running_server, tiny_loaded, wait_for
 
 from kvblocks.engine.schedule.entrance import Entrance
+from kvblocks.gate import SessionGate
 from kvblocks.replay.readers import read_trace
-from kvblocks.retention.session_gate import SessionGate
 from kvblocks.retention.sessions import Sessions
 
 

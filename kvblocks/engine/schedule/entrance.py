@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from kvblocks.engine.schedule.capacity import most_pool_tokens
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
+from kvblocks.gate import HOST_SHARE, NUM_LOOKED_UP, GateRounds, GateStats, SessionGate, SessionKey, Waiting
 from kvblocks.manager import KVCacheManager
-from kvblocks.retention.gate_records import GateStats, SessionKey, Waiting
-from kvblocks.retention.gate_rounds import NUM_LOOKED_UP, GateRounds
-from kvblocks.retention.session_gate import HOST_SHARE, SessionGate
 
 
 def make_gate(manager: KVCacheManager, num_step_tokens: int) -> SessionGate:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvblocks import InvalidArgumentError
-from kvblocks.retention.gate_rounds import GateRounds
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate import GateRounds, SessionGate
 
 OPTION = "kvblocks_session_gate"
 """The gate's name in --additional-config."""

@@ -20,13 +20,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvblocks import UnsupportedEngineError
+from kvblocks.gate import SessionGate
 from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
 from kvblocks.integrations.vllm.early import asks_for_hashes, check_scheduler
 from kvblocks.integrations.vllm.encoders import manager_class
 from kvblocks.integrations.vllm.entrance import SchedulerEntrance, gate_option
 from kvblocks.integrations.vllm.probe import falls_back
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS
-from kvblocks.retention.session_gate import SessionGate
 
 _replaced: dict[tuple[Any, str], Any] = {}
 

@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvblocks.arguments import check_count, wrong
-from kvblocks.retention.gate_rounds import GateRounds
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate import GateRounds, SessionGate
 
 NONE, GATE, INFINITE, CAP = "none", "gate", "infinite", "cap"
 """The names of entrances. INFINITE is like NONE, with a pool for all blocks of the trace. "cap 8" admits 8 sessions."""

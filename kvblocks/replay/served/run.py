@@ -20,13 +20,13 @@ import numpy as np
 
 from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.arguments import check_count, check_number, wrong
+from kvblocks.gate import HOST_SHARE
 from kvblocks.replay.arrays.pool import ArrayPool
 from kvblocks.replay.arrays.released import Blocks
 from kvblocks.replay.pools import has_own_blocks
 from kvblocks.replay.run import followers
 from kvblocks.replay.served.entrances import INFINITE, make_entrance
 from kvblocks.replay.trace import Numbers, Trace
-from kvblocks.retention.session_gate import HOST_SHARE
 
 MOST_SHARE = 0.9
 """Sessions with a prompt that needs more than this share of the pool are left out."""

@@ -10,7 +10,7 @@ from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.engine.undoing import undo, written_tokens
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate import SessionGate
 
 
 def make_gated(num_blocks=100, room=None, **limits):

@@ -3,14 +3,13 @@
 from typing import Any
 
 import pytest
+from gate.world import Agent, Turn, World
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.retention.gate_records import Decision
-from kvblocks.retention.pause_lengths import HOLDS_S, PauseLengths
-from kvblocks.retention.session_gate import SessionGate
-from tests.retention.gate_world import Agent, Turn, World
+from kvblocks.gate import Decision, SessionGate
+from kvblocks.gate.pause_lengths import HOLDS_S, PauseLengths
 
 
 def enter(gate: SessionGate, session: str, prompt: int, now: float = 0.0) -> str:
@@ -444,6 +443,11 @@ def test_a_gate_says_what_is_wrong(arguments: tuple[Any, ...], name: str) -> Non
         SessionGate(arguments[0], **(arguments[1] if len(arguments) > 1 else {}))
 
 
+def test_a_turn_may_last_for_ever() -> None:
+    """An int may be larger than any float."""
+    assert [SessionGate(10, turn_s=turn_s).turn_s for turn_s in (float("inf"), 10**400)] == [float("inf")] * 2
+
+
 @pytest.mark.parametrize(
     ("call", "arguments", "name"),
     [
@@ -455,11 +459,13 @@ def test_a_gate_says_what_is_wrong(arguments: tuple[Any, ...], name: str) -> Non
         ("ask", ("new", "s", None, 5, 6, 0.0), "cached_tokens"),
         ("ask", ("new", "s", None, 5, 5, "soon"), "now"),
         ("ask", ("new", "s", None, 5, 5, float("inf")), "now"),
+        ("ask", ("new", "s", None, 5, 5, 10**400), "now"),
         ("note_cached", ("nobody", 0), "request_id"),
         ("note_cached", ("waits", 901), "cached_tokens"),
         ("release", (-1, 0.0, 0.0), "num_busy"),
         ("release", (0, -1.0, 0.0), "seconds_per_token"),
         ("release", (0, float("nan"), 0.0), "seconds_per_token"),
+        ("release", (0, 10**400, 0.0), "seconds_per_token"),
         ("release", (0, 0.0, None), "now"),
         ("ended", ("waits", 1, "stop", 0.0), "request_id"),
         ("ended", ("runs", -1, "stop", 0.0), "num_tokens"),

@@ -1,11 +1,12 @@
 """When a session gate is asked, and what it is told before: the rules that the engine, vLLM and `replay` share."""
 
 from math import inf
+from typing import Any
 
 import pytest
 
-from kvblocks.retention.gate_rounds import NUM_LOOKED_UP, GateRounds
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks import InvalidArgumentError
+from kvblocks.gate import NUM_LOOKED_UP, GateRounds, SessionGate
 
 
 def ask(rounds: GateRounds, request: int, num_tokens: int = 900, now: float = 0.0) -> bool:
@@ -63,6 +64,23 @@ def test_the_mean_of_seconds_follows_slowly() -> None:
     assert rounds.seconds_per_token == 0.05
     rounds.note_computed(100, 15.0)
     assert rounds.seconds_per_token == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((0, 1.0), "num_tokens"),
+        ((1.5, 1.0), "num_tokens"),
+        ((1, -1.0), "seconds"),
+        ((1, float("inf")), "seconds"),
+        ((1, "long"), "seconds"),
+    ],
+)
+def test_a_time_that_is_none_changes_no_mean(arguments: tuple[Any, Any], name: str) -> None:
+    rounds = GateRounds(SessionGate(1000), seconds_per_token=0.5)
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
+        rounds.note_computed(*arguments)
+    assert rounds.seconds_per_token == 0.5
 
 
 def test_after_a_restart_nobody_is_known(rounds: GateRounds) -> None:

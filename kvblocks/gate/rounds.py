@@ -6,9 +6,10 @@ decide. That costs lookups, so a round is made only when it may change something
 
 from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.arguments import check_count, check_number, wrong
+from kvblocks.gate.gate import MOST_NUMBER, SessionGate
 
 NUM_LOOKED_UP = 32
 """How many of the waiting requests are looked up in a round, the next ones first."""
@@ -37,9 +38,16 @@ class GateRounds:
         """Note that the gate was asked about a request, or told that one has ended or was cancelled. O(1)."""
         self._has_changed = True
 
-    def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """Record how long this many tokens of prompts took. O(1)."""
-        each, old = seconds / num_tokens, self.seconds_per_token
+    def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
+        """Record how long this many tokens of prompts took. num_tokens: 1 or more. O(1).
+
+        Raises InvalidArgumentError.
+        """
+        number = check_count("num_tokens", num_tokens, 1)
+        took_s = check_number("seconds", seconds, "a number of at least 0")
+        if not 0 <= took_s <= MOST_NUMBER:
+            raise wrong("seconds", "a number of at least 0", seconds)
+        each, old = took_s / number, self.seconds_per_token
         self.seconds_per_token = old + _WEIGHT * (each - old) if old else each
 
     def is_due(self, num_busy: int, now: float) -> bool:

@@ -1,6 +1,6 @@
 """Faults in the session gate and in who asks it, each of which `make test` must find: broken rules and promises.
 
-`python tests/retention/faults.py [WORD ...]` makes each whose name has all the words, and says after how many seconds
+`python tests/gate/faults.py [WORD ...]` makes each whose name has all the words, and says after how many seconds
 which test found it.
 """
 
@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.faults import Change, find_all
 
-GATE, PAUSES, ROUNDS = "retention/session_gate.py", "retention/pause_lengths.py", "retention/gate_rounds.py"
-ENTRANCE, SCHEDULER = "engine/schedule/entrance.py", "engine/schedule/scheduler.py"
+GATE, PAUSES, ROUNDS = "gate/gate.py", "gate/pause_lengths.py", "gate/rounds.py"
+ENTRANCE = "engine/schedule/entrance.py"
 
 TESTS = (
-    *(f"tests/retention/test_{name}.py" for name in ("session_gate", "gate_rounds")),
+    *(f"tests/gate/test_{name}.py" for name in ("gate", "rounds")),
     "tests/engine/schedule/test_entrance.py",
 )
 """The quick ones first."""
@@ -291,7 +291,7 @@ FAULTS: dict[str, list[Change]] = {
             "        for each in self._waiting:\n            each.num_overtakes += 1\n",
         )
     ],
-    "the clock goes back": [(GATE, "self._now = max(self._now, time)", "self._now = time")],
+    "the clock goes back": [(GATE, "self._now = max(self._now, float(time))", "self._now = float(time)")],
     "a prompt of no tokens is refused": [
         (GATE, 'check_count("prompt_tokens", prompt_tokens, 0)', 'check_count("prompt_tokens", prompt_tokens, 1)')
     ],

@@ -29,12 +29,12 @@ found in simulations with recorded sessions of a coding agent (docs/gate.md).
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, SupportsFloat, SupportsIndex
+from math import inf
+from sys import float_info
+from typing import Final, Literal, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_id, check_name, check_number, check_share, plain_text, wrong
-from kvblocks.errors import InvalidArgumentError
-from kvblocks.retention.gate_records import Decision, GateStats, Reason, SessionKey, Waiting
-from kvblocks.retention.pause_lengths import MOST_S, PauseLengths
+from kvblocks.gate.pause_lengths import MOST_S, PauseLengths
 
 PATIENCE: Final = 0.25
 """How long the gate lets everything be idle, as a share of the time to compute the next session's prompt."""
@@ -42,7 +42,67 @@ PATIENCE: Final = 0.25
 HOST_SHARE: Final = 0.5
 """The share of a host tier that counts as room. With all of it, loads would take the time that hits save."""
 
+MOST_NUMBER: Final = float_info.max  # an int may be larger
+
 _MAX_REASONS = 32  # stop reasons beyond so many are learned together
+
+SessionKey = tuple[str | None, Hashable]
+"""A session: the salt of its requests, and its name."""
+
+Reason = Literal["next", "room", "idle", "behind", "turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the gate decided.
+
+    admitted: requests that waited, in the order in which to admit them. paused: members that left. wake_at: when to
+    call `release` again if nothing else happens; None: nothing depends on time.
+    """
+
+    admitted: tuple[Hashable, ...]
+    paused: tuple[SessionKey, ...]
+    wake_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a request waits.
+
+    reason is one of:
+
+    - "next": it enters with the next call of `release`.
+    - "room": it is the next one, but num_missing_tokens tokens of room are missing.
+    - "idle": the same, but nothing is busy, so it enters at `until` in any case.
+    - "behind": num_ahead sessions are before it.
+    - "turn": the turn of its session is over, and ends with the requests that run.
+    """
+
+    reason: Reason
+    num_missing_tokens: int
+    num_ahead: int
+    until: float | None
+    session: SessionKey
+    asked_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateStats:
+    """The gate's numbers.
+
+    num_left: by rule ("hold", "growth", "turn"), how often members left. num_idle_entries: how many of the num_entries
+    entered without room because nothing was busy.
+    """
+
+    num_room_tokens: int
+    num_member_tokens: int
+    num_other_tokens: int
+    num_members: int
+    num_waiting_sessions: int
+    num_waiting_requests: int
+    num_entries: int
+    num_idle_entries: int
+    num_left: dict[str, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -110,8 +170,11 @@ class SessionGate:
         if not self.fill:
             raise wrong("fill", "a share above 0.0, up to 1.0", fill)
         self.max_overtakes = check_count("max_overtakes", max_overtakes, 0)
-        self.turn_s = _positive("turn_s", turn_s)
-        self._now = float("-inf")
+        turn = check_number("turn_s", turn_s, "a number above 0")
+        if turn <= 0:
+            raise wrong("turn_s", "a number above 0", turn_s)
+        self.turn_s = float(turn) if turn <= MOST_NUMBER else inf
+        self._now = -inf
         self._requests: dict[Hashable, _Asked] = {}
         self._sessions: dict[SessionKey, _Session] = {}
         self._members: dict[_Session, None] = {}
@@ -185,7 +248,7 @@ class SessionGate:
         """
         busy = check_count("num_busy", num_busy, 0)
         per_token = check_number("seconds_per_token", seconds_per_token, "a number of at least 0")
-        if not 0 <= per_token < float("inf"):
+        if not 0 <= per_token <= MOST_NUMBER:
             raise wrong("seconds_per_token", "a number of at least 0", seconds_per_token)
         self._advance(now)
         self._seconds_per_token = float(per_token)
@@ -428,10 +491,10 @@ class SessionGate:
 
     def _advance(self, now: SupportsFloat) -> None:
         """Set the clock, and forget sessions that have paused for longer than any hold. O(1), spread over all calls."""
-        time = float(check_number("now", now))
-        if time in (float("inf"), float("-inf")):
+        time = check_number("now", now, "a finite number")
+        if not -MOST_NUMBER <= time <= MOST_NUMBER:
             raise wrong("now", "a finite number", now)
-        self._now = max(self._now, time)
+        self._now = max(self._now, float(time))
         while self._paused:
             session = next(iter(self._paused))
             if session.paused_at is None or self._now - session.paused_at <= MOST_S:
@@ -475,11 +538,3 @@ def _is_cached(session: _Session) -> bool:
     """Whether a session goes before others, because at least half of its prompt is cached."""
     first = next(iter(session.waiting.values()))
     return not session.had_turn and 2 * first.cached_tokens >= first.prompt_tokens
-
-
-def _positive(name: str, value: SupportsFloat) -> float:
-    given: Any = value
-    number = check_number(name, given, "a number above 0")
-    if number <= 0:
-        raise InvalidArgumentError(f"{name}: expected a number above 0, got {value!r}")
-    return float(number)

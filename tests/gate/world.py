@@ -5,8 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvblocks.retention.gate_records import GateStats
-from kvblocks.retention.session_gate import SessionGate
+from kvblocks.gate import GateStats, SessionGate
 
 
 @dataclass
