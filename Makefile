@@ -154,7 +154,7 @@ WIRE_STAMP := $(WIRE_VENV)/.installed-$(DYNAMO_VERSION)
 WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
 
 test-wire: $(WIRE_STAMP)
-	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
+	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_router_hashes.py
 
 # A real mlx-lm, which runs on Linux's CPUs too, in an environment of its own, and the sources of the same version, which
 # have its tests. With MLX_SHORT=1 only what takes seconds runs.

@@ -8,11 +8,12 @@ from picture import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TOP_FLOOR = 7
+TOP_FLOOR = 8
 """The highest floor of the manager. Above it, single modules are left out of the picture."""
 
 NOTES = (
     "what can go wrong, records, checks",
+    "extra keys and digests; what is said of layers; policies",
     "one group of full attention, and nothing else: begin here",
     "what stays: pins, quotas, holds, policies",
     "several groups of layers; what is kept below the device",

@@ -1,38 +1,36 @@
-"""The public import path of `kvblocks.core.hashing`, which explains how a block is named to the outside."""
+"""Finds a hash scheme by the name that a caller gives, such as "sha256" or "vllm:sha256_cbor"."""
 
 from typing import Any
 
 from xxhash import xxh3_128_digest
 
 from kvblocks.arguments import Text, is_a, plain_text, wrong
-from kvblocks.core.hashing import HashFunction, Names, PositionKey, check_digest, sha256_digest
 from kvblocks.errors import InvalidArgumentError
-
-__all__ = ["HashFunction", "Names", "PositionKey", "get_names"]
+from kvblocks.hashing.scheme import HashFunction, HashScheme, check_digest, sha256_digest
 
 HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
 
 VLLM = "vllm:"
-"""The prefix of the names of vLLM's schemes. vLLM's name of the algorithm follows it."""
+"""How the names of vLLM's schemes begin. vLLM's name of the algorithm follows it."""
 
 
-def get_names(algorithm: Text | HashFunction | Names) -> Names:
-    """Return the naming scheme for `algorithm`: a name, a callable bytes -> bytes that hashes preimages, or a scheme.
+def get_hash_scheme(algorithm: Text | HashFunction | HashScheme) -> HashScheme:
+    """Return the hash scheme for `algorithm`: a name, a callable bytes -> bytes that hashes preimages, or a scheme.
 
-    A name is "xxh3_128" or "sha256", or "vllm:" followed by an algorithm of `kvblocks.wire.names.VllmNames`. A `Names`
-    object is returned as it is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take
-    bytes or doesn't return at least one byte.
+    A name is "xxh3_128" or "sha256", or "vllm:" followed by an algorithm of `kvblocks.hashing.vllm.VllmHashScheme`. A
+    `HashScheme` is returned as it is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't
+    take bytes or doesn't return at least one byte.
     """
     given: Any = algorithm
-    if is_a(given, Names):
-        names: Names = given
-        return names
+    if is_a(given, HashScheme):
+        scheme: HashScheme = given
+        return scheme
     if is_a(given, str):
         name = plain_text(given)
         if name.startswith(VLLM):
-            from kvblocks.wire.names import VllmNames
+            from kvblocks.hashing.vllm import VllmHashScheme
 
-            return VllmNames(name.removeprefix(VLLM))
+            return VllmHashScheme(name.removeprefix(VLLM))
         if name not in HASH_FUNCTIONS:
             known = ", ".join(repr(name) for name in HASH_FUNCTIONS)
             raise wrong("hash_algorithm", f"{known}, 'vllm:…' or a callable", name)
@@ -43,4 +41,4 @@ def get_names(algorithm: Text | HashFunction | Names) -> Names:
         digest = given(b"")
     except TypeError as error:
         raise wrong("hash_algorithm", f"a callable bytes -> bytes; it says {error}", given) from error
-    return Names(given, len(check_digest(digest, None)))
+    return HashScheme(given, len(check_digest(digest, None)))

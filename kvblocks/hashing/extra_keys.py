@@ -1,18 +1,17 @@
-r"""A block's extra keys, decoded; and as vLLM has them: tagged in its hashes, untagged in its events.
+"""A block's extra keys: checked, encoded and decoded. `kvblocks.hashing` has the format."""
 
-Imports only the core, which encodes them (`kvblocks.core.hashing` has the format). For vLLM a sequence's `lora` is an
-adapter's name, or "name\0path"; text after another "\0" is ignored. A str position key is an image's identifier. A
-bytes key is one of embeddings; its first NUM_EMBEDDING_BYTES bytes are the digest.
-"""
+from collections.abc import Iterable
+from struct import pack, unpack
+from typing import Any
 
-from hashlib import sha256
-from struct import unpack
-from typing import Any, Final
-
-from kvblocks.arguments import Given, is_a, wrong
-from kvblocks.core.hashing import BYTES_KEY_KIND, SALT_KIND, STR_KEY_KIND
+from kvblocks.arguments import Given, Text, check_count, check_name, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.events import BlockStored
+
+PositionKey = tuple[int, int, str | bytes]
+"""(start, end, key): tokens start to end - 1 depend on `key`, such as the hash of the image that they stand for."""
+
+PositionKeys = Iterable[PositionKey]
+"""Several position keys, in any order."""
 
 ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
 """A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
@@ -21,9 +20,87 @@ start: where the keyed span begins, in tokens relative to the block's first one.
 tokens.
 """
 
-NO_EMBEDDINGS: Final = sha256().digest()
-"""The digest that stands for a block without embeddings, in a prompt that has some."""
-NUM_EMBEDDING_BYTES: Final = 32
+SALT_KIND, LORA_KIND, STR_KEY_KIND, BYTES_KEY_KIND = 1, 2, 3, 4
+
+
+def encode_extra_keys(
+    salt: str | None, lora: str | None, position_keys: Iterable[PositionKey], block_size: int
+) -> dict[int, bytes]:
+    """Return the encoded extra keys of every block that has some, by the block's index in the sequence.
+
+    Salt and LoRA name go to block 0 alone, since every later block is chained to it. A position key goes to each block
+    that its span touches. The order of `position_keys` makes no difference. O(spans x blocks that each touches).
+    """
+    root = b""
+    if salt is not None:
+        root += _entry(SALT_KIND, b"", salt.encode())
+    if lora is not None:
+        root += _entry(LORA_KIND, b"", lora.encode())
+    encoded = {0: [root]} if root else {}
+    for start, end, kind, payload in sorted(_typed(key) for key in position_keys):
+        for block in range(start // block_size, (end - 1) // block_size + 1):
+            span = pack("<qQ", start - block * block_size, end - start)
+            encoded.setdefault(block, []).append(_entry(kind, span, payload))
+    return {block: b"".join(entries) for block, entries in encoded.items()}
+
+
+def _typed(key: PositionKey) -> tuple[int, int, int, bytes]:
+    start, end, payload = key
+    if isinstance(payload, str):
+        return start, end, STR_KEY_KIND, payload.encode()
+    return start, end, BYTES_KEY_KIND, payload
+
+
+def _entry(kind: int, span: bytes, payload: bytes) -> bytes:
+    return pack("<B", kind) + span + pack("<I", len(payload)) + payload
+
+
+class SequenceKeys:
+    """The salt, the adapter and the extra keys of a sequence that has any of these; see `Sequence`. Never changed."""
+
+    __slots__ = ("_encoded", "extra_keys", "lora", "salt")
+
+    def __init__(self, salt: str | None, lora: str | None, extra_keys: tuple[PositionKey, ...]) -> None:
+        self.salt = salt
+        self.lora = lora
+        self.extra_keys = extra_keys
+        self._encoded: tuple[int, dict[int, bytes]] | None = None
+
+    def encoded(self, block_size: int) -> dict[int, bytes]:
+        """Return the encoded extra keys by block. O(blocks that spans touch) once, then O(1)."""
+        if self._encoded is None or self._encoded[0] != block_size:
+            keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
+            self._encoded = block_size, keys
+        return self._encoded[1]
+
+
+def check_keys(
+    salt: Text | None, lora: Text | None, extra_keys: Iterable[PositionKey], num_tokens: int
+) -> SequenceKeys | None:
+    """Return the keys of a sequence of `num_tokens` tokens; None if it has none. Raises InvalidArgumentError."""
+    name, adapter = check_name("salt", salt), check_name("lora", lora)
+    keys = _check_position_keys(extra_keys, num_tokens)
+    return SequenceKeys(name, adapter, keys) if name is not None or adapter is not None or keys else None
+
+
+def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:
+    return tuple(
+        [_check_position_key(key, num_tokens) for key in listed("extra_keys", "an iterable of (start, end, key)", keys)]
+    )
+
+
+def _check_position_key(key: Any, num_tokens: int) -> PositionKey:
+    items: list[Any] = [*key] if is_a(key, tuple) or is_a(key, list) else []
+    if len(items) != 3:
+        raise wrong("extra_keys", "(start, end, key)", key)
+    start = check_count("extra_keys: start", items[0], 0, num_tokens - 1)
+    end = check_count("extra_keys: end", items[1], start + 1, num_tokens)
+    payload: Any = items[2]
+    if is_a(payload, str):
+        payload = check_text("extra_keys", plain_text(payload))
+    if not (is_a(payload, str) or is_a(payload, bytes)) or not payload:
+        raise wrong("extra_keys", "a non-empty str or bytes as key", items[2])
+    return start, end, payload
 
 
 def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
@@ -38,11 +115,11 @@ def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
     return _decoded_keys(given)
 
 
-def decode_names(encoded: bytes | None) -> tuple[str | None, str | None]:
+def decode_salt_and_lora(encoded: bytes | None) -> tuple[str | None, str | None]:
     """Return the salt and the LoRA name among a first block's encoded keys, each None if there is none."""
     keys = [] if encoded is None else _decoded_keys(encoded)
-    names = {kind: text for kind, _, text in keys if isinstance(text, str)}
-    return names.get("salt"), names.get("lora")
+    found = {kind: text for kind, _, text in keys if isinstance(text, str)}
+    return found.get("salt"), found.get("lora")
 
 
 def _decoded_keys(encoded: bytes) -> list[ExtraKey]:
@@ -64,42 +141,6 @@ def _decoded_keys(encoded: bytes) -> list[ExtraKey]:
         keys.append(_decoded(kind, start, length, payload))
         previous = order
     return keys
-
-
-def tagged_keys(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
-    """Return a block's own keys, each with its kind, in vLLM's order: images, salt, embeddings.
-
-    encoded: the block's encoded keys, b"" for none. has_embeddings: whether the prompt consists of embeddings.
-    """
-    decoded = decode_extra_keys(encoded)
-    found: list[Any] = [("mm", key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
-    found += [("cache_salt", key) for kind, _, key in decoded if kind == "salt"]
-    digests = [key[:NUM_EMBEDDING_BYTES] for _, _, key in decoded if isinstance(key, bytes)]
-    found += [("prompt_embeds", digest) for digest in digests or [NO_EMBEDDINGS] * has_embeddings]
-    return tuple(found)
-
-
-def block_extra_keys(event: BlockStored, *, has_embeddings: bool = False) -> list[tuple[Any, ...] | None]:
-    """Return the keys of each block of a record as events write them; None for a block without keys. O(blocks + keys).
-
-    The adapter's name comes first, then the keys of `tagged_keys`: (identifier, offset in tokens) of an image, salt,
-    digests.
-    """
-    given = dict(event.extra_keys)
-    of_all = () if event.lora is None else (split_lora(event.lora)[0],)
-    if not given and not has_embeddings:
-        return [of_all or None] * len(event.block_hashes)
-    keys: list[tuple[Any, ...] | None] = []
-    for position in range(len(event.block_hashes)):
-        own = tagged_keys(given.get(position, b""), has_embeddings=has_embeddings)
-        keys.append((*of_all, *(key[1:] if key[0] == "mm" else key[1] for key in own)) or None)
-    return keys
-
-
-def split_lora(lora: str) -> tuple[str, str]:
-    """Return the adapter's name and path in a sequence's `lora`; "" for no path."""
-    name, path, *_ = [*lora.split("\0"), ""]
-    return name, path
 
 
 def _cut(encoded: bytes, offset: int, num_bytes: int) -> bytes:

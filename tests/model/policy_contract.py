@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvblocks import CacheView, EvictionPolicy, FreeBlock, Group
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.hashing.scheme import sha256_digest
 from model.dumb_groups import DumbGroups
 from model.dumb_model import DumbModel, ModelSequence, Prefix
 from model.group_history import GROUP_OPERATIONS, GroupHistory
