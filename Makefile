@@ -198,7 +198,7 @@ soak: $(DEV_STAMP)
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
-	$(BIN)/python tools/check_types.py
+	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -q tests/house/test_layering.py
 
 # The site, without warnings: build/site/index.html. docs/requirements.txt has the versions.

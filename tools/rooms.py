@@ -54,15 +54,15 @@ def rooms() -> Picture:
     picture.text(
         20,
         bottom + 18,
-        "Paths are below kvblocks/, those of blue rooms but engine and cli below kvblocks/engine/. kernels/ stands beside kvblocks/.",
+        "Paths are below kvblocks/, those of blue rooms but engine and cli below kvblocks/engine/. kernels/ is kvblocks/kernels by a link.",
         "small",
     )
     return picture
 
 
 def is_folder(module: str) -> bool:
-    """Whether a module is a package. The kernels, beside kvblocks/, are one."""
-    return module.startswith("kvblocks.kernels") or (ROOT / module.replace(".", "/")).is_dir()
+    """Whether a module is a package."""
+    return (ROOT / module.replace(".", "/")).is_dir()
 
 
 def wing_of(module: str) -> str:

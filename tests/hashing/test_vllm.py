@@ -142,3 +142,14 @@ def test_what_is_not_installed_is_said(monkeypatch):
     with pytest.raises(InvalidArgumentError, match=r"sha256_cbor: expected the package cbor2.*kvblocks\[wire\]"):
         KVCacheManager(8, 2, hash_algorithm="vllm:sha256_cbor")
     assert KVCacheManager(8, 2, hash_algorithm="vllm:sha256").inspect.block_hashes(Sequence("a", [1, 2]))
+
+
+def test_it_loads_neither_the_core_nor_the_wire():
+    program = (
+        "import sys; sys.modules['msgspec'] = sys.modules['zmq'] = sys.modules['cbor2'] = None; "
+        "import kvblocks.hashing.vllm; print(*sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    loaded = {name for name in output.split() if name.startswith("kvblocks.")}
+    assert not [name for name in loaded if name.startswith(("kvblocks.wire", "kvblocks.core"))]
+    assert "kvblocks.hashing.vllm" in loaded

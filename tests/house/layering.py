@@ -278,8 +278,10 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = module in WIRE_DOORS or module == VLLM_HASHES or any(
-        is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK, MLX_LM, AUTO)
+    does_io = (
+        module in WIRE_DOORS
+        or module == VLLM_HASHES
+        or any(is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK, MLX_LM, AUTO))
     )
     pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
