@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from model.vllm_reference import HASHES, block_keys, block_hashes
+from model.vllm_reference import HASHES, block_hashes, block_keys
 
 from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, Sequence, SlidingWindow
 from kvblocks.hashing.vllm import VllmHashScheme, split_lora

@@ -10,7 +10,7 @@ import pytest
 from model.group_history import GroupHistory
 from model.history import MAX_TOKENS, Chooser, History, RandomChooser, walk
 from model.tier_machine import TierMachine
-from model.vllm_reference import block_keys, block_hashes
+from model.vllm_reference import block_hashes, block_keys
 
 from kvblocks import (
     AllBlocksCleared,

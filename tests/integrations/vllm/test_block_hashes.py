@@ -1,4 +1,4 @@
-"""Our hashes of blocks are vLLM's: compared for random requests with its engine's hasher, and for the golden vectors."""
+"""Our block hashes are vLLM's: compared for random requests with its engine's hasher, and for the golden vectors."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.vllm_reference import block_keys, block_hashes
+from model.vllm_reference import block_hashes, block_keys
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
