@@ -154,7 +154,7 @@ WIRE_STAMP := $(WIRE_VENV)/.installed-$(DYNAMO_VERSION)
 WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
 
 test-wire: $(WIRE_STAMP)
-	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
+	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_router_hashes.py
 
 # A real mlx-lm, which runs on Linux's CPUs too, in an environment of its own, and the sources of the same version, which
 # have its tests. With MLX_SHORT=1 only what takes seconds runs.
@@ -198,7 +198,7 @@ soak: $(DEV_STAMP)
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
-	$(BIN)/python tools/check_types.py
+	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -q tests/house/test_layering.py
 
 # The site, without warnings: build/site/index.html. docs/requirements.txt has the versions.

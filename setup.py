@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent
 # What is compiled, as one unit: calls between its modules are then C calls. The engine, the server and the
 # command line stay plain.
 FOLDERS = (
+    "hashing",
     "core",
     "retention",
     "retention/policies",
@@ -31,7 +32,7 @@ FOLDERS = (
     "tiers",
     "tiers/grouped",
 )
-SINGLE = ("arguments.py", "closed.py", "manager.py", "wire/names.py")
+SINGLE = ("arguments.py", "closed.py", "manager.py")
 # These modules stay plain. Records gain nothing from being compiled, and people pickle and subclass them. For the same
 # reason errors, events and stats stay plain. A sealer hashes in C anyway. Only tests run the check of policies.
 PLAIN = (

@@ -7,6 +7,7 @@
 
 The folders:
 
+- `kvblocks.hashing`: extra keys and digests of blocks;
 - `kvblocks.core`: one group of layers with full attention, and all that exactness needs;
 - `kvblocks.groups`: several groups of layers, and `kvblocks.states`: layers that keep a recurrent state;
 - `kvblocks.retention`: which blocks stay cached;
@@ -27,10 +28,7 @@ The names below are imported when they are first used (PEP 562), so a caller who
 else. None of them needs torch, numpy, a clock or a thread.
 """
 
-import sys
-from collections.abc import Sequence as _Items
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -240,26 +238,6 @@ __all__ = [
     "kind_of_layers",
     "plan",
 ]
-
-
-class _Kernels:
-    """Finds `kvblocks.kernels` in a checkout, where it stands beside this folder. An installed wheel has it inside.
-
-    Without this finder, Python would look at an installed copy, or (with an editable installation) find the kernels of
-    another checkout.
-    """
-
-    @staticmethod
-    def find_spec(name: str, path: _Items[str] | None, _target: object = None, /) -> ModuleSpec | None:
-        """Find the module, as finders in `sys.meta_path` do."""
-        if name != "kvblocks.kernels" or path is None:
-            return None
-        return PathFinder.find_spec(name, [folder.removesuffix("kvblocks") for folder in path])
-
-
-_shipped = PathFinder.find_spec("kvblocks.kernels", __path__)
-if _shipped is None or _shipped.loader is None:  # without a loader: a folder that holds no modules of ours
-    sys.meta_path.insert(0, _Kernels)
 
 
 def __getattr__(name: str) -> object:

@@ -46,7 +46,6 @@ from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Change
-from kvblocks.core.hashing import HashFunction, Names
 from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
@@ -56,7 +55,8 @@ from kvblocks.core.slots import Commit, LostBlocks, SlotAllocator
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent, EventOptions, check_event_options
-from kvblocks.hashing import get_names
+from kvblocks.hashing.by_name import get_hash_scheme
+from kvblocks.hashing.scheme import HashFunction, HashScheme
 from kvblocks.stats import CacheStats, Refusal, TierPart
 
 if TYPE_CHECKING:  # what only some managers need is imported when it is used
@@ -107,9 +107,9 @@ class KVCacheManager(Closed):
     - first_block_id: the id of the first block; the others follow it. It is more than 0 for engines that reserve the
       first ids for something else.
     - groups: the groups of the model's layers, see `kvblocks.groups`. None: all layers have full attention.
-    - hash_algorithm: how blocks are named in events, tiers and histories; it never decides a hit. "xxh3_128", "sha256"
-      or a callable bytes -> bytes. For vLLM's names, "vllm:sha256_cbor" and the like, or a
-      `kvblocks.wire.names.VllmNames`.
+    - hash_algorithm: the hash of blocks in events, tiers and histories; it never decides a hit. "xxh3_128", "sha256" or
+      a callable bytes -> bytes. For vLLM's hashes, "vllm:sha256_cbor" and the like, or a
+      `kvblocks.hashing.vllm.VllmHashScheme`.
     - enable_caching: whether prefixes are reused.
     - enable_events: whether changes of the cached set are recorded for `take_events`. Call that regularly, since
       records are kept until then. An `EventOptions` records more than the changes on the device.
@@ -131,7 +131,7 @@ class KVCacheManager(Closed):
         *,
         first_block_id: SupportsIndex = 0,
         groups: Iterable[Group] | None = None,
-        hash_algorithm: Text | HashFunction | Names = "xxh3_128",
+        hash_algorithm: Text | HashFunction | HashScheme = "xxh3_128",
         enable_caching: Flag = True,
         enable_events: Flag | EventOptions = False,
         num_history_blocks: SupportsIndex = 0,
@@ -147,20 +147,20 @@ class KVCacheManager(Closed):
         share = check_share("pin_budget", pin_budget, "a share of the pool from 0.0 to 1.0")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
         self._change = Change("manager", debug=debugs)
-        names = get_names(hash_algorithm)
+        hash_scheme = get_hash_scheme(hash_algorithm)
         self._state_slots: StateSlots | None = None  # the same as `_slots`, where a group keeps a state
         if groups is None:
-            index = PrefixIndex(size or 16, names)
+            index = PrefixIndex(size or 16, hash_scheme)
             self._slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), self._change)
         else:
-            self._slots = self._make_group_slots(num_blocks, size, groups, names, first_block_id)
+            self._slots = self._make_group_slots(num_blocks, size, groups, hash_scheme, first_block_id)
         self._pool = self._slots.pool
         self._index = self._pool.index
         self.block_size = self._index.block_size
         self.enable_caching = caches
         self._max_pinned_blocks = max_pinned
         self._history = None if not num_remembered else self._make_history(num_remembered)
-        self._recording = None if options is None else self._start_recording(options, names)
+        self._recording = None if options is None else self._start_recording(options, hash_scheme)
         self._now: int | float = 0.0
         self._eviction = None if eviction is None else self._make_eviction(eviction)
         self._traffic: Traffic | None = None
@@ -832,8 +832,8 @@ class KVCacheManager(Closed):
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them.
 
-        Raises InvalidArgumentError unless the manager was made with enable_events. O(1). With vLLM's names, several
-        prefixes may share a name; the events are then about names, and the call costs O(blocks in the events).
+        Raises InvalidArgumentError unless the manager was made with enable_events. O(1). With vLLM's hashes, several
+        prefixes may share a hash; the events are then about hashes, and the call costs O(blocks in the events).
         """
         if self._recording is None:
             raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
@@ -1182,7 +1182,7 @@ class KVCacheManager(Closed):
         num_blocks: SupportsIndex,
         size: int | None,
         groups: Iterable[Group],
-        names: Names,
+        hash_scheme: HashScheme,
         first_block_id: SupportsIndex,
     ) -> SlotAllocator:
         """Return the slot allocator for these groups. Sets `_state_slots` if one of them keeps a state."""
@@ -1191,10 +1191,10 @@ class KVCacheManager(Closed):
 
         layout = make_layout(size, groups)
         if layout.state is None:
-            return make_slots(num_blocks, layout, names, self._change, first_block_id)
+            return make_slots(num_blocks, layout, hash_scheme, self._change, first_block_id)
         from kvblocks.states.slots import make_state_slots
 
-        self._state_slots = make_state_slots(num_blocks, layout, names, self._change, first_block_id)
+        self._state_slots = make_state_slots(num_blocks, layout, hash_scheme, self._change, first_block_id)
         return self._state_slots
 
     def _has_one_table(self) -> bool:
@@ -1209,11 +1209,11 @@ class KVCacheManager(Closed):
         self._index.watch(made)
         return made
 
-    def _start_recording(self, options: EventOptions, names: Names) -> Recording:
+    def _start_recording(self, options: EventOptions, hash_scheme: HashScheme) -> Recording:
         """Record events from now on."""
         from kvblocks.observe.recording import start_recording
 
-        return start_recording(options, self._index, names, has_side_groups=self._slots.has_side_groups)
+        return start_recording(options, self._index, hash_scheme, has_side_groups=self._slots.has_side_groups)
 
     def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
         from kvblocks.tiers.tier import check_tiers
@@ -1229,7 +1229,7 @@ class KVCacheManager(Closed):
         if self._history is not None:
             from kvblocks.observe.removal_history import watch_tiers
 
-            watch_tiers(self._history, traffic.pools, self._index.epoch.names)
+            watch_tiers(self._history, traffic.pools, self._index.epoch.hash_scheme)
         return traffic
 
     def _calls(self) -> ManagerCalls:

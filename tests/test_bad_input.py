@@ -32,7 +32,7 @@ from kvblocks import (
     kind_of_layers,
     plan,
 )
-from kvblocks.wire.extra_keys import decode_extra_keys
+from kvblocks.hashing.extra_keys import decode_extra_keys
 
 WORLDS = ["plain", "named", "groups"]
 
@@ -512,7 +512,7 @@ CALLS: dict[str, Call] = dict(
         of_plan("blocks_of_sequence", num_tokens=INT, num_step_tokens=INT),
         of_plan("num_sequences", num_tokens=INT, num_step_tokens=INT),
         of_plan("table", contexts=constant([1], "ints empty"), num_step_tokens=INT),
-        ("wire.extra_keys.decode_extra_keys", Call(lambda _: decode_extra_keys, {"encoded": constant(b"", "nothing")})),
+        ("hashing.decode_extra_keys", Call(lambda _: decode_extra_keys, {"encoded": constant(b"", "nothing")})),
     ]
 )
 CASES = [(name, parameter) for name, call in CALLS.items() for parameter in call.parameters]

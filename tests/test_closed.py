@@ -11,8 +11,8 @@ import pytest
 import kvblocks
 from kvblocks import ChunkedLocal, FullAttention, Group, KVCacheManager, PrefixCache, Sequence, SlidingWindow, Tier
 from kvblocks.closed import Closed
+from kvblocks.hashing.vllm import VllmHashScheme
 from kvblocks.retention.policies import NAMED
-from kvblocks.wire.names import VllmNames
 
 KINDS = Group.__subclasses__()
 RECORDS = [
@@ -26,7 +26,7 @@ CLOSED = sorted(
     {
         *[value for name in kvblocks.__all__ if isinstance(value := getattr(kvblocks, name), type)],
         *[policy for policy in NAMED.values() if isinstance(policy, type)],
-        VllmNames,
+        VllmHashScheme,
     }
     - OPEN,
     key=lambda each: each.__name__,

@@ -20,7 +20,7 @@ from kvblocks import (
     StaleHitError,
     Tier,
 )
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.hashing.scheme import sha256_digest
 
 
 def start(manager: KVCacheManager, sequence: Sequence) -> int:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from model.history import OPERATIONS, FragileHash, History, RandomChooser, walk
 
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.hashing.scheme import sha256_digest
 
 
 def three_bit_hash(preimage: bytes) -> bytes:

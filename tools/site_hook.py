@@ -40,7 +40,7 @@ OUTSIDE = {
 """Pages of the site that are files outside of docs/."""
 
 SOURCES = ROOT / "build" / "docs-sources"
-"""The package as it ships, with kernels/ inside: the API reference is read from here."""
+"""The package as it ships, the link to kernels/ followed: the API reference is read from here."""
 
 PICTURE = re.compile(r"<picture>.*?<img alt=\"([^\"]*)\" src=\"([^\"]*)\">.*?</picture>", re.DOTALL)
 """A picture with two files, between which GitHub's theme chooses. On the site the picture itself follows the theme."""
@@ -52,8 +52,8 @@ UNRENDERED = re.compile(r"<p>[^<]*\n *(?:[-*] |\d+\. |\|)|```")
 def on_startup(**_: Any) -> None:
     """Copy the sources, before mkdocstrings looks for them."""
     shutil.rmtree(SOURCES, ignore_errors=True)
-    for folder, place in (("kvblocks", "kvblocks"), ("kernels", "kvblocks/kernels")):
-        shutil.copytree(ROOT / folder, SOURCES / place, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.pyd"))
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd")
+    shutil.copytree(ROOT / "kvblocks", SOURCES / "kvblocks", ignore=ignored)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

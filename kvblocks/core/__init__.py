@@ -3,7 +3,7 @@
 The facade calls `slots`, `slots` calls `pool`, and `pool` calls `free_queue` and `prefix_index`. Read the modules in
 this order:
 
-- `tokens`, `hashing`: what a block holds, as bytes (its tokens and extra keys), and how it is named to the outside;
+- `tokens`: what a block holds, as bytes; `kvblocks.hashing`, below this room, has its extra keys and its digest;
 - `block`: a block of the pool, and the run of cached blocks that it belongs to;
 - `prefix_index`: the exact map from prefixes to blocks, and why a hit is never wrong;
 - `free_queue`: the blocks without an owner, in the order in which they are reused;
@@ -13,5 +13,5 @@ this order:
 - `in_flight`: which tokens a sequence is about to compute;
 - `change`: how a call that was left half done is noticed; `hooks`: where the other rooms plug in.
 
-`kvblocks.manager` is the facade over these modules. Nothing here imports another room.
+`kvblocks.manager` is the facade over these modules. Of other rooms they import `kvblocks.hashing` alone.
 """

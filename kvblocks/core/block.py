@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import final
 
 from kvblocks.closed import Closed
-from kvblocks.core.hashing import Names
+from kvblocks.hashing.scheme import HashScheme
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
 """The preimage of a run's first block: the parent run (None: no parent), the position in it, the tokens, the extra
@@ -35,12 +35,12 @@ ROOT: Node = (None, 0)
 class Epoch:
     """What all runs between two resets of the cache share, such as how their prefixes are named."""
 
-    __slots__ = ("block_bytes", "is_current", "names", "num_digest_bytes")
+    __slots__ = ("block_bytes", "hash_scheme", "is_current", "num_digest_bytes")
 
-    def __init__(self, names: Names, block_bytes: int) -> None:
-        self.names = names
+    def __init__(self, hash_scheme: HashScheme, block_bytes: int) -> None:
+        self.hash_scheme = hash_scheme
         self.block_bytes = block_bytes
-        self.num_digest_bytes = names.num_digest_bytes
+        self.num_digest_bytes = hash_scheme.num_digest_bytes
         self.is_current = True
 
 
@@ -294,6 +294,6 @@ class Run:
         else:
             previous = b"" if parent is None else parent.digest(position)
         blocks = range(first, len(self.blocks))
-        self.digests += epoch.names.chain(
+        self.digests += epoch.hash_scheme.chain(
             previous, self.tokens, self.extra_keys, self.first_keys, epoch.block_bytes, blocks
         )

@@ -25,8 +25,8 @@ from array import array
 from collections import OrderedDict
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run, RunKey
-from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import Accounts, Digests, EventLog, RemovalCause, Watcher
+from kvblocks.hashing.scheme import HashScheme
 
 ExtraKeys = dict[int, bytes] | None
 
@@ -59,11 +59,11 @@ class PrefixIndex:
     charged; None: nobody.
     """
 
-    def __init__(self, block_size: int, names: Names) -> None:
+    def __init__(self, block_size: int, hash_scheme: HashScheme) -> None:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._runs: dict[MapKey, Run] = {}
-        self.epoch = Epoch(names, self._block_bytes)
+        self.epoch = Epoch(hash_scheme, self._block_bytes)
         self.version = 0
         self.num_cached_blocks = 0
         self.num_duplicates = 0
@@ -74,10 +74,13 @@ class PrefixIndex:
         self.needs_takers = False
         self.accounts: Accounts | None = None
 
-    def record(self, events: EventLog, names: Names) -> None:
-        """Record in `events`, by these names, what is cached and removed from now on. Nothing may be cached yet."""
+    def record(self, events: EventLog, hash_scheme: HashScheme) -> None:
+        """Record in `events` what is cached and removed from now on, with digests of this scheme.
+
+        Nothing may be cached yet.
+        """
         self.events, self.needs_digests = events, True
-        self.epoch = Epoch(names, self._block_bytes)
+        self.epoch = Epoch(hash_scheme, self._block_bytes)
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` what happens from now on. If it needs digests, nothing may be cached yet."""
@@ -142,7 +145,7 @@ class PrefixIndex:
         run, position = node
         parent_digest = b"" if run is None else run.digest(position)
         first_keys = None if extra_keys is None else extra_keys.get(0)
-        return self.epoch.names.chain(
+        return self.epoch.hash_scheme.chain(
             parent_digest, tokens, extra_keys, first_keys, self._block_bytes, range(first, end)
         )
 
@@ -275,7 +278,7 @@ class PrefixIndex:
             watcher.note_clearing(self._runs.values())
         ended = self.epoch
         ended.is_current = False
-        self.epoch = Epoch(ended.names, ended.block_bytes)
+        self.epoch = Epoch(ended.hash_scheme, ended.block_bytes)
         self._runs = {}
         self.version += 1
         self.num_cached_blocks = self.num_duplicates = 0

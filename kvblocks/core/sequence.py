@@ -28,9 +28,9 @@ from kvblocks.arguments import (
 )
 from kvblocks.closed import Closed
 from kvblocks.core.block import Epoch, KVCacheBlock, Run
-from kvblocks.core.hashing import PositionKey, SequenceKeys, check_keys
 from kvblocks.core.tokens import TokenIds, own_tokens, pack_tokens
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.hashing.extra_keys import PositionKey, SequenceKeys, check_keys
 
 _NO_KEYS: tuple[PositionKey, ...] = ()
 

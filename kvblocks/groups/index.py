@@ -20,13 +20,13 @@ from collections.abc import Hashable
 from struct import pack
 
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import BlockRemoved, BlockStored
 from kvblocks.groups.layout import GroupLayout, SideGroup
 from kvblocks.groups.states.checkpoint import Checkpoint, Checkpoints
-from kvblocks.wire.extra_keys import decode_names
+from kvblocks.hashing.extra_keys import decode_salt_and_lora
+from kvblocks.hashing.scheme import HashScheme
 
 Row = list[KVCacheBlock | None]
 
@@ -37,8 +37,8 @@ class GroupIndex(PrefixIndex):
     checkpoints: None where no group keeps a state. num_attached_blocks: how many are attached, including checkpoints'.
     """
 
-    def __init__(self, layout: GroupLayout, names: Names) -> None:
-        super().__init__(layout.block_size, names)
+    def __init__(self, layout: GroupLayout, hash_scheme: HashScheme) -> None:
+        super().__init__(layout.block_size, hash_scheme)
         self.layout = layout
         self.checkpoints = None if layout.state is None else Checkpoints()
         self.num_attached_blocks = 0
@@ -127,7 +127,7 @@ class GroupIndex(PrefixIndex):
             keys = () if key is None else ((0, key),)
         block = self.attached(primary, side_group.home(number)[1])
         ids = () if block is None else (block.block_id,)
-        salt, lora = decode_names(None if primary.run is None else primary.run.first_keys)
+        salt, lora = decode_salt_and_lora(None if primary.run is None else primary.run.first_keys)
         size, group, kind = side_group.block_size, side_group.group, side_group.kind
         log.append(
             BlockStored(
@@ -154,7 +154,7 @@ class GroupIndex(PrefixIndex):
             return
         before = num_blocks - size // self.block_size
         primary, kind = chain[num_blocks - 1], self.layout.groups[group]
-        salt, lora = decode_names(None if primary.run is None else primary.run.first_keys)
+        salt, lora = decode_salt_and_lora(None if primary.run is None else primary.run.first_keys)
         log.append(
             BlockStored(
                 (primary.block_hash or b"",),

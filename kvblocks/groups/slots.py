@@ -17,7 +17,6 @@ from typing import Any, SupportsIndex
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.caching import cache_full_blocks, digests_ahead
 from kvblocks.core.change import CHANGING, Change
-from kvblocks.core.hashing import Names
 from kvblocks.core.hit import CacheHit, HitSource
 from kvblocks.core.hooks import Digests
 from kvblocks.core.pool import BlockPool
@@ -33,6 +32,7 @@ from kvblocks.groups.loading import Fallback, LoadingHit
 from kvblocks.groups.need import Need, keep_for_last
 from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.tables import EMPTY, GapTable, GroupTables, tables_of
+from kvblocks.hashing.scheme import HashScheme
 
 GAP = KVCacheBlock(-1)
 """A placeholder in a new table for a block that is taken right after."""
@@ -462,7 +462,7 @@ def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBl
 def make_slots(
     num_blocks: SupportsIndex,
     layout: GroupLayout,
-    names: Names,
+    hash_scheme: HashScheme,
     change: Change,
     first_block_id: SupportsIndex,
 ) -> SlotAllocator:
@@ -472,10 +472,10 @@ def make_slots(
     """
     slots: SlotAllocator
     if layout.is_single:
-        index = PrefixIndex(layout.block_size, names)
+        index = PrefixIndex(layout.block_size, hash_scheme)
         slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), change)
     else:
-        group_index = GroupIndex(layout, names)
+        group_index = GroupIndex(layout, hash_scheme)
         slots = GroupSlots(GroupPool(num_blocks, group_index, first_block_id), change)
     slots.groups = layout.groups
     return slots

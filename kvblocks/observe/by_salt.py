@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.hooks import Watcher
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.wire.extra_keys import decode_names
+from kvblocks.hashing.extra_keys import decode_salt_and_lora
 
 
 def count_by_salt(index: PrefixIndex) -> dict[str | None, int]:
@@ -45,4 +45,4 @@ class SaltEvictions(Watcher):
 
 def _salt_of(root: Run) -> str | None:
     """The salt of a run that begins a prefix."""
-    return decode_names(root.key[3])[0]
+    return decode_salt_and_lora(root.key[3])[0]

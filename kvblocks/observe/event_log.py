@@ -6,7 +6,7 @@ from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import EventLog
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
-from kvblocks.wire.extra_keys import decode_names
+from kvblocks.hashing.extra_keys import decode_salt_and_lora
 
 DEVICE = "GPU"
 """The device in events, as vLLM calls it, whatever kind of device it is."""
@@ -49,7 +49,7 @@ class Records(EventLog):
         above = (run, base - 1) if base else (parent, position)
         keys, size = run.extra_keys or {}, run.epoch.block_bytes
         added = range(base, len(run.blocks))
-        salt, lora = decode_names(run.first_keys)
+        salt, lora = decode_salt_and_lora(run.first_keys)
         stored = BlockStored(
             block_hashes=tuple([run.digest(index) for index in added]),
             parent_block_hash=None if above[0] is None else above[0].digest(above[1]),

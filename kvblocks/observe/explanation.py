@@ -15,9 +15,9 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import num_equal
+from kvblocks.hashing.extra_keys import ExtraKey, decode_extra_keys
 from kvblocks.observe.removal_history import Removal, RemovalHistory
 from kvblocks.stats import TierPart
-from kvblocks.wire.extra_keys import ExtraKey, decode_extra_keys
 
 if TYPE_CHECKING:
     from kvblocks.groups.hit import HitLimit

@@ -16,7 +16,7 @@ from typing import NamedTuple, SupportsIndex
 from kvblocks.arguments import check_count, counted
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.wire.extra_keys import ExtraKey, decode_extra_keys
+from kvblocks.hashing.extra_keys import ExtraKey, decode_extra_keys
 
 _MAX_FIRST_TOKENS = 8
 _MAX_KEYS = 4  # in a description; a row has all

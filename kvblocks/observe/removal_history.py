@@ -10,8 +10,8 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvblocks.core.block import Epoch, Run
-from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import RemovalCause, Watcher
+from kvblocks.hashing.scheme import HashScheme
 
 if TYPE_CHECKING:
     from kvblocks.tiers.pool import TierPool
@@ -111,13 +111,13 @@ class TierRemovals(Watcher):
             self.note_removed([run.digest(index) for index in range(len(run.blocks))], "reset")
 
 
-def watch_tiers(history: RemovalHistory, pools: "list[TierPool]", names: Names) -> None:
+def watch_tiers(history: RemovalHistory, pools: "list[TierPool]", hash_scheme: HashScheme) -> None:
     """Have a history told of what tiers evict and drop. What leaves a shared store isn't known here.
 
-    names: the device's. The tiers must be empty.
+    hash_scheme: the device's. The tiers must be empty.
     """
     for pool in pools:
         if not pool.is_shared:
-            pool.index.epoch = Epoch(names, 4 * pool.index.block_size)
+            pool.index.epoch = Epoch(hash_scheme, 4 * pool.index.block_size)
             pool.removals = TierRemovals(history, pool.name)
             pool.index.watch(pool.removals)

@@ -35,12 +35,13 @@ from kvblocks.arguments import (
 from kvblocks.closed import Closed
 from kvblocks.core.caching import digests_ahead
 from kvblocks.core.change import CHANGING, IDLE, Change
-from kvblocks.core.hashing import HashFunction, Names, PositionKeys
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
 from kvblocks.events import CacheEvent, EventOptions
-from kvblocks.hashing import get_names
+from kvblocks.hashing.by_name import get_hash_scheme
+from kvblocks.hashing.extra_keys import PositionKeys
+from kvblocks.hashing.scheme import HashFunction, HashScheme
 from kvblocks.observe.event_log import Records
 from kvblocks.observe.recording import Recording
 from kvblocks.observe.removal_history import RemovalHistory
@@ -87,7 +88,7 @@ class PrefixCache(Closed):
         max_bytes: SupportsIndex | None = None,
         eviction: Text | PolicyFactory | None = None,
         pin_budget: SupportsFloat = 0.5,
-        hash_algorithm: Text | HashFunction | Names = "xxh3_128",
+        hash_algorithm: Text | HashFunction | HashScheme = "xxh3_128",
         enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
     ) -> None:
@@ -105,18 +106,19 @@ class PrefixCache(Closed):
         self.max_blocks = check_count("max_blocks", max_blocks, 0)
         self.block_size = check_count("block_size", block_size, 1)
         share, records = check_share("pin_budget", pin_budget, _SHARE), check_flag("enable_events", enable_events)
-        num_remembered, names = check_count("num_history_blocks", num_history_blocks, 0), get_names(hash_algorithm)
+        num_remembered = check_count("num_history_blocks", num_history_blocks, 0)
+        hash_scheme = get_hash_scheme(hash_algorithm)
         self._lock: Any = RLock()  # Any: the type of RLock differs between versions of Python
         self._budget = None if max_bytes is None else Budget(check_count("max_bytes", max_bytes, 0))
         if self._budget is not None and eviction is not None:
             raise wrong("eviction", "None, since max_bytes goes by the order of use", eviction)
         self._eviction = None if eviction is None else Eviction(eviction, max(self.max_blocks, 1), _MAX_ID + 1)
         self._now: int | float = 0.0
-        self._store = PrefixStore(self.max_blocks, self.block_size, names, self._eviction, self._budget)
+        self._store = PrefixStore(self.max_blocks, self.block_size, hash_scheme, self._eviction, self._budget)
         self._history = RemovalHistory(num_remembered) if num_remembered else None
         if self._history is not None:
             self._store.index.watch(self._history)
-        self._recording = Recording(Records(EventOptions()), self._store.index, names) if records else None
+        self._recording = Recording(Records(EventOptions()), self._store.index, hash_scheme) if records else None
         self._pins = PrefixPins(self.block_size, int(share * self.max_blocks + 1e-6))  # 0.29 of 100 is 29
         self._inspector: CacheInspector | None = None
         self._holds: dict[Hold, None] = {}

@@ -5,8 +5,8 @@ from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import Given, Text, check_count
 from kvblocks.closed import Closed
-from kvblocks.core.hashing import PositionKeys
 from kvblocks.core.tokens import TokenIds
+from kvblocks.hashing.extra_keys import PositionKeys
 from kvblocks.observe.digests import block_digests, find_by_digest
 from kvblocks.observe.explanation import Explanation, explain_miss
 from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot

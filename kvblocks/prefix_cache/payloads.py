@@ -13,8 +13,8 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from kvblocks.core.block import ROOT, KVCacheBlock, Run
-from kvblocks.core.hashing import encode_extra_keys
 from kvblocks.core.sequence import Sequence
+from kvblocks.hashing.extra_keys import encode_extra_keys
 
 Tail = tuple[bytes, bytes | None]
 """The part of a prompt after its last full block: tokens, and their encoded keys."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, is_a, listed, wrong
-from kvblocks.core.hashing import PositionKeys, check_keys
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import InvalidArgumentError, NoTokensError
+from kvblocks.hashing.extra_keys import PositionKeys, check_keys
 from kvblocks.prefix_cache.payloads import NewPayload
 
 _NAME = "prefix"

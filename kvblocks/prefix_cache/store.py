@@ -20,11 +20,11 @@ from typing import Any, Final, NoReturn
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.free_queue import FreeBlockQueue
-from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import Digests
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
+from kvblocks.hashing.scheme import HashScheme
 from kvblocks.prefix_cache.budget import Budget
 from kvblocks.prefix_cache.evicted import EvictedBlocks
 from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK, NewPayload, PayloadEntry, Payloads
@@ -112,17 +112,17 @@ class RecencyQueue(FreeBlockQueue):
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens.
 
-    ids: the ids of its blocks. index: what they hold. names: the naming scheme of `index`. eviction: chooses which
-    blocks are evicted first; None: the least recently used. budget: limits the bytes, and can't be combined with
-    `eviction`; None: no limit. Most methods make one call for all blocks of a path. With one token per block, loops
-    would take most of the time.
+    ids: the ids of its blocks. index: what they hold. hash_scheme: that of `index`. eviction: chooses which blocks are
+    evicted first; None: the least recently used. budget: limits the bytes, and can't be combined with `eviction`; None:
+    no limit. Most methods make one call for all blocks of a path. With one token per block, loops would take most of
+    the time.
     """
 
     def __init__(
         self,
         max_blocks: int,
         block_size: int,
-        names: Names,
+        hash_scheme: HashScheme,
         eviction: Eviction | None = None,
         budget: Budget | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class PrefixStore:
         self._budget = budget
         self.block_size = block_size
         self.ids: set[int] = set()
-        self.index = PrefixIndex(block_size, names)
+        self.index = PrefixIndex(block_size, hash_scheme)
         self._queue = RecencyQueue(())
         self._stock: list[KVCacheBlock] = []  # with ref_cnt 1, as they leave the queue and as `let_go` needs them
         self._payloads = Payloads(block_size, None if budget else (MAX_PAYLOADS_A_BLOCK, max_blocks))

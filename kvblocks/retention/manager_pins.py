@@ -6,11 +6,11 @@ from typing import Any, SupportsFloat, final
 from kvblocks.arguments import Given, Text, check_number, is_a, wrong
 from kvblocks.closed import Closed
 from kvblocks.core.change import Change
-from kvblocks.core.hashing import PositionKey
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.hashing.extra_keys import PositionKey
 from kvblocks.retention.pins import Pin, Pins, Priority
 
 

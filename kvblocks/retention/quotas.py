@@ -13,10 +13,10 @@ from struct import unpack_from
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Run
 from kvblocks.core.free_queue import FreeBlockQueue
-from kvblocks.core.hashing import SALT_KIND
 from kvblocks.core.hooks import Accounts, Chooser
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
+from kvblocks.hashing.extra_keys import SALT_KIND
 from kvblocks.retention.tenant import OverQuota, Tenant
 from kvblocks.stats import QuotaUsage
 
@@ -203,7 +203,7 @@ def forget_salt(pool: BlockPool, salt: str | None) -> int:
 
 def ended_epoch(epoch: Epoch) -> Epoch:
     """Return an epoch that has ended, for sequences that must go on as after a reset."""
-    ended = Epoch(epoch.names, epoch.block_bytes)
+    ended = Epoch(epoch.hash_scheme, epoch.block_bytes)
     ended.is_current = False
     return ended
 

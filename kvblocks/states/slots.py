@@ -16,7 +16,6 @@ from typing import Any, SupportsIndex
 
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.change import Change
-from kvblocks.core.hashing import Names
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import Digests
 from kvblocks.core.sequence import Sequence
@@ -35,6 +34,7 @@ from kvblocks.groups.states.copies import StateCopy
 from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.groups.states.live import LiveState, States, WaitingSave
 from kvblocks.groups.tables import tables_of
+from kvblocks.hashing.scheme import HashScheme
 from kvblocks.states.arriving import begin_arriving, check_twin, end_arriving, fork_arriving, leave_arriving
 from kvblocks.stats import Refusal
 
@@ -471,10 +471,14 @@ class StateSlots(GroupSlots):
 
 
 def make_state_slots(
-    num_blocks: SupportsIndex, layout: GroupLayout, names: Names, change: Change, first_block_id: SupportsIndex
+    num_blocks: SupportsIndex,
+    layout: GroupLayout,
+    hash_scheme: HashScheme,
+    change: Change,
+    first_block_id: SupportsIndex,
 ) -> StateSlots:
     """Return the slot allocator of a manager with a group that keeps a state. As `groups.slots.make_slots`."""
-    index, kind = GroupIndex(layout, names), layout.state_kind
+    index, kind = GroupIndex(layout, hash_scheme), layout.state_kind
     assert kind is not None and index.checkpoints is not None, "no group keeps a state"
     slots = StateSlots(GroupPool(num_blocks, index, first_block_id), change, kind, index.checkpoints)
     slots.groups = layout.groups

@@ -10,7 +10,7 @@ from typing import Any, Final, SupportsIndex, final
 
 from kvblocks.arguments import Given, check_count, is_a, wrong
 from kvblocks.closed import Closed
-from kvblocks.core.hashing import Names, make_preimage, sha256_digest
+from kvblocks.hashing.scheme import HashScheme, make_preimage, sha256_digest
 
 NUM_DIGEST_BYTES: Final = 32
 _COLUMN_KEYS: Final = b"\0"  # no block has keys of one byte
@@ -18,9 +18,9 @@ _NUM_COLUMN_BYTES: Final = 4
 _MOST_COLUMN: Final = 2 ** (8 * _NUM_COLUMN_BYTES) - 1
 
 
-def identity_names() -> Names:
-    """Return the names that a tier's index gives to blocks: SHA-256 digests, as in identities."""
-    return Names(sha256_digest, NUM_DIGEST_BYTES)
+def identity_hash_scheme() -> HashScheme:
+    """Return the hash scheme of a tier's index: SHA-256 digests, as in identities."""
+    return HashScheme(sha256_digest, NUM_DIGEST_BYTES)
 
 
 @final

@@ -14,7 +14,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge, forget_salt
 from kvblocks.retention.tenant import Tenant
 from kvblocks.tiers.changes import PersistentSlots, SlotChanges
-from kvblocks.tiers.identity import identity_names
+from kvblocks.tiers.identity import identity_hash_scheme
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
 from kvblocks.tiers.wishes import Prefix, Wishes, prefix_in
@@ -260,7 +260,7 @@ class TierPool:
 
 def make_pool(tier: Tier, block_size: int, max_storing: int) -> TierPool:
     """Return the slots of a tier below one group."""
-    index = PrefixIndex(block_size, identity_names())
+    index = PrefixIndex(block_size, identity_hash_scheme())
     if not tier.is_persistent:
         return TierPool(tier, max_storing, BlockPool(tier.num_blocks, index), None)
     changes = SlotChanges()

@@ -17,10 +17,10 @@ from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.hooks import Digests
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.hashing.extra_keys import decode_extra_keys
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import Prefix
-from kvblocks.wire.extra_keys import decode_extra_keys
 
 _EXPECTED = "pairs of a slot's id and a BlockIdentity"
 
@@ -207,8 +207,8 @@ def first_names(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | 
     if not index.needs_digests:
         return None
     keys = prefix.extra_keys or {}
-    names = index.epoch.names
-    return names.chain(b"", prefix.tokens, keys, keys.get(0), 4 * index.block_size, range(num_blocks))
+    scheme = index.epoch.hash_scheme
+    return scheme.chain(b"", prefix.tokens, keys, keys.get(0), 4 * index.block_size, range(num_blocks))
 
 
 def known_prefix(sequence: Sequence, block_size: int) -> Prefix:

@@ -8,15 +8,17 @@ from collections.abc import Iterable
 
 from kvblocks.arguments import wrong
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import EventLog
+from kvblocks.hashing.scheme import HashScheme
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.restoring import has_keys
 from kvblocks.tiers.tier import Tier
 
 
-def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog | None, names: Names) -> None:
+def record_tiers(
+    tiers: Iterable[Tier], pools: list[TierPool], device: EventLog | None, hash_scheme: HashScheme
+) -> None:
     """If the device has an event log, also record what tiers store and remove. Raises InvalidArgumentError."""
     media: list[str] = [] if device is None else [device.medium]
     for tier, pool in zip(tiers, pools, strict=True):
@@ -25,7 +27,7 @@ def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog 
             if tier.medium in media:
                 raise wrong("tiers", f"media of their own for their events, other than {media}", tier.medium)
             media.append(tier.medium)
-            pool.index.record(log, names)
+            pool.index.record(log, hash_scheme)
 
 
 def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
@@ -50,7 +52,7 @@ def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
         for identity in behind.pop(digest, []):
             keys = {0: identity.extra_keys} if identity.extra_keys else None
             root = first_keys if digest else identity.extra_keys or None
-            named = index.epoch.names.chain(name, bytearray(identity.tokens), keys, root, size, range(1))
+            named = index.epoch.hash_scheme.chain(name, bytearray(identity.tokens), keys, root, size, range(1))
             ends.append((identity.digest(), bytes(named), root))
 
 

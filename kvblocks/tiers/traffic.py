@@ -54,7 +54,7 @@ class Traffic:
         self._block_size = self.index.block_size
         most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
         self.pools = [self._make_pool(tier, most) for tier in tiers]
-        record_tiers(tiers, self.pools, self.index.events, self.index.epoch.names)
+        record_tiers(tiers, self.pools, self.index.events, self.index.epoch.hash_scheme)
         self._queue: dict[Transfer, Job] = {}  # loads that `take` hasn't returned yet
         self.begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}

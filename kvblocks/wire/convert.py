@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from kvblocks.arguments import wrong
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent
+from kvblocks.hashing.vllm import block_extra_keys, split_lora
 from kvblocks.wire import codecs
 from kvblocks.wire.codecs import Hash, WireEvent, get_codec
-from kvblocks.wire.extra_keys import block_extra_keys, split_lora
 
 HASH_FORMS: Final = ("u64", "i64", "bytes")
 

@@ -8,7 +8,7 @@ from kvblocks import KVCacheManager, Sequence
 from kvblocks.core.change import Change
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.hashing import get_names
+from kvblocks.hashing.by_name import get_hash_scheme
 
 
 def look_up(manager: KVCacheManager, tokens: Any, **keys: Any) -> tuple[int, int, Any]:
@@ -104,7 +104,7 @@ def test_nobody_waits_for_itself() -> None:
 
 def test_it_forgets_who_has_finished() -> None:
     manager = KVCacheManager(64, 4)
-    in_flight = InFlight(PrefixIndex(4, get_names("xxh3_128")), Change("manager"))
+    in_flight = InFlight(PrefixIndex(4, get_hash_scheme("xxh3_128")), Change("manager"))
     one, other = Sequence(1, range(8)), Sequence(2, range(8))
     manager.allocate_slots(one, 3)
     in_flight.note(one)

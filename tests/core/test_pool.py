@@ -15,11 +15,11 @@ from kvblocks import (
 )
 from kvblocks.core.block import ROOT
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.hashing import get_names
+from kvblocks.hashing.by_name import get_hash_scheme
 
 
 def make(num_blocks: Any) -> BlockPool:
-    return BlockPool(num_blocks, PrefixIndex(4, get_names("xxh3_128")))
+    return BlockPool(num_blocks, PrefixIndex(4, get_hash_scheme("xxh3_128")))
 
 
 def test_a_fresh_pool_hands_out_its_blocks_in_order() -> None:

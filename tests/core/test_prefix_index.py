@@ -9,7 +9,7 @@ from model.bytecodes import count_bytecodes, uncompiled
 from kvblocks import KVCacheBlock, KVCacheManager, Sequence
 from kvblocks.core.block import ROOT
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.hashing import get_names
+from kvblocks.hashing.by_name import get_hash_scheme
 
 
 def view(tokens: list[int]) -> memoryview:
@@ -21,7 +21,7 @@ def ids(tokens: list[int]) -> "memoryview[int]":
 
 
 def make(block_size: int = 2) -> PrefixIndex:
-    return PrefixIndex(block_size, get_names("xxh3_128"))
+    return PrefixIndex(block_size, get_hash_scheme("xxh3_128"))
 
 
 def blocks_from(first: int, num_blocks: int) -> list[KVCacheBlock]:

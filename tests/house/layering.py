@@ -19,80 +19,78 @@ FLOORS = {
     "kvblocks.closed": 0,
     "kvblocks.events": 0,
     "kvblocks.stats": 0,
-    "kvblocks.core": 1,
-    "kvblocks.wire.extra_keys": 2,
-    "kvblocks.wire.names": 2,
-    "kvblocks.hashing": 3,  # the path by which people import what is in the core, and the schemes by name
-    "kvblocks.retention": 2,
+    "kvblocks.hashing": 1,  # digests and extra keys; knows nothing of the core
+    "kvblocks.core": 2,
+    "kvblocks.retention": 3,
     "kvblocks.retention.policies": 1,  # know nothing of the core, as a user's don't
-    "kvblocks.groups": 3,
+    "kvblocks.groups": 4,
     "kvblocks.groups.kinds": 1,  # what an engine says of its layers; knows nothing of the core
-    "kvblocks.groups.states": 2,  # what pools, tables and lookups of groups need of states
-    "kvblocks.states": 4,  # extends the slots of groups
-    "kvblocks.prefix_cache": 5,
-    "kvblocks.observe": 4,
-    "kvblocks.tiers": 3,
-    "kvblocks.tiers.grouped": 4,
-    "kvblocks.manager": 5,
-    "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
-    "kvblocks.metrics": 7,  # the path by which people import it
-    "kvblocks": 7,  # the public names, imported when asked for
-    "kvblocks.gate": 8,  # lets sessions take turns; touches no block
-    "kvblocks.integrations.probing": 8,  # what the integrations' probes share
-    "kvblocks.integrations.vllm.probe": 9,
-    "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
-    "kvblocks.integrations": 11,  # inside other engines, which have environments of their own
-    "kvblocks.integrations.auto": 12,  # loaded by an interpreter that was told to, and imports what is asked for
-    "kvblocks.integrations.vllm_plugin": 12,  # loaded by every vLLM, and imports the integration when that is chosen
-    "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
-    "kvblocks.kernels.device": 8,  # the kernels themselves
-    "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
-    "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
-    "kvblocks.replay.arrays": 9,  # the manager's decisions for whole prompts; knows nothing of traces
-    "kvblocks.replay": 10,  # traces through the public manager; no engine
-    "kvblocks.replay.served": 11,  # the same on a server that takes time
-    "kvblocks.verify": 8,  # random walks over any block manager
-    "kvblocks.verify.server": 9,  # a client of any server
-    "kvblocks.verify.adapters": 9,  # each imports its engine, and ours only by its public names
-    "kvblocks.replay.report": 12,  # shows what a replay found
-    "kvblocks.tiers.store": 9,  # input and output, and one package in one module, imported when a store is opened
-    "kvblocks.engine.errors": 7,
-    "kvblocks.engine.collector": 8,
-    "kvblocks.engine.sampling": 9,
-    "kvblocks.engine.schedule": 9,
-    "kvblocks.engine.text": 9,
-    "kvblocks.engine.model.gguf": 8,
-    "kvblocks.engine.model": 9,
-    "kvblocks.engine.model.hybrid": 8,  # layers as functions of tensors; knows nothing of models
-    "kvblocks.engine.grammar": 10,
-    "kvblocks.engine.attention": 10,
-    "kvblocks.engine.run": 11,
-    "kvblocks.engine.tiers": 12,
-    "kvblocks.engine": 13,
-    "kvblocks.engine.demo": 14,
-    "kvblocks.server.errors": 13,
-    "kvblocks.server.wire": 14,
-    "kvblocks.server.kept": 14,  # knows nothing of what it keeps
-    "kvblocks.server.body": 15,
-    "kvblocks.server.body.fields": 14,
-    "kvblocks.server.body.parsing": 14,  # bodies are parsed where they are bounded, too
-    "kvblocks.server.page": 15,
-    "kvblocks.server.access": 15,
-    "kvblocks.server.answers": 15,
-    "kvblocks.server.tools": 15,
-    "kvblocks.server.misses": 15,
-    "kvblocks.server.pins": 15,
-    "kvblocks.server": 16,
-    "kvblocks.server.endpoints": 17,
-    "kvblocks.server.protocols": 17,
-    "kvblocks.server.app": 18,
-    "kvblocks.server.run": 18,
-    "kvblocks.cli.replay": 18,
-    "kvblocks.cli.shown": 18,
-    "kvblocks.cli": 19,
-    "kvblocks.__main__": 20,
+    "kvblocks.groups.states": 3,  # what pools, tables and lookups of groups need of states
+    "kvblocks.states": 5,  # extends the slots of groups
+    "kvblocks.prefix_cache": 6,
+    "kvblocks.observe": 5,
+    "kvblocks.tiers": 4,
+    "kvblocks.tiers.grouped": 5,
+    "kvblocks.manager": 6,
+    "kvblocks.observe.metrics": 7,  # watches a manager, and nothing that a manager imports
+    "kvblocks.metrics": 8,  # the path by which people import it
+    "kvblocks": 8,  # the public names, imported when asked for
+    "kvblocks.gate": 9,  # lets sessions take turns; touches no block
+    "kvblocks.integrations.probing": 9,  # what the integrations' probes share
+    "kvblocks.integrations.vllm.probe": 10,
+    "kvblocks.integrations.vllm.disk": 11,  # a tier of vLLM's, which does input and output in threads of its own
+    "kvblocks.integrations": 12,  # inside other engines, which have environments of their own
+    "kvblocks.integrations.auto": 13,  # loaded by an interpreter that was told to, and imports what is asked for
+    "kvblocks.integrations.vllm_plugin": 13,  # loaded by every vLLM, and imports the integration when that is chosen
+    "kvblocks.kernels": 10,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.kernels.device": 9,  # the kernels themselves
+    "kvblocks.wire": 9,  # beside the engine: others' formats, and their transport
+    "kvblocks.tiers.disk": 9,  # input and output, but no package that the core does without
+    "kvblocks.replay.arrays": 10,  # the manager's decisions for whole prompts; knows nothing of traces
+    "kvblocks.replay": 11,  # traces through the public manager; no engine
+    "kvblocks.replay.served": 12,  # the same on a server that takes time
+    "kvblocks.verify": 9,  # random walks over any block manager
+    "kvblocks.verify.server": 10,  # a client of any server
+    "kvblocks.verify.adapters": 10,  # each imports its engine, and ours only by its public names
+    "kvblocks.replay.report": 13,  # shows what a replay found
+    "kvblocks.tiers.store": 10,  # input and output, and one package in one module, imported when a store is opened
+    "kvblocks.engine.errors": 8,
+    "kvblocks.engine.collector": 9,
+    "kvblocks.engine.sampling": 10,
+    "kvblocks.engine.schedule": 10,
+    "kvblocks.engine.text": 10,
+    "kvblocks.engine.model.gguf": 9,
+    "kvblocks.engine.model": 10,
+    "kvblocks.engine.model.hybrid": 9,  # layers as functions of tensors; knows nothing of models
+    "kvblocks.engine.grammar": 11,
+    "kvblocks.engine.attention": 11,
+    "kvblocks.engine.run": 12,
+    "kvblocks.engine.tiers": 13,
+    "kvblocks.engine": 14,
+    "kvblocks.engine.demo": 15,
+    "kvblocks.server.errors": 14,
+    "kvblocks.server.wire": 15,
+    "kvblocks.server.kept": 15,  # knows nothing of what it keeps
+    "kvblocks.server.body": 16,
+    "kvblocks.server.body.fields": 15,
+    "kvblocks.server.body.parsing": 15,  # bodies are parsed where they are bounded, too
+    "kvblocks.server.page": 16,
+    "kvblocks.server.access": 16,
+    "kvblocks.server.answers": 16,
+    "kvblocks.server.tools": 16,
+    "kvblocks.server.misses": 16,
+    "kvblocks.server.pins": 16,
+    "kvblocks.server": 17,
+    "kvblocks.server.endpoints": 18,
+    "kvblocks.server.protocols": 18,
+    "kvblocks.server.app": 19,
+    "kvblocks.server.run": 19,
+    "kvblocks.cli.replay": 19,
+    "kvblocks.cli.shown": 19,
+    "kvblocks.cli": 20,
+    "kvblocks.__main__": 21,
 }
-TOP_CORE_FLOOR = 7
+TOP_CORE_FLOOR = 8
 
 KERNELS = "kvblocks.kernels"
 # Those modules of the engine that turn its objects into the tensors that kernels take; nothing else may know a kernel.
@@ -126,10 +124,11 @@ MLX_LM = "kvblocks.integrations.mlx_lm"  # has a disk, and a server's start
 AUTO = "kvblocks.integrations.auto"
 STORE = "kvblocks.tiers.store"
 STORE_DOOR = "kvblocks.tiers.store.client"  # the module that speaks to a server; the others have rules alone
+VLLM_HASHES = "kvblocks.hashing.vllm"  # imported when a manager is to have vLLM's hashes; its seed is a setting
 WIRE = "kvblocks.wire"
 WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
 # The modules of the wire that have sockets, threads or settings; the others do no input or output, like the core.
-WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
+WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "tail", "__main__"))
 VERIFY_SERVER = "kvblocks.verify.server"
 VERIFY_ADAPTERS = "kvblocks.verify.adapters"
 VERIFIED_PACKAGES = frozenset({"vllm", "sglang", "nanovllm", "mlx", "mlx_lm", "torch"})
@@ -139,9 +138,7 @@ MLX_PACKAGES = frozenset({"mlx", "mlx_lm", "numpy", "huggingface_hub"})  # the o
 GATE = "kvblocks.gate"  # counts tokens and knows no block, so any engine may use it
 # These packages use kvblocks as any engine would: beside their own modules they import public names only, from here.
 USERS = (INTEGRATIONS, GATE)
-FACADE = frozenset(
-    {"kvblocks", "kvblocks.arguments", "kvblocks.tiers.disk", "kvblocks.gate", "kvblocks.wire.extra_keys"}
-)
+FACADE = frozenset({"kvblocks", "kvblocks.arguments", "kvblocks.tiers.disk", "kvblocks.gate", "kvblocks.hashing.vllm"})
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -248,6 +245,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return CORE_PACKAGES
     if is_inside(module, REPLAY):
         return REPLAY_PACKAGES
+    if module == VLLM_HASHES:
+        return CORE_PACKAGES | {"cbor2"}
     if is_inside(module, WIRE):
         return WIRE_PACKAGES | {"zmq"} if module in WIRE_DOORS else WIRE_PACKAGES
     floor = floor_of(module)
@@ -281,8 +280,10 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = module in WIRE_DOORS or any(
-        is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK, MLX_LM, AUTO)
+    does_io = (
+        module in WIRE_DOORS
+        or module == VLLM_HASHES
+        or any(is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK, MLX_LM, AUTO))
     )
     pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):

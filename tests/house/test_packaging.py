@@ -73,7 +73,7 @@ def checkout(tmp_path_factory) -> Path:
     """A copy of the sources: a build leaves folders behind, and would ship what an older one left."""
     destination = tmp_path_factory.mktemp("checkout") / "kvblocks"
     ignored = shutil.ignore_patterns(".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", *UNSHIPPED)
-    shutil.copytree(ROOT, destination, ignore=ignored)
+    shutil.copytree(ROOT, destination, symlinks=True, ignore=ignored)
     return destination
 
 
@@ -250,7 +250,10 @@ def test_a_checkout_that_is_first_on_the_path_of_a_plain_installation_has_its_ow
         (tmp_path / name).write_bytes(content)
     requirements = sysconfig.get_path("purelib")
     said = run_python("-I", "-S", "-c", BESIDE, str(tmp_path), requirements, *arguments, cwd=checkout).splitlines()
-    assert said[:2] == [str(checkout / "kvblocks" / "__init__.py"), str(checkout / "kernels" / "__init__.py")]
+    assert said[:2] == [
+        str(checkout / "kvblocks" / "__init__.py"),
+        str(checkout / "kvblocks" / "kernels" / "__init__.py"),
+    ]
     assert said[2:]
 
 
@@ -311,16 +314,23 @@ def test_an_installed_wheel_has_benches(wheel, tmp_path, which):
     assert len(said.splitlines()) > 20
 
 
-def test_an_editable_install_finds_the_kernels_in_their_folder(checkout, tmp_path):
+@pytest.mark.parametrize("has_link", [True, False])
+def test_an_editable_install_finds_the_kernels_in_their_folder(checkout, tmp_path, has_link):
+    """Without the link too: a source distribution has none, and Git for Windows may write a text file in its place."""
+    source = tmp_path / "source"
+    shutil.copytree(checkout, source, symlinks=True)
+    package = source / "kvblocks"
+    if not has_link:
+        (package / "kernels").unlink()
+        (package / "kernels").write_text("../kernels")
     hook = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
-    run_python("-c", hook, str(tmp_path), cwd=checkout)
+    run_python("-c", hook, str(tmp_path), cwd=source)
     (made,) = tmp_path.glob("*.whl")
     site_folder = tmp_path / "site"
     with zipfile.ZipFile(made) as archive:
         archive.extractall(site_folder)
-    package = checkout / "kvblocks"
-    found = ["1", kvblocks.__version__, str(package / "__init__.py"), str(checkout / "kernels")]
-    assert where(site_folder) == found
+    kernels = package / "kernels" if has_link else source / "kernels"
+    assert where(site_folder) == ["0", kvblocks.__version__, str(package / "__init__.py"), str(kernels)]
 
 
 def read_constraints() -> dict[str, str]:

@@ -85,7 +85,7 @@ def test_a_pickle_is_read_by_a_process_that_imported_nothing():
     ("path", "name"),
     [
         ("kvblocks.metrics", "CacheMetrics"),
-        ("kvblocks.wire.extra_keys", "decode_extra_keys"),
+        ("kvblocks.hashing", "decode_extra_keys"),
         ("kvblocks.prefix_cache", "PrefixCache"),
     ],
 )

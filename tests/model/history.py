@@ -25,7 +25,7 @@ from kvblocks import (
     SequenceStateError,
     StaleHitError,
 )
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.hashing.scheme import sha256_digest
 from model.kv_memory import KVMemory
 from model.reference_model import ModelPin, ModelSequence, ReferenceModel
 from model.transfers import Transfers

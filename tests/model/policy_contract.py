@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvblocks import CacheView, EvictionPolicy, FreeBlock, Group
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.hashing.scheme import sha256_digest
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import OPERATIONS, History, RandomChooser
 from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS

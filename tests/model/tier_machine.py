@@ -30,11 +30,11 @@ from kvblocks import (
 )
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.tables import GroupTables
+from kvblocks.hashing.extra_keys import decode_salt_and_lora
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.pool import GroupTierPool
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import prefix_of
-from kvblocks.wire.extra_keys import decode_names
 from model.kv_memory import GARBAGE
 from model.sight import first_seen
 from model.tier_memory import TierMemory
@@ -836,7 +836,7 @@ class TierMachine:
         unanswered = self.manager.tiers.unanswered
         assert unanswered[len(unanswered) - len(taken) :] == taken
         for transfer in taken:
-            salt, _ = decode_names((transfer.prefix.extra_keys or {}).get(0))
+            salt, _ = decode_salt_and_lora((transfer.prefix.extra_keys or {}).get(0))
             self.salt_of.update(dict.fromkeys(transfer.identities(), salt))
             if not transfer.is_load:
                 self.storing.update(

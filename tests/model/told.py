@@ -6,8 +6,8 @@ from typing import Any
 from kvblocks import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, KVCacheManager
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.groups.index import GroupIndex
+from kvblocks.hashing.extra_keys import decode_salt_and_lora
 from kvblocks.tiers.wishes import prefix_of
-from kvblocks.wire.extra_keys import decode_names
 
 Key = tuple[str, int | None, bytes]
 """Medium, group and name."""
@@ -108,4 +108,4 @@ def block_tokens(prefix: Any, number: int, block_size: int) -> bytes:
 
 
 def salt_and_lora(prefix: Any) -> tuple[str | None, str | None]:
-    return decode_names((prefix.extra_keys or {}).get(0))
+    return decode_salt_and_lora((prefix.extra_keys or {}).get(0))

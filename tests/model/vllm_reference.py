@@ -1,4 +1,4 @@
-"""What vLLM calls the blocks of a prompt, from the prompt itself: the oracle for `kvblocks.wire.names`.
+"""vLLM's hashes of the blocks of a prompt, from the prompt itself: the oracle for `kvblocks.hashing.vllm`.
 
 Written along vLLM's `generate_block_hash_extra_keys` and `hash_block_tokens`, with nothing of kvblocks in it;
 tests/integrations/vllm compares it with the real ones.
@@ -46,14 +46,14 @@ def block_keys(
     return found
 
 
-def block_names(
+def block_hashes(
     algorithm: str, seed: str, tokens: Sequence[int], keys: Sequence[tuple[Any, ...]], block_size: int
 ) -> list[bytes]:
     """Return each full block's hash."""
     hashed = HASHES[algorithm]
-    parent, names = hashed(seed), []
+    parent, hashes = hashed(seed), []
     for number in range(len(tokens) // block_size):
         content = tuple(tokens[number * block_size : (number + 1) * block_size])
         parent = hashed((parent, content, keys[number] or None))
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes

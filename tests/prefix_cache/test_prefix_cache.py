@@ -36,7 +36,7 @@ from kvblocks import (
     Sequence,
     StaleHitError,
 )
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.hashing.scheme import sha256_digest
 from kvblocks.stats import HitCounts
 
 

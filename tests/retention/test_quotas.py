@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvblocks import InvalidArgumentError, KVCacheManager, QuotaUsage, Sequence
-from kvblocks.core.hashing import encode_extra_keys
+from kvblocks.hashing.extra_keys import encode_extra_keys
 from kvblocks.retention.quotas import TenantQuotas
 
 

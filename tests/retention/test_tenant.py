@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from random import Random
 
 from kvblocks.core.block import ROOT, KVCacheBlock
-from kvblocks.core.hashing import encode_extra_keys
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.hashing import get_names
+from kvblocks.hashing.by_name import get_hash_scheme
+from kvblocks.hashing.extra_keys import encode_extra_keys
 from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.retention.tenant import Tenant
 
@@ -17,7 +17,7 @@ NUM_BLOCKS = 200
 
 
 def make_pool(quota: int) -> tuple[BlockPool, TenantQuotas]:
-    pool = BlockPool(NUM_BLOCKS, PrefixIndex(1, get_names("xxh3_128")))
+    pool = BlockPool(NUM_BLOCKS, PrefixIndex(1, get_hash_scheme("xxh3_128")))
     quotas = TenantQuotas()
     quotas.set_default(quota)
     pool.index.accounts = quotas

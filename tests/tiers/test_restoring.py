@@ -7,7 +7,7 @@ import pytest
 from model.tiered import PROMPT, make_manager, run, settle, spill, start, stats
 
 from kvblocks import BlockIdentity, InvalidArgumentError, KVCacheManager, Sequence, SequenceStateError, Tier
-from kvblocks.wire.extra_keys import decode_extra_keys
+from kvblocks.hashing.extra_keys import decode_extra_keys
 
 DISK = Tier("disk", 32, 100, is_persistent=True)
 

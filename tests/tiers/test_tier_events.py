@@ -17,7 +17,7 @@ from kvblocks import (
     SlidingWindow,
     Tier,
 )
-from kvblocks.wire.names import VllmNames
+from kvblocks.hashing.vllm import VllmHashScheme
 
 ALL = EventOptions(hits=True, tiers=True)
 
@@ -96,7 +96,7 @@ def test_a_forgotten_salt_is_removed_everywhere():
     assert sorted(event.medium for event in manager.take_events()) == ["CPU", "GPU"]
 
 
-@pytest.mark.parametrize("names", ["xxh3_128", VllmNames("sha256_cbor", seed="s")])
+@pytest.mark.parametrize("names", ["xxh3_128", VllmHashScheme("sha256_cbor", seed="s")])
 def test_what_is_restored_is_said(names):
     tier = Tier("disk", 8, 100, is_persistent=True)
     old = make_manager(tier, hash_algorithm=names)
@@ -121,7 +121,7 @@ def test_a_hash_function_that_raises_harms_nothing():
     def digest(preimage: bytes) -> bytes:
         if fails:
             raise ZeroDivisionError
-        return VllmNames("xxhash").hash_function(preimage)
+        return VllmHashScheme("xxhash").hash_function(preimage)
 
     tier = Tier("disk", 8, 100, is_persistent=True)
     manager = make_manager(tier, hash_algorithm=digest)

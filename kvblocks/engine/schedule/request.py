@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvblocks.arguments import check_count
-from kvblocks.core.hashing import PositionKey
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import SequenceStateError
+from kvblocks.hashing.extra_keys import PositionKey
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 

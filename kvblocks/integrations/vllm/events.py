@@ -1,6 +1,6 @@
 """vLLM's own events for `--kv-events-config`, made from kvblocks' records of what is cached, and questions by hash.
 
-The block hashes are those that vLLM would compute (`kvblocks.wire.names`) with its `--prefix-caching-hash-algo`.
+The block hashes are those that vLLM would compute (`kvblocks.hashing.vllm`) with its `--prefix-caching-hash-algo`.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvblocks import AllBlocksCleared, BlockStored, CacheEvent, CacheHit, KVCacheManager
-from kvblocks.wire.extra_keys import block_extra_keys, split_lora
+from kvblocks.hashing.vllm import block_extra_keys, split_lora
 
 
 class NamedBlocks:

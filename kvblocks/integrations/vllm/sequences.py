@@ -126,7 +126,7 @@ def embedding_keys(request: Any, block_size: int, num_ahead: int) -> list[tuple[
 
     num_ahead: as in `make_sequence`. If it is 1, the first embedding has a key of its own.
 
-    The digest is vLLM's, and is in events (see `kvblocks.wire.extra_keys`). Equal bytes of different dtypes have equal
+    The digest is vLLM's, and is in events (see `kvblocks.hashing.vllm`). Equal bytes of different dtypes have equal
     digests, so the key contains the dtype, too.
     """
     import torch  # vLLM has it; only prompts of embeddings need it here

@@ -11,7 +11,7 @@ from kvblocks.groups.states.checkpoint import Checkpoint
 from kvblocks.groups.tables import tables_of
 from kvblocks.tiers.changes import SlotChanges
 from kvblocks.tiers.grouped.telling import note_attached, note_checkpoint
-from kvblocks.tiers.identity import identity_names
+from kvblocks.tiers.identity import identity_hash_scheme
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.wishes import Prefix, prefix_in
@@ -35,7 +35,7 @@ class GroupTierPool(TierPool):
 
     def __init__(self, tier: Tier, layout: GroupLayout, max_storing: int) -> None:
         """layout: of the manager's groups."""
-        self.group_index = index = GroupIndex(layout, identity_names())
+        self.group_index = index = GroupIndex(layout, identity_hash_scheme())
         changes = SlotChanges() if tier.is_persistent else None
         number = tier.num_blocks
         slots = GroupPool(number, index) if changes is None else PersistentGroupSlots(number, index, changes)

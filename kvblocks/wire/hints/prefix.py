@@ -15,13 +15,12 @@ from typing import Any
 
 from kvblocks.arguments import check_name, is_a, listed, wrong
 from kvblocks.core.block import Node
-from kvblocks.core.hashing import PositionKey
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.hashing.extra_keys import PositionKey, decode_extra_keys
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.quotas import salt_in
 from kvblocks.tiers.wishes import prefix_of
-from kvblocks.wire.extra_keys import decode_extra_keys
 
 NAMING_FIELDS = frozenset({"token_ids", "cache_salt", "lora_name", "extra_keys", "block_hashes"})
 """The fields of a payload that name a prefix."""

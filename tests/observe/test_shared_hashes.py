@@ -10,7 +10,7 @@ import pytest
 from model.group_history import GroupHistory
 from model.history import MAX_TOKENS, Chooser, History, RandomChooser, walk
 from model.tier_machine import TierMachine
-from model.vllm_reference import block_keys, block_names
+from model.vllm_reference import block_hashes, block_keys
 
 from kvblocks import (
     AllBlocksCleared,
@@ -24,8 +24,7 @@ from kvblocks import (
     SlidingWindow,
     Tier,
 )
-from kvblocks.wire.extra_keys import split_lora
-from kvblocks.wire.names import VllmNames
+from kvblocks.hashing.vllm import VllmHashScheme, split_lora
 
 ONE, TWO = "ad\0/path\0one", "ad\0/path\0two"
 LORAS = [ONE, TWO, ONE, TWO, "ad\0/other", None]
@@ -36,7 +35,7 @@ def name_of(prefix: Any, block_size: int) -> bytes:
     salt, lora, tokens, spans = prefix[:4]
     path = None if lora is None else split_lora(lora)
     keys = block_keys(salt, path, spans, block_size, len(tokens) // block_size)
-    return block_names("sha256_cbor", "seed", tokens, keys, block_size)[-1]
+    return block_hashes("sha256_cbor", "seed", tokens, keys, block_size)[-1]
 
 
 class Named:
@@ -111,18 +110,18 @@ class NamedGroupHistory(Named, GroupHistory):
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(24, 1), (18, 2), (14, 3)])
-def test_replayed_names_are_those_of_all_cached_prefixes(num_blocks, block_size, met):
-    names = VllmNames("sha256_cbor", seed="seed")
-    history = NamedHistory(num_blocks, block_size, enable_events=True, hash_algorithm=names)
+def test_replayed_hashes_are_those_of_all_cached_prefixes(num_blocks, block_size, met):
+    scheme = VllmHashScheme("sha256_cbor", seed="seed")
+    history = NamedHistory(num_blocks, block_size, enable_events=True, hash_algorithm=scheme)
     walk(history, RandomChooser(num_blocks), num_operations=2500, reset_every=300, forget_every=500)
     met["one group"].add(history.met())
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("groups", [[FullAttention(2), SlidingWindow(2, 3)], [SlidingWindow(2, 3)]])
-def test_replayed_names_are_those_of_each_group(groups: list[Group], met: Any):
-    names = VllmNames("sha256_cbor", seed="seed")
-    history = NamedGroupHistory(14 * len(groups), groups, enable_events=True, hash_algorithm=names)
+def test_replayed_hashes_are_those_of_each_group(groups: list[Group], met: Any):
+    scheme = VllmHashScheme("sha256_cbor", seed="seed")
+    history = NamedGroupHistory(14 * len(groups), groups, enable_events=True, hash_algorithm=scheme)
     walk(history, RandomChooser(3), num_operations=2500, reset_every=300, forget_every=500)
     met["groups"].add(history.met())
 
@@ -136,9 +135,9 @@ class SharingMachine(TierMachine):
 
 
 @pytest.mark.parametrize("groups", [None, [FullAttention(2), SlidingWindow(2, 4)]])
-def test_replayed_names_are_those_of_each_tier(groups, met):
-    """Images with the same beginning and different ends share names, on the device and in tiers."""
-    names = VllmNames("sha256_cbor", seed="seed")
+def test_replayed_hashes_are_those_of_each_tier(groups, met):
+    """Images with the same beginning and different ends share hashes, on the device and in tiers."""
+    scheme = VllmHashScheme("sha256_cbor", seed="seed")
     tiers = [Tier("host", 40, 100, store="computed", medium="CPU"), Tier("disk", 90, 100, medium="DISK")]
     for seed in range(6):
         machine = SharingMachine(
@@ -147,7 +146,7 @@ def test_replayed_names_are_those_of_each_tier(groups, met):
             None if groups else 2,
             tiers,
             groups=groups,
-            hash_algorithm=names,
+            hash_algorithm=scheme,
             enable_events=EventOptions(tiers=True, hits=True),
         )
         num_shared = 0
@@ -171,7 +170,7 @@ def run(manager: KVCacheManager, name: str, tokens: Any, **keys: Any) -> Sequenc
     return sequence
 
 
-def test_a_record_is_cut_where_names_are_told_already():
+def test_a_record_is_cut_where_hashes_are_told_already():
     manager = KVCacheManager(32, 2, hash_algorithm="vllm:sha256", enable_events=True)
     one = run(manager, "one", [1, 2, 3, 4, 5, 6], lora="ad\0p\0one")
     two = run(manager, "two", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], lora="ad\0p\0two", extra_keys=[(9, 10, "image")])
@@ -192,7 +191,7 @@ def test_a_record_is_cut_where_names_are_told_already():
     (removed,) = manager.take_events()
     assert removed.block_hashes == tuple(manager.inspect.block_hashes(one)[:0:-1])
     manager.evict_blocks([one.blocks[0].block_id])
-    assert manager.take_events() == []  # the other's first block has the name still
+    assert manager.take_events() == []  # the other's first block still has the hash
     manager.reset_prefix_cache()
     run(manager, "three", [1, 2, 3], lora="ad\0p\0three")
     cleared, stored = manager.take_events()
@@ -202,4 +201,4 @@ def test_a_record_is_cut_where_names_are_told_already():
 def test_names_of_ours_are_not_counted():
     for manager in (KVCacheManager(8, 2, enable_events=True), KVCacheManager(8, 2, hash_algorithm="vllm:sha256")):
         recording: Any = manager._recording  # noqa: SLF001
-        assert recording is None or recording._shared_names is None  # noqa: SLF001
+        assert recording is None or recording._shared_hashes is None  # noqa: SLF001

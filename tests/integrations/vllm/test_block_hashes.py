@@ -1,4 +1,4 @@
-"""Our names of blocks are vLLM's: compared for random requests with its engine's hasher, and for the golden vectors."""
+"""Our block hashes are vLLM's: compared for random requests with its engine's hasher, and for the golden vectors."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model.vllm_reference import block_keys, block_names
+from model.vllm_reference import block_hashes, block_keys
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -18,13 +18,13 @@ from vllm.v1.request import Request
 
 from integrations.vllm.stand import image
 from kvblocks import KVCacheManager, Sequence
-from kvblocks.wire.names import VllmNames
+from kvblocks.hashing.vllm import VllmHashScheme
 
 ALGORITHMS = ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
-GOLDEN = Path(__file__).resolve().parents[2] / "wire" / "golden_names.json"
+GOLDEN = Path(__file__).resolve().parents[2] / "hashing" / "golden_vllm.json"
 
 
-def vllms_names(algorithm: str, seed: str | None, size: int, tokens: list[int], **what: Any) -> list[bytes]:
+def vllms_hashes(algorithm: str, seed: str | None, size: int, tokens: list[int], **what: Any) -> list[bytes]:
     """Return the hashes that vLLM's engine gives a request's blocks. seed: PYTHONHASHSEED, None: not set."""
     hashed = get_hash_fn_by_name(algorithm)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,7 @@ def random_ask(random: Random, size: int) -> tuple[list[int], dict[str, Any], li
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_names_are_vllms(algorithm):
+def test_hashes_are_vllms(algorithm):
     """25,000 blocks of each algorithm, of requests as the engine gets them, and grows them token by token."""
     random, num_blocks, number = Random(algorithm), 0, 0
     while num_blocks < 25_000:
@@ -92,13 +92,13 @@ def test_names_are_vllms(algorithm):
         size = random.choice([1, 4, 16, 32])
         tokens, what, keys, lora = random_ask(random, size)
         seed = random.choice(["0", "a seed", "random"] if algorithm.startswith("xxhash") else [None, "a seed"])
-        theirs = vllms_names(algorithm, seed, size, tokens, **what)
-        names = VllmNames(algorithm, seed=seed or kv_cache_utils.DEFAULT_NONE_HASH_SEED)
+        theirs = vllms_hashes(algorithm, seed, size, tokens, **what)
+        scheme = VllmHashScheme(algorithm, seed=seed or kv_cache_utils.DEFAULT_NONE_HASH_SEED)
         sequence = Sequence("s", tokens, salt=what["cache_salt"], lora=lora, extra_keys=keys)
-        assert KVCacheManager(1, size, hash_algorithm=names).inspect.block_hashes(sequence) == theirs, number
+        assert KVCacheManager(1, size, hash_algorithm=scheme).inspect.block_hashes(sequence) == theirs, number
         path = None if lora is None else ("adapter", what["lora_request"].lora_path)
         reference = block_keys(what["cache_salt"], path, keys, size, len(tokens) // size)
-        assert block_names(algorithm, names.seed, tokens, reference, size) == theirs, number
+        assert block_hashes(algorithm, scheme.seed, tokens, reference, size) == theirs, number
         num_blocks += len(theirs)
 
 
@@ -110,11 +110,11 @@ def test_seeds_are_vllms(algorithm, monkeypatch):
         if seed is not None:
             monkeypatch.setenv("PYTHONHASHSEED", seed)
         kv_cache_utils.init_none_hash(hashed)
-        names = VllmNames(algorithm)
+        scheme = VllmHashScheme(algorithm)
         if seed is None and algorithm.startswith("xxhash"):
-            assert len(names.seed) == len(kv_cache_utils.get_none_hash_seed())  # random, both of them
+            assert len(scheme.seed) == len(kv_cache_utils.get_none_hash_seed())  # random, both of them
         else:
-            assert (names.seed, names.none_hash) == (kv_cache_utils.get_none_hash_seed(), kv_cache_utils.NONE_HASH)
+            assert (scheme.seed, scheme.none_hash) == (kv_cache_utils.get_none_hash_seed(), kv_cache_utils.NONE_HASH)
 
 
 def golden_cases() -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def golden_cases() -> list[dict[str, Any]]:
     ]
 
 
-def golden_names(case: dict[str, Any]) -> list[str]:
+def golden_hashes(case: dict[str, Any]) -> list[str]:
     """Return vLLM's hashes of a golden case."""
     lora = None
     if case["lora"] is not None:
@@ -145,14 +145,13 @@ def golden_names(case: dict[str, Any]) -> list[str]:
         lora = LoRARequest(lora_name=name, lora_int_id=1, lora_path=path)
     features = [image(name, start, end - start) for start, end, name in case["keys"]]
     what = {"cache_salt": case["salt"], "lora_request": lora, "mm_features": features}
-    names = vllms_names(case["algorithm"], case["seed"], case["block_size"], case["tokens"], **what)
-    return [name.hex() for name in names]
+    hashes = vllms_hashes(case["algorithm"], case["seed"], case["block_size"], case["tokens"], **what)
+    return [digest.hex() for digest in hashes]
 
 
 def test_the_golden_vectors_are_vllms():
-    """With GOLDEN_NAMES=write they are written anew."""
-    made = json.loads(json.dumps([case | {"hashes": golden_names(case)} for case in golden_cases()]))
-    known = json.loads(GOLDEN.read_text())
-    if os.environ.get("GOLDEN_NAMES") == "write":
-        GOLDEN.write_text(json.dumps(known | {"vllm": made}, indent=1) + "\n")
-    assert json.loads(GOLDEN.read_text())["vllm"] == made
+    """With GOLDEN_HASHES=write they are written anew."""
+    made = json.loads(json.dumps([case | {"hashes": golden_hashes(case)} for case in golden_cases()]))
+    if os.environ.get("GOLDEN_HASHES") == "write":
+        GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
+    assert json.loads(GOLDEN.read_text()) == made

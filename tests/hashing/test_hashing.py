@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 
 from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
-from kvblocks.core.hashing import encode_extra_keys
-from kvblocks.hashing import get_names
-from kvblocks.wire.extra_keys import decode_extra_keys
+from kvblocks.hashing.by_name import get_hash_scheme
+from kvblocks.hashing.extra_keys import decode_extra_keys, encode_extra_keys
 
 GOLDEN = Path(__file__).with_name("golden_digests.json")
 
@@ -192,7 +191,7 @@ def test_keys_that_are_given_twice_are_decoded_twice() -> None:
 )
 def test_bad_algorithms(algorithm: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        get_names(algorithm)
+        get_hash_scheme(algorithm)
 
 
 def test_a_digest_of_another_length_is_refused() -> None:
