@@ -20,7 +20,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # The tests of what is compiled: all but those of the engine, the kernels, the command line, the benches and the house.
 # Replay itself is plain Python; its runs of a manager are here.
-CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/states $(wildcard tests/tiers/test_*.py) tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
+CORE_TESTS := $(wildcard tests/test_*.py) tests/hashing tests/core tests/groups tests/states $(wildcard tests/tiers/test_*.py) tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
 # The tests that find the most faults in the least time: core, groups, floors, bad input, and some of each wing. They take
 # under a minute on two cores. tests/house/test_way_in.py checks that they exist.
@@ -28,7 +28,7 @@ FAST_TESTS := \
 	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
 	$(addprefix tests/test_,bad_input.py costs.py) \
-	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_reference_model \
+	tests/hashing/test_hashing.py tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_reference_model \
 	tests/groups/test_groups.py tests/groups/test_plan.py \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py eviction.py) \
 	tests/retention/test_policies.py::test_a_walk_with_one_policy_agrees \
@@ -40,7 +40,7 @@ FAST_TESTS := \
 # The tests that `make coverage` counts lines of: what they leave out of the rooms that pyproject.toml names is seldom run.
 COVERED_TESTS := \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
-	tests/core tests/groups/test_groups.py tests/groups/test_plan.py tests/prefix_cache \
+	tests/hashing tests/core tests/groups/test_groups.py tests/groups/test_plan.py tests/prefix_cache \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py)
 
 # pip's progress bars are shown on a terminal only. A log has only our own lines.
