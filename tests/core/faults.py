@@ -72,7 +72,7 @@ FAULTS: dict[str, list[Change]] = {
         )
     ],
     "what was computed from bad KV stays": [
-        (MANAGER, "self._lose(self._with_computed_from(blocks), 0, None)", "self._lose(blocks, 0, None)")
+        (MANAGER, "self._lose(self._with_computed_from(blocks), None)", "self._lose(dict.fromkeys(blocks, 0), None)")
     ],
     "bad KV is followed through one sequence only": [
         (MANAGER, "lost.setdefault(block, first)", "found = {**lost, block: first}")
