@@ -17,4 +17,4 @@ def test_the_bench_measures_all_and_says_what_it_found(tmp_path, capsys):
         assert row["ratio"] > 0
         assert 0 < row["vllm"]["min"] <= row["vllm"]["median"] <= row["vllm"]["max"]
     printed = capsys.readouterr().out
-    assert printed.count("met: ") + printed.count("MISSED: ") == 3
+    assert "No target was judged" in printed, "a quick run is too small"
