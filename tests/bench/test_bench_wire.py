@@ -29,7 +29,7 @@ def test_it_prints_a_table_and_keeps_the_same(tmp_path):
         assert 0 < row["min"] <= row["median"] <= row["max"] and item in done.stdout
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="the attack asks /proc for memory, which Linux has")
 def test_the_attack_on_the_replay_socket_runs_and_its_bounds_are_said(tmp_path, monkeypatch, capsys):
     pytest.importorskip("zmq", reason="needs the extra kvblocks[wire]")
     monkeypatch.syspath_prepend(ROOT)
