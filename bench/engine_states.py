@@ -27,11 +27,11 @@ import torch
 
 from bench.conditions import conditions, keep, print_conditions
 from bench.random_model import SHAPES, write_model
+from kvblocks.core.state_copy import StateCopy
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.demo.script import SUPPORT_DESK
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
-from kvblocks.groups.states.copies import StateCopy
 
 KV_CACHE_MEMORY = "256MiB"
 MAX_TOKENS = 24

@@ -9,7 +9,6 @@ The folders:
 
 - `kvblocks.hashing`: extra keys and digests of blocks;
 - `kvblocks.core`: one group of layers with full attention, and all that exactness needs;
-- `kvblocks.groups`: several groups of layers, and `kvblocks.states`: layers that keep a recurrent state;
 - `kvblocks.retention`: which blocks stay cached;
 - `kvblocks.observe`: metrics, explanations and pictures for people;
 - `kvblocks.tiers`: copies of blocks below the device;
@@ -35,8 +34,14 @@ if TYPE_CHECKING:
     from kvblocks.core.block import KVCacheBlock
     from kvblocks.core.free_queue import FreeBlockQueue
     from kvblocks.core.hit import CacheHit
+    from kvblocks.core.in_place import StateInPlace
+    from kvblocks.core.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow, kind_of_layers
+    from kvblocks.core.manager_states import ManagerStates
+    from kvblocks.core.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
     from kvblocks.core.pool import BlockPool
+    from kvblocks.core.recurrent import RecurrentState
     from kvblocks.core.sequence import Sequence
+    from kvblocks.core.state_copy import StateCopy
     from kvblocks.errors import (
         BlockStateError,
         CorruptStateError,
@@ -51,11 +56,6 @@ if TYPE_CHECKING:
         UnsupportedEngineError,
     )
     from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
-    from kvblocks.groups.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow, kind_of_layers
-    from kvblocks.groups.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
-    from kvblocks.groups.states.copies import StateCopy
-    from kvblocks.groups.states.in_place import StateInPlace
-    from kvblocks.groups.states.kind import RecurrentState
     from kvblocks.manager import KVCacheManager
     from kvblocks.observe.explanation import Explanation
     from kvblocks.observe.inspector import HeldBlocks, Inspector
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from kvblocks.retention.pins import Pin
     from kvblocks.retention.policies.policy import CacheView, EvictionPolicy, FreeBlock
     from kvblocks.retention.sessions import Sessions
-    from kvblocks.states.calls import ManagerStates
     from kvblocks.stats import (
         CacheStats,
         GroupUsage,
@@ -117,12 +116,12 @@ _HOMES = {
         "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
-    "groups.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow", "kind_of_layers"),
-    "groups.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
-    "states.calls": ("ManagerStates",),
-    "groups.states.copies": ("StateCopy",),
-    "groups.states.in_place": ("StateInPlace",),
-    "groups.states.kind": ("RecurrentState",),
+    "core.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow", "kind_of_layers"),
+    "core.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
+    "core.manager_states": ("ManagerStates",),
+    "core.state_copy": ("StateCopy",),
+    "core.in_place": ("StateInPlace",),
+    "core.recurrent": ("RecurrentState",),
     "manager": ("KVCacheManager",),
     "observe.explanation": ("Explanation",),
     "observe.inspector": ("HeldBlocks", "Inspector"),
@@ -157,7 +156,7 @@ _HOMES = {
     "version": ("__version__",),
 }
 # Modules that can be had as attributes, as if they had been imported.
-_ROOMS = {"arguments", "core", "errors", "events", "groups", "hashing", "manager", "metrics", "observe", "prefix_cache"}
+_ROOMS = {"arguments", "core", "errors", "events", "hashing", "manager", "metrics", "observe", "prefix_cache"}
 _ROOMS |= {"retention", "stats", "tiers", "version"}
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

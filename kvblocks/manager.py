@@ -60,7 +60,9 @@ from kvblocks.hashing.scheme import HashFunction, HashScheme
 from kvblocks.stats import CacheStats, Refusal, TierPart
 
 if TYPE_CHECKING:  # what only some managers need is imported when it is used
-    from kvblocks.groups.kinds import Group
+    from kvblocks.core.kinds import Group
+    from kvblocks.core.manager_states import ManagerStates
+    from kvblocks.core.states import StateSlots
     from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
     from kvblocks.observe.inspector import Inspector
@@ -73,8 +75,6 @@ if TYPE_CHECKING:  # what only some managers need is imported when it is used
     from kvblocks.retention.pins import Pins
     from kvblocks.retention.policies.policy import PolicyFactory
     from kvblocks.retention.sessions import Sessions
-    from kvblocks.states.calls import ManagerStates
-    from kvblocks.states.slots import StateSlots
     from kvblocks.tiers.calls import ManagerCalls
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
@@ -106,7 +106,7 @@ class KVCacheManager(Closed):
     - block_size: tokens in a block. None: the block size of `groups`, or 16 without groups.
     - first_block_id: the id of the first block; the others follow it. It is more than 0 for engines that reserve the
       first ids for something else.
-    - groups: the groups of the model's layers, see `kvblocks.groups`. None: all layers have full attention.
+    - groups: the groups of the model's layers, such as `SlidingWindow`. None: all layers have full attention.
     - hash_algorithm: the hash of blocks in events, tiers and histories; it never decides a hit. "xxh3_128", "sha256" or
       a callable bytes -> bytes. For vLLM's hashes, "vllm:sha256_cbor" and the like, or a
       `kvblocks.hashing.vllm.VllmHashScheme`.
@@ -225,7 +225,7 @@ class KVCacheManager(Closed):
         """The groups of layers, in the order in which they were given. Without any: one of full attention. O(1)."""
         if self._slots.groups is not None:
             return self._slots.groups
-        from kvblocks.groups.kinds import FullAttention
+        from kvblocks.core.kinds import FullAttention
 
         return (FullAttention(self.block_size),)
 
@@ -766,7 +766,7 @@ class KVCacheManager(Closed):
     def states(self) -> ManagerStates:
         """Recurrent states of sequences, for models with a group whose layers keep one. O(1)."""
         if self._states is None:
-            from kvblocks.states.calls import ManagerStates as Made
+            from kvblocks.core.manager_states import ManagerStates as Made
 
             caches, slots = self.enable_caching, self._state_slots
             self._states = Made(self._change, slots, self._check_owned, self._end, caches=caches)
@@ -1186,13 +1186,13 @@ class KVCacheManager(Closed):
         first_block_id: SupportsIndex,
     ) -> SlotAllocator:
         """Return the slot allocator for these groups. Sets `_state_slots` if one of them keeps a state."""
-        from kvblocks.groups.layout import make_layout
-        from kvblocks.groups.slots import make_slots
+        from kvblocks.core.layout import make_layout
+        from kvblocks.core.side_tables import make_slots
 
         layout = make_layout(size, groups)
         if layout.state is None:
             return make_slots(num_blocks, layout, hash_scheme, self._change, first_block_id)
-        from kvblocks.states.slots import make_state_slots
+        from kvblocks.core.states import make_state_slots
 
         self._state_slots = make_state_slots(num_blocks, layout, hash_scheme, self._change, first_block_id)
         return self._state_slots
@@ -1332,7 +1332,7 @@ class KVCacheManager(Closed):
 
     def _make_pins(self) -> Pins:
         if self._slots.has_side_groups:
-            from kvblocks.groups.pins import GroupPins
+            from kvblocks.retention.group_pins import GroupPins
 
             return GroupPins(self._pool, self._max_pinned_blocks)
         from kvblocks.retention.pins import Pins as Made

@@ -37,7 +37,7 @@ from typing import Any
 
 from bench.conditions import conditions, keep, print_conditions
 from kvblocks import FullAttention, Group, KVCacheManager, KVLayer, Sequence, SlidingWindow, plan
-from kvblocks.groups.pool import GroupPool
+from kvblocks.core.group_pool import GroupPool
 
 SCALE = 16  # tokens of the trace for each token here
 TRACE_BLOCK = 512 // SCALE

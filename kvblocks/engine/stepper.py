@@ -24,6 +24,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from kvblocks.core.state_copy import StateCopy
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation
@@ -40,7 +41,6 @@ from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.undoing import Written, undo, written_tokens
 from kvblocks.errors import CorruptStateError
-from kvblocks.groups.states.copies import StateCopy
 
 Outcomes = list[tuple[Generation, Outcome]]
 Stream = Generator[Piece]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvblocks.core.plan import Plan
 from kvblocks.engine.intake import Intake
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions
@@ -25,7 +26,6 @@ from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.engine.stepper import Stepper
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 
 _GENERATED = 2

@@ -20,7 +20,7 @@ from kvblocks.observe.removal_history import Removal, RemovalHistory
 from kvblocks.stats import TierPart
 
 if TYPE_CHECKING:
-    from kvblocks.groups.hit import HitLimit
+    from kvblocks.core.longest_hit import HitLimit
 
 MissCause = Literal[
     "no miss", "never cached", "evicted", "aborted", "reset", "dropped", "other keys", "partly equal", "group", "state"
@@ -192,8 +192,8 @@ def _explain_hit(
     matched, now = find_blocks(index, sequence), slots.num_taken_blocks
     if not slots.has_side_groups:
         return _explain_miss(index, history, sequence, matched, now)
-    from kvblocks.groups.hit import find_limit
-    from kvblocks.groups.index import GroupIndex
+    from kvblocks.core.attached import GroupIndex
+    from kvblocks.core.longest_hit import find_limit
 
     assert isinstance(index, GroupIndex), f"{index}: not of several groups"
     end, limit = find_limit(index, matched, sequence.num_tokens)

@@ -1,10 +1,10 @@
 """`GroupRecords`: `Records` of several groups."""
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.hit import CacheHit
+from kvblocks.core.longest_hit import GroupHit
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import BlocksHit, EventOptions
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.index import GroupIndex
 from kvblocks.observe.event_log import Records
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from kvblocks import KVCacheManager, Tier
+from kvblocks.core.kinds import Group
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import Group
 from kvblocks.replay.accounts import State, Timeline, count_waits
 from kvblocks.replay.pools import ArrayRunPool, ManagerPool, SharedBlocks, has_own_blocks
 from kvblocks.replay.result import Misses, Moment, Waits

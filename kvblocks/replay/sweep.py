@@ -18,9 +18,9 @@ import numpy as np
 
 import kvblocks
 from kvblocks.arguments import shown
+from kvblocks.core.kinds import FullAttention, Group, SlidingWindow
+from kvblocks.core.plan import KVLayer, plan
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
-from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
-from kvblocks.groups.plan import KVLayer, plan
 from kvblocks.replay.attainable import attainable_hits
 from kvblocks.replay.bound import max_hits, next_uses_in
 from kvblocks.replay.prefixes import prefix_tree

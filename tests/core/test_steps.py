@@ -14,11 +14,11 @@ from kvblocks import (
     InvalidArgumentError,
     InvalidTokensError,
     KVCacheManager,
+    RecurrentState,
     Sequence,
     SequenceStateError,
     SlidingWindow,
 )
-from kvblocks.groups import RecurrentState
 
 
 def started(manager: KVCacheManager, name: Any, tokens: Any) -> Sequence:

@@ -112,7 +112,7 @@ def test_walks_without_caching_agree_too() -> None:
 def test_walks_agree_where_few_anchors_are_kept(
     name: str, num_kept_per_block: int, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvblocks.groups.anchors.KEPT_PER_BLOCK", num_kept_per_block)
+    monkeypatch.setattr("kvblocks.core.virtual_blocks.KEPT_PER_BLOCK", num_kept_per_block)
     num_hits, causes, has_history = 0, set[str](), False
     for seed in range(8, 11):
         history = GroupHistory(14, SETS[name], **VARIANTS[variant])

@@ -24,7 +24,7 @@ from kvblocks import (
     kind_of_layers,
     plan,
 )
-from kvblocks.groups.layout import make_layout
+from kvblocks.core.layout import make_layout
 
 FULL, WINDOW = FullAttention(4), SlidingWindow(4, 6)
 

@@ -24,7 +24,7 @@ FLOORS = {
     "kvblocks.retention": 3,
     "kvblocks.retention.policies": 1,  # know nothing of the core, as a user's don't
     "kvblocks.groups": 4,
-    "kvblocks.groups.kinds": 1,  # what an engine says of its layers; knows nothing of the core
+    "kvblocks.core.kinds": 1,  # what an engine says of its layers; knows nothing of the core
     "kvblocks.groups.states": 3,  # what pools, tables and lookups of groups need of states
     "kvblocks.states": 5,  # extends the slots of groups
     "kvblocks.prefix_cache": 6,

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvblocks.groups.kinds import Group
+from kvblocks.core.kinds import Group
 
 ROOT = Path(__file__).resolve().parents[2] / "kvblocks"
 KINDS = "|".join(kind.__name__ for kind in Group.__subclasses__() if kind.__module__ == Group.__module__)

@@ -15,7 +15,7 @@ from kvblocks import (
     SequenceStateError,
     StaleHitError,
 )
-from kvblocks.groups.hit import GroupHit
+from kvblocks.core.longest_hit import GroupHit
 from model.history import MAX_TOKENS, OPERATIONS, Chooser, History
 from model.kv_memory import KVMemory
 from model.reference_groups import ReferenceGroups

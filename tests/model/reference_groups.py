@@ -7,7 +7,7 @@ that the node is below. Anchors have numbers behind those of the pool's blocks.
 from collections import Counter
 
 from kvblocks import Group
-from kvblocks.groups import anchors
+from kvblocks.core import virtual_blocks as anchors
 from model.reference_model import ModelPin, ModelSequence, Prefix, ReferenceModel
 from model.sight import first_seen, sees, sees_all
 

@@ -6,8 +6,7 @@ its place. Which of the free slots a sequence gets isn't said: a slot is a numbe
 
 from dataclasses import dataclass, field
 
-from kvblocks import Group
-from kvblocks.groups import RecurrentState
+from kvblocks import Group, RecurrentState
 from model.reference_groups import ReferenceGroups
 from model.reference_model import ModelPin, ModelSequence, Prefix
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import kvblocks
-from kvblocks import Group, InvalidArgumentError, KVCacheManager, SequenceStateError
-from kvblocks.groups import RecurrentState
+from kvblocks import Group, InvalidArgumentError, KVCacheManager, RecurrentState, SequenceStateError
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import MAX_RUNNING, Chooser, Pair
 from model.kv_memory import ENDLESS

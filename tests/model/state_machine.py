@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import kvblocks
-from kvblocks import CacheHit, Group, SequenceStateError, Tier, TierHit
-from kvblocks.groups import RecurrentState
-from kvblocks.groups.tables import tables_of
+from kvblocks import CacheHit, Group, RecurrentState, SequenceStateError, Tier, TierHit
+from kvblocks.core.tables import tables_of
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from model.kv_memory import ENDLESS
 from model.state_memory import StateMemory

@@ -28,8 +28,8 @@ from kvblocks import (
     TierHit,
     Transfer,
 )
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.tables import GroupTables
+from kvblocks.core.longest_hit import GroupHit
+from kvblocks.core.tables import GroupTables
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.pool import GroupTierPool

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvblocks import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, KVCacheManager
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.groups.index import GroupIndex
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
 from kvblocks.tiers.wishes import prefix_of
 

@@ -7,8 +7,7 @@ from model.history import RandomChooser, walk
 from model.state_history import StateHistory
 from test_stateful import VARIANTS
 
-from kvblocks import ChunkedLocal, FullAttention, Group, SlidingWindow
-from kvblocks.groups import RecurrentState
+from kvblocks import ChunkedLocal, FullAttention, Group, RecurrentState, SlidingWindow
 
 STATE_SETS: dict[str, tuple[list[Group], RecurrentState]] = {
     "one page": ([FullAttention(2)], RecurrentState(2, 3)),

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.state_machine import StateMachine
 
-from kvblocks import ChunkedLocal, EventOptions, FullAttention, SlidingWindow, Tier
-from kvblocks.groups import RecurrentState
+from kvblocks import ChunkedLocal, EventOptions, FullAttention, RecurrentState, SlidingWindow, Tier
 from kvblocks.retention.policies import NAMED
 
 ATTENDING = (

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvblocks.core.kinds import Group
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.attention.latents import attend_latents
@@ -31,7 +32,6 @@ from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.sampling.weights import to_device
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import Group
 from kvblocks.kernels import reference
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvblocks.core.state_copy import StateCopy
 from kvblocks.engine.model.hybrid.mixer import StateMixer, StatePart, States
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.states.copies import StateCopy
 
 _ALIGNMENT = 64
 """Each part begins at a multiple of this many bytes."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvblocks.core.kinds import kind_of_layers
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.architectures import (
     BAMBA,
@@ -45,7 +46,6 @@ from kvblocks.engine.model.hybrid_config import (
 from kvblocks.engine.model.layer_attention import LayerAttention, Temperature
 from kvblocks.engine.model.llama4 import Experts, read_llama4
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig, read_ropes
-from kvblocks.groups.kinds import kind_of_layers
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 
 from kvblocks.arguments import check_count, counted, is_a
+from kvblocks.core.plan import Plan
+from kvblocks.core.recurrent import RecurrentState
 from kvblocks.engine.run.memory import check_memory, read_memory, show_bytes
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.plan import Plan
-from kvblocks.groups.states.kind import RecurrentState
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 """The default size on a CPU, whose memory other programs use, too."""

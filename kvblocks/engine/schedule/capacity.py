@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from kvblocks.arguments import counted
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
+from kvblocks.core.kinds import Group
+from kvblocks.core.recurrent import RecurrentState
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.errors import RequestTooLongError
 from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import PoolExhaustedError
-from kvblocks.groups.kinds import Group
-from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.pinned_blocks import KEEP
 

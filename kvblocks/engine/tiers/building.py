@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
+from kvblocks.core.plan import Plan
 from kvblocks.engine.collector import collector_paused
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
@@ -17,7 +18,6 @@ from kvblocks.engine.tiers.place import Place, Site
 from kvblocks.engine.tiers.registry import place_of
 from kvblocks.engine.tiers.seeker import Seeker
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.tier import Tier, check_layers
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
+from kvblocks.core.layout import check_groups
+from kvblocks.core.plan import Plan
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.determinism import ARITHMETIC
 from kvblocks.engine.run.runner import LoadedModel
-from kvblocks.groups.layout import check_groups
-from kvblocks.groups.plan import Plan
 
 _FORMAT = "kvblocks KV 1"
 

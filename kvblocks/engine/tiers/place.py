@@ -12,14 +12,14 @@ from typing import Any, Self
 import torch
 
 from kvblocks.arguments import counted
+from kvblocks.core.layout import check_groups
+from kvblocks.core.plan import Plan
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.memory import free_memory
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.tiers.block_bytes import BlockBytes, Row, Staging, new_rows
 from kvblocks.engine.tiers.fingerprint import kv_fingerprint
 from kvblocks.engine.tiers.options import TierOptions
-from kvblocks.groups.layout import check_groups
-from kvblocks.groups.plan import Plan
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.store import SharedStore
 from kvblocks.tiers.tier import Tier

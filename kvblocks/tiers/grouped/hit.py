@@ -2,8 +2,8 @@
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.loading import LoadingHit, Mixed
+from kvblocks.core.loading import LoadingHit, Mixed
+from kvblocks.core.longest_hit import GroupHit
 from kvblocks.tiers.grouped.holders import Found, PrefixHolder, find_checkpoint
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import TierHit

@@ -4,10 +4,10 @@ A *place* here is the device or a tier. Each place keeps side groups' blocks att
 (`groups.index`). A block that one place lacks may be in another.
 """
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.layout import GroupLayout, SideGroup
-from kvblocks.groups.states.checkpoint import Checkpoint
+from kvblocks.core.checkpoints import Checkpoint
+from kvblocks.core.layout import GroupLayout, SideGroup
 
 Found = list[tuple[int, KVCacheBlock]]
 """Consecutive blocks of a group, each as (number of the place that has it, block)."""

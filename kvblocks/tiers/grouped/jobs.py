@@ -1,9 +1,9 @@
 """Loads and stores of several groups: the jobs of `tiers.jobs`, with the blocks of a `GroupPrefix`."""
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.tables import tables_of
+from kvblocks.core.tables import tables_of
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
 from kvblocks.tiers.grouped.telling import attach_checkpoint, note_attached

@@ -2,13 +2,13 @@
 
 from typing import SupportsIndex
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.checkpoints import Checkpoint
+from kvblocks.core.group_pool import GroupPool
+from kvblocks.core.layout import GroupLayout
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.layout import GroupLayout
-from kvblocks.groups.pool import GroupPool
-from kvblocks.groups.states.checkpoint import Checkpoint
-from kvblocks.groups.tables import tables_of
+from kvblocks.core.tables import tables_of
 from kvblocks.tiers.changes import SlotChanges
 from kvblocks.tiers.grouped.telling import note_attached, note_checkpoint
 from kvblocks.tiers.identity import identity_hash_scheme

@@ -1,8 +1,8 @@
 """Events about slots that hold side groups' blocks."""
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.states.checkpoint import Checkpoint
+from kvblocks.core.checkpoints import Checkpoint
 from kvblocks.tiers.wishes import prefix_of
 
 

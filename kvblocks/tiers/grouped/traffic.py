@@ -4,13 +4,13 @@ A prefix is stored with the blocks of each group that a hit at its end needs. Lo
 together, so a load moves only what the device lacks.
 """
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hit import CacheHit
+from kvblocks.core.longest_hit import GroupHit
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.slots import GroupSlots
+from kvblocks.core.side_tables import GroupSlots
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.holders import Found, PrefixHolder, find_all_needed, find_longest
 from kvblocks.tiers.grouped.jobs import GroupLoadJob, GroupStoreJob, moved_prefix

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from kvblocks.core.hit import CacheHit
+from kvblocks.core.longest_hit import GroupHit
+from kvblocks.core.recurrent import RecurrentState
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.states.kind import RecurrentState
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.transfer import TierHit
 from kvblocks.wire.hints.limits import HintLimits

@@ -11,6 +11,7 @@ import torch
 from engine import fake_flash_attn
 from engine.small_models import EVEN, converted, random_tokens, random_weights
 
+from kvblocks.core.kinds import SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention import flash_attention as flash_attention_module
 from kvblocks.engine.attention.attention import KVCache
@@ -20,7 +21,6 @@ from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.warm_up import padding_batch
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import SlidingWindow
 from kvblocks.kernels import oracle
 
 TINY = replace(

@@ -9,12 +9,12 @@ import torch
 from engine import fake_flashinfer
 from engine.small_models import EVEN, converted, random_tokens, random_weights
 
+from kvblocks.core.kinds import SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import SlidingWindow
 from kvblocks.kernels import oracle
 
 pytest.importorskip("triton", reason="decodes are computed by Triton's kernels")

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.hybrid_models import load_tiny
 from engine.small_models import random_tokens
 
+from kvblocks.core.state_copy import StateCopy
 from kvblocks.engine import Engine
-from kvblocks.groups.states.copies import StateCopy
 from kvblocks.kernels import copy
 
 pytestmark = [

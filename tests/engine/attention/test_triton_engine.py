@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.small_models import BLOCK_SIZE, EVEN, ODD, columns, converted, prefill, random_tokens, random_weights, step
 
+from kvblocks.core.kinds import SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention.attention import KVCache, TorchAttention
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
@@ -26,7 +27,6 @@ from kvblocks.engine.run.decode_step import run_in_place
 from kvblocks.engine.run.device_runner import DeviceRunner
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import SlidingWindow
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.table import CascadeThreshold
 

@@ -14,6 +14,7 @@ from engine.small_models import EVEN, ODD
 from engine.small_models import GEMMA3 as GEMMA3_MODEL
 from safetensors.torch import save_file
 
+from kvblocks.core.kinds import FullAttention, SlidingWindow
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model import loader
 from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
@@ -24,7 +25,6 @@ from kvblocks.engine.model.llama4 import Experts
 from kvblocks.engine.model.loader import expected_shapes, load_weights
 from kvblocks.engine.model.products import pack
 from kvblocks.engine.model.rope_config import NO_ROTATION, RopeConfig
-from kvblocks.groups.kinds import FullAttention, SlidingWindow
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from kvblocks.arguments import is_a, listed, wrong
+from kvblocks.core.kinds import Group
+from kvblocks.core.recurrent import RecurrentState
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import Group
-from kvblocks.groups.states.kind import RecurrentState
 
 
 class SideGroup:

@@ -4,11 +4,11 @@ The sequence's side tables begin with the blocks that a query after the loads se
 sequence also holds the blocks that a query at the hit's end sees. If the loads fail, it goes back to the hit's end.
 """
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.checkpoints import Checkpoint
 from kvblocks.core.hit import CacheHit
-from kvblocks.groups.hit import GroupHit, Tables
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.states.checkpoint import Checkpoint
+from kvblocks.core.longest_hit import GroupHit, Tables
 
 Mixed = list[tuple[int, list[KVCacheBlock | None]]]
 """By `layout.side_groups`: the first table index that a start needs, and the blocks from there (None: to be loaded)."""

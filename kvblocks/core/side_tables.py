@@ -14,24 +14,24 @@ points where sequences begin to differ.
 from array import array
 from typing import Any, SupportsIndex
 
+from kvblocks.core.attached import GroupIndex
+from kvblocks.core.attaching import attach_anew, attach_full_blocks
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.caching import cache_full_blocks, digests_ahead
 from kvblocks.core.change import CHANGING, Change
+from kvblocks.core.group_pool import GroupPool
 from kvblocks.core.hit import CacheHit, HitSource
 from kvblocks.core.hooks import Digests
+from kvblocks.core.layout import GroupLayout
+from kvblocks.core.loading import Fallback, LoadingHit
+from kvblocks.core.longest_hit import GroupHit, longest_hit
+from kvblocks.core.need import Need, keep_for_last
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit, LostBlocks, SlotAllocator, TableChange
 from kvblocks.core.steps import append_each
-from kvblocks.groups.caching import attach_anew, attach_full_blocks
-from kvblocks.groups.hit import GroupHit, longest_hit
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.layout import GroupLayout
-from kvblocks.groups.loading import Fallback, LoadingHit
-from kvblocks.groups.need import Need, keep_for_last
-from kvblocks.groups.pool import GroupPool
-from kvblocks.groups.tables import EMPTY, GapTable, GroupTables, tables_of
+from kvblocks.core.tables import EMPTY, GapTable, GroupTables, tables_of
 from kvblocks.hashing.scheme import HashScheme
 
 GAP = KVCacheBlock(-1)

@@ -20,11 +20,11 @@ from collections.abc import Hashable
 from struct import pack
 
 from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.checkpoints import Checkpoint, Checkpoints
 from kvblocks.core.hooks import RemovalCause
+from kvblocks.core.layout import GroupLayout, SideGroup
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import BlockRemoved, BlockStored
-from kvblocks.groups.layout import GroupLayout, SideGroup
-from kvblocks.groups.states.checkpoint import Checkpoint, Checkpoints
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
 from kvblocks.hashing.scheme import HashScheme
 

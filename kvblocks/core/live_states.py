@@ -8,9 +8,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.checkpoints import Checkpoint
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.states.checkpoint import Checkpoint
-from kvblocks.groups.states.copies import StateCopy
+from kvblocks.core.state_copy import StateCopy
 
 NOWHERE = 1 << 62
 """A position that no sequence reaches."""

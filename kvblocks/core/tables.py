@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 
 from kvblocks.arguments import shown
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.layout import GroupLayout, SideGroup
+from kvblocks.core.live_states import LiveState
+from kvblocks.core.loading import Fallback
 from kvblocks.core.sequence import Sequence, SideTables
 from kvblocks.errors import SequenceStateError
-from kvblocks.groups.layout import GroupLayout, SideGroup
-from kvblocks.groups.loading import Fallback
-from kvblocks.groups.states.live import LiveState
 
 DEAD_BLOCK_ID = 0
 """The id of a dead entry. It is a valid id, so that nothing breaks, but its block must not be read."""

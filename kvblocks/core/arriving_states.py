@@ -6,11 +6,11 @@ The sequence also owns its hit's checkpoint, to which it goes back if the loads 
 """
 
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.live_states import ArrivingState, LiveState, States, WaitingSave
+from kvblocks.core.loading import LoadingHit
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import SequenceStateError
-from kvblocks.groups.loading import LoadingHit
-from kvblocks.groups.states.live import ArrivingState, LiveState, States, WaitingSave
 
 
 def begin_arriving(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
+from kvblocks.core.kinds import Group
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import Group
 
 
 @dataclass(frozen=True, init=False, repr=False)

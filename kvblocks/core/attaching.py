@@ -1,8 +1,8 @@
 """Caching full blocks of side groups: each is attached to the primary block that contains its last token."""
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.tables import GapTable, tables_of
+from kvblocks.core.tables import GapTable, tables_of
 
 
 def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import SupportsIndex
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
+from kvblocks.core.group_queue import GroupQueue
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
+from kvblocks.core.virtual_blocks import AnchorBlocks
 from kvblocks.errors import PoolExhaustedError
-from kvblocks.groups.anchors import AnchorBlocks
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.queue import GroupQueue
 
 
 class GroupPool(BlockPool):

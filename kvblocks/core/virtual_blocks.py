@@ -10,10 +10,10 @@ Invariant: the ids of anchors begin where those of the pool end.
 
 from collections.abc import Sequence
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.pool import drop_duplicates
-from kvblocks.groups.index import GroupIndex
 
 KEPT_PER_BLOCK = 16
 """How many free anchors to keep for each block of the pool. An anchor and 16 tokens take about 150 bytes."""

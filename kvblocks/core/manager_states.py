@@ -8,9 +8,9 @@ from kvblocks.closed import Closed
 from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit, check_start
 from kvblocks.core.sequence import Sequence, as_sequence
+from kvblocks.core.state_copy import StateCopy
+from kvblocks.core.states import StateSlots
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
-from kvblocks.groups.states.copies import StateCopy
-from kvblocks.states.slots import StateSlots
 from kvblocks.stats import StateStats
 
 

@@ -10,11 +10,11 @@ Invariants: a pin with attached blocks holds all of its primary blocks. Anchors 
 
 from itertools import chain
 
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.group_pool import GroupPool
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.pool import GroupPool
 from kvblocks.retention.pinned_blocks import Held
 from kvblocks.retention.pins import Pin, Pins
 

@@ -14,28 +14,28 @@ The rules that this module keeps:
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
+from kvblocks.core.arriving_states import begin_arriving, check_twin, end_arriving, fork_arriving, leave_arriving
+from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.change import Change
+from kvblocks.core.checkpoints import Checkpoint, Checkpoints
+from kvblocks.core.group_pool import GroupPool
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import Digests
+from kvblocks.core.layout import GroupLayout
+from kvblocks.core.live_states import LiveState, States, WaitingSave
+from kvblocks.core.loading import LoadingHit
+from kvblocks.core.longest_hit import GroupHit
+from kvblocks.core.need import Need
+from kvblocks.core.recurrent import RecurrentState
 from kvblocks.core.sequence import Sequence
+from kvblocks.core.side_tables import GroupSlots
 from kvblocks.core.slots import LostBlocks, SlotAllocator, TableChange
+from kvblocks.core.state_copy import StateCopy
+from kvblocks.core.tables import tables_of
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.layout import GroupLayout
-from kvblocks.groups.loading import LoadingHit
-from kvblocks.groups.need import Need
-from kvblocks.groups.pins import GroupPins
-from kvblocks.groups.pool import GroupPool
-from kvblocks.groups.slots import GroupSlots
-from kvblocks.groups.states.checkpoint import Checkpoint, Checkpoints
-from kvblocks.groups.states.copies import StateCopy
-from kvblocks.groups.states.kind import RecurrentState
-from kvblocks.groups.states.live import LiveState, States, WaitingSave
-from kvblocks.groups.tables import tables_of
 from kvblocks.hashing.scheme import HashScheme
-from kvblocks.states.arriving import begin_arriving, check_twin, end_arriving, fork_arriving, leave_arriving
+from kvblocks.retention.group_pins import GroupPins
 from kvblocks.stats import Refusal
 
 MAX_ROUNDING = 1024

@@ -6,7 +6,7 @@ Tables are numbered as in `GroupTables.tables`. The sequence's primary table, wh
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.steps import leaves
-from kvblocks.groups.tables import GroupTables
+from kvblocks.core.tables import GroupTables
 
 
 class Need:

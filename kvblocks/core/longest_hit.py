@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
+from kvblocks.core.attached import GroupIndex, Row, removal_key
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
+from kvblocks.core.checkpoints import Checkpoint
 from kvblocks.core.hit import CacheHit, HitSource
+from kvblocks.core.layout import SideGroup
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.index import GroupIndex, Row, removal_key
-from kvblocks.groups.layout import SideGroup
-from kvblocks.groups.states.checkpoint import Checkpoint
 
 Tables = list[tuple[int, list[KVCacheBlock]]]
 """By `layout.side_groups`: the first table index that a hit needs, and the blocks from there to the hit's end."""
