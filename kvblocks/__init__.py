@@ -83,10 +83,11 @@ if TYPE_CHECKING:
         TierPart,
         TierStats,
     )
+    from kvblocks.tiers.hit import TierHit
     from kvblocks.tiers.identity import BlockIdentity
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
-    from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
+    from kvblocks.tiers.transfer import Loaded, Transfer
     from kvblocks.version import __version__
 
     __compiled__: bool
@@ -142,7 +143,8 @@ _HOMES = {
     "tiers.identity": ("BlockIdentity",),
     "tiers.tier": ("Tier",),
     "tiers.tiers": ("Tiers",),
-    "tiers.transfer": ("Loaded", "TierHit", "Transfer"),
+    "tiers.hit": ("TierHit",),
+    "tiers.transfer": ("Loaded", "Transfer"),
     "stats": (
         "CacheStats",
         "GroupUsage",

@@ -48,10 +48,8 @@ from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Change
 from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
-from kvblocks.core.pool import BlockPool
-from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
-from kvblocks.core.slots import Commit, LostBlocks, SlotAllocator
+from kvblocks.core.slots import Commit, LostBlocks, make_slots
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent, EventOptions, check_event_options
@@ -62,7 +60,6 @@ from kvblocks.stats import CacheStats, Refusal, TierPart
 if TYPE_CHECKING:  # what only some managers need is imported when it is used
     from kvblocks.core.kinds import Group
     from kvblocks.core.manager_states import ManagerStates
-    from kvblocks.core.states import StateSlots
     from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
     from kvblocks.observe.inspector import Inspector
@@ -76,10 +73,10 @@ if TYPE_CHECKING:  # what only some managers need is imported when it is used
     from kvblocks.retention.policies.policy import PolicyFactory
     from kvblocks.retention.sessions import Sessions
     from kvblocks.tiers.calls import ManagerCalls
+    from kvblocks.tiers.hit import TierHit
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
-    from kvblocks.tiers.traffic import Traffic
-    from kvblocks.tiers.transfer import TierHit
+    from kvblocks.tiers.transfers import Transfers
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What the fast path of adding a token may raise. The slow path then either accepts the token or reports what is wrong.
@@ -148,12 +145,16 @@ class KVCacheManager(Closed):
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
         self._change = Change("manager", debug=debugs)
         hash_scheme = get_hash_scheme(hash_algorithm)
-        self._state_slots: StateSlots | None = None  # the same as `_slots`, where a group keeps a state
-        if groups is None:
-            index = PrefixIndex(size or 16, hash_scheme)
-            self._slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), self._change)
-        else:
-            self._slots = self._make_group_slots(num_blocks, size, groups, hash_scheme, first_block_id)
+        self._groups: tuple[Group, ...] | None = None  # as they were given
+        layout = None
+        if groups is not None:
+            from kvblocks.core.layout import make_layout
+
+            layout = make_layout(size, groups)
+            self._groups, size = layout.groups, layout.block_size
+            layout = None if layout.is_single else layout
+        self._slots = make_slots(num_blocks, size or 16, layout, hash_scheme, self._change, first_block_id)
+        self._recurrent = self._slots.states
         self._pool = self._slots.pool
         self._index = self._pool.index
         self.block_size = self._index.block_size
@@ -163,7 +164,7 @@ class KVCacheManager(Closed):
         self._recording = None if options is None else self._start_recording(options, hash_scheme)
         self._now: int | float = 0.0
         self._eviction = None if eviction is None else self._make_eviction(eviction)
-        self._traffic: Traffic | None = None
+        self._transfers: Transfers | None = None
         self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
         self._inspector: Inspector | None = None
@@ -174,12 +175,13 @@ class KVCacheManager(Closed):
         self._states: ManagerStates | None = None
         self._in_flight = InFlight(self._index, self._change)
         self._sequences: dict[Hashable, Sequence] = {}
+        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         self._owners: Owners | None = None  # as of an abort; None once a sequence may share a block that isn't in it
         self._batch_memo: Batch = ([], {})  # the last step's batch, until one of it is freed
-        # When debugging, with side groups or digests, a token that begins or fills a block takes the slow path.
-        self._fills_quickly = not debugs and not self._index.needs_digests and self._has_one_table()
+        # When debugging, or with digests, a token that begins or fills a block takes the slow path.
+        self._fills_quickly = not debugs and not self._index.needs_digests
         if tiers is not _NO_TIERS:
-            self._traffic = self._make_traffic(tiers)
+            self._transfers = self._make_transfers(tiers)
 
     @property
     def num_blocks(self) -> int:
@@ -223,8 +225,8 @@ class KVCacheManager(Closed):
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of layers, in the order in which they were given. Without any: one of full attention. O(1)."""
-        if self._slots.groups is not None:
-            return self._slots.groups
+        if self._groups is not None:
+            return self._groups
         from kvblocks.core.kinds import FullAttention
 
         return (FullAttention(self.block_size),)
@@ -238,10 +240,10 @@ class KVCacheManager(Closed):
     def stats(self) -> CacheStats:
         """Counters since the manager was made. O(1)."""
         return CacheStats(
-            num_queries=self._slots.num_queries,
-            num_hits=self._slots.num_hits,
-            num_queried_tokens=self._slots.num_queried_tokens,
-            num_hit_tokens=self._slots.num_hit_tokens,
+            num_queries=self._num_queries,
+            num_hits=self._num_hits,
+            num_queried_tokens=self._num_queried_tokens,
+            num_hit_tokens=self._num_hit_tokens,
             num_taken_blocks=self._slots.num_taken_blocks,
             num_evicted_blocks=self._pool.num_evicted_blocks,
             num_blocks=len(self._pool.blocks),
@@ -278,7 +280,7 @@ class KVCacheManager(Closed):
             self._change.check_whole()
             if own.owner is not None:
                 raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
-        if max_tokens is not None or self._slots.has_side_groups or not self.enable_caching:
+        if max_tokens is not None or self._index.attached is not None or not self.enable_caching:
             return self._find_hit(own, None if max_tokens is None else check_count("max_tokens", max_tokens, 0))
         tokens = own.tokens  # from here on the same as `_find_hit`, inlined for speed
         num_tokens = len(tokens)
@@ -474,8 +476,8 @@ class KVCacheManager(Closed):
         given = asked_once(num_computed_tokens)
         own = self._check_owned(sequence, "cache_blocks")
         number = check_count("num_computed_tokens", given, 0, own.num_computed_tokens)
-        if self._traffic is not None:
-            number = self._traffic.num_writable(own, number)
+        if self._transfers is not None:
+            number = self._transfers.num_writable(own, number)
         self._commit(self._slots.prepare_commit(own, number))
         self._end()
         return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
@@ -563,16 +565,16 @@ class KVCacheManager(Closed):
         blocks).
         """
         sequence = self._check_owned(sequence, "fork")
-        if self._state_slots is not None:
-            self._state_slots.check_fork(sequence)
+        if self._recurrent is not None:
+            self._recurrent.check_fork(sequence)
         if sequence.side_tables is not None:
             sequence.side_tables.check_back(sequence.num_computed_tokens, sequence, "fork")
         twin = sequence.fork(sequence_id)
         self._claim(twin, "fork")
         self._slots.fork(sequence, twin)
         self._in_flight.note(twin)
-        if self._traffic is not None:
-            self._traffic.note_fork(sequence, twin)
+        if self._transfers is not None:
+            self._transfers.note_fork(sequence, twin)
         self._end()
         return twin
 
@@ -606,16 +608,16 @@ class KVCacheManager(Closed):
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.side_tables is not None:
             sequence.side_tables.check_back(num_left, sequence, "truncate")
-        if self._state_slots is not None:
-            self._state_slots.check_kept(sequence, num_left)
+        if self._recurrent is not None:
+            self._recurrent.check_kept(sequence, num_left)
         self._change.begin()
         if num_computed_tokens is not None:
             self._lose_unwritten(sequence, written)
         self._slots.rewind(sequence, end)
         sequence.truncate_tokens(end)
         self._in_flight.note(sequence)
-        if self._traffic is not None:
-            self._traffic.note_cut(sequence)
+        if self._transfers is not None:
+            self._transfers.note_cut(sequence)
         self._end()
 
     def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
@@ -633,14 +635,14 @@ class KVCacheManager(Closed):
         own = self._check_owned(sequence, "rewind")
         number = check_count("num_tokens", given, 0, own.num_computed_tokens)
         end = number // self._slots.alignment * self._slots.alignment
-        if self._state_slots is not None:
-            end = self._state_slots.floor_of(own, end)
+        if self._recurrent is not None:
+            end = self._recurrent.floor_of(own, end)
         if own.side_tables is not None:
             own.side_tables.check_back(end, own, "rewind")
         self._change.begin()
         self._go_back(own, end)
-        if self._traffic is not None:
-            self._traffic.note_cut(own)
+        if self._transfers is not None:
+            self._transfers.note_cut(own)
         self._end()
         return own.num_computed_tokens
 
@@ -673,8 +675,8 @@ class KVCacheManager(Closed):
         self._index.clear()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
-        if self._traffic is not None:
-            self._traffic.clear()
+        if self._transfers is not None:
+            self._transfers.clear()
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> list[Sequence]:
@@ -727,8 +729,8 @@ class KVCacheManager(Closed):
                 sequence.epoch = ended
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
-        if self._traffic is not None:
-            number += self._traffic.forget_salt(name)
+        if self._transfers is not None:
+            number += self._transfers.forget_salt(name)
         self._end()
         return number
 
@@ -768,7 +770,7 @@ class KVCacheManager(Closed):
         if self._states is None:
             from kvblocks.core.manager_states import ManagerStates as Made
 
-            caches, slots = self.enable_caching, self._state_slots
+            caches, slots = self.enable_caching, self._recurrent
             self._states = Made(self._change, slots, self._check_owned, self._end, caches=caches)
         return self._states
 
@@ -789,8 +791,8 @@ class KVCacheManager(Closed):
         if self._tiers is None:
             from kvblocks.tiers.tiers import Tiers as Made
 
-            traffic = self._make_traffic(()) if self._traffic is None else self._traffic
-            self._tiers = Made(self._change, traffic, self._calls())
+            transfers = self._make_transfers(()) if self._transfers is None else self._transfers
+            self._tiers = Made(self._change, transfers, self._calls())
         return self._tiers
 
     @property
@@ -850,16 +852,16 @@ class KVCacheManager(Closed):
         """
         self._change.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
-        if self._state_slots is not None:
-            self._state_slots.check()
+        if self._recurrent is not None:
+            self._recurrent.check()
         if self._slots.soft_holds is not None:
             tables += self._slots.soft_holds.tables()
             self._slots.soft_holds.check()
         if self._holds is not None:
             tables += self._holds.owned()
-        if self._traffic is not None:
-            tables += self._traffic.owned()
-            self._traffic.check()
+        if self._transfers is not None:
+            tables += self._transfers.owned()
+            self._transfers.check()
         self._pool.check(tables)
         if self._eviction is not None:
             self._eviction.check(self._pool.queue)
@@ -871,7 +873,7 @@ class KVCacheManager(Closed):
 
     def _find_below(self, sequence: Sequence) -> tuple[TierPart, ...]:
         """Return what the tiers have after the hit of a sequence."""
-        below = [] if self._traffic is None else self._traffic.find(self._find_hit(sequence, None))
+        below = [] if self._transfers is None else self._transfers.find(self._find_hit(sequence, None))
         return tuple([found.part() for found in below])
 
     def _watch_blocks(self, taken: BlockCallback, touched: BlockCallback) -> BlockCallbacks:
@@ -926,18 +928,18 @@ class KVCacheManager(Closed):
         if blocks is None:
             self._unclaim(sequence)
             return None
-        self._slots.num_queries += 1
-        self._slots.num_queried_tokens += len(sequence.tokens)
+        self._num_queries += 1
+        self._num_queried_tokens += len(sequence.tokens)
         if hit is None or not hit.blocks:
             return blocks
-        self._slots.num_hits += 1
-        self._slots.num_hit_tokens += hit.num_tokens
+        self._num_hits += 1
+        self._num_hit_tokens += hit.num_tokens
         if self._recording is not None and self._recording.log.options.hits:
             self._recording.log.note_hit(hit)
         if self._eviction is not None:
             self._eviction.note_hit(hit.blocks)
-        if self._traffic is not None:
-            self._traffic.note_use(hit)
+        if self._transfers is not None:
+            self._transfers.note_use(hit)
         return blocks
 
     def _find_room(
@@ -954,8 +956,8 @@ class KVCacheManager(Closed):
 
         None: there is nothing to do. start: position of the first token. total: num_total_tokens.
         """
-        if self._state_slots is not None:
-            self._state_slots.check_room(sequence, hit, num_external, total)
+        if self._recurrent is not None:
+            self._recurrent.check_room(sequence, hit, num_external, total)
         known, first = sequence.num_tokens, start + num_external
         readonly = start if hit is None else hit.num_readonly_tokens
         if num_external > known - readonly:
@@ -975,17 +977,17 @@ class KVCacheManager(Closed):
         self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit], num_new_tokens: SupportsIndex | None
     ) -> list[KVCacheBlock] | None:
         """Start a sequence with a hit and tokens from tiers. For `tiers.allocate`, which has checked both."""
-        traffic = self._traffic
-        if traffic is None or not loads:
+        transfers = self._transfers
+        if transfers is None or not loads:
             return self.allocate_slots(sequence, num_new_tokens, hit)
-        found, num_loaded = traffic.with_loads(sequence, hit, loads), sum([load.num_tokens for load in loads])
+        found, num_loaded = transfers.with_loads(sequence, hit, loads), sum([load.num_tokens for load in loads])
         start = 0 if found is None else check_hit(self._index, sequence, found)
         room = self._find_room(sequence, found, start, num_loaded, None, num_new_tokens)
         assert room is not None, "only a sequence with blocks may have room already"
         blocks = self._start(sequence, room[0], room[1], found, delayed=True)
         if blocks is not None:
             self._in_flight.note(sequence)
-            traffic.begin_loads(sequence, loads)
+            transfers.begin_loads(sequence, loads)
         self._end()
         return blocks
 
@@ -1091,8 +1093,8 @@ class KVCacheManager(Closed):
             self._batch_memo = ([], {})
         if self._in_flight.sequences:
             self._in_flight.drop(own)
-        if self._traffic is not None:
-            self._traffic.note_end(own)
+        if self._transfers is not None:
+            self._transfers.note_end(own)
         self._slots.release(own)
         self._change.state = self._change.rest  # `_end`, inlined
         if self._change.state:
@@ -1117,8 +1119,8 @@ class KVCacheManager(Closed):
         """
         blocks = [*lost]
         are_shared = self._are_shared(blocks, writer)
-        if self._traffic is not None:
-            self._traffic.note_lost(blocks, writer, are_shared=are_shared)
+        if self._transfers is not None:
+            self._transfers.note_lost(blocks, writer, are_shared=are_shared)
         self._pool.uncache(blocks, "dropped" if writer is None else "aborted")
         if self._slots.soft_holds is not None:  # before saves that wait give theirs back: those are reused first
             self._slots.soft_holds.drop_uncached()
@@ -1157,8 +1159,8 @@ class KVCacheManager(Closed):
         """Whether any of these blocks has an owner other than its writer (if any) and stores. O(blocks)."""
         num_own = 0 if writer is None else 1
         shared = [block for block in blocks if block.ref_cnt > num_own]
-        if shared and self._traffic is not None:
-            stores = [pool.storing for pool in self._traffic.pools]
+        if shared and self._transfers is not None:
+            stores = [pool.storing for pool in self._transfers.pools]
             return any(block.ref_cnt > num_own + sum([block in storing for storing in stores]) for block in shared)
         return bool(shared)
 
@@ -1168,38 +1170,14 @@ class KVCacheManager(Closed):
         self._lose_unwritten(sequence, num_tokens)
         self._owners = None  # a state may come from a checkpoint's blocks, which it shares
         self._slots.rewind(sequence, num_tokens)
-        if self._state_slots is not None and is_behind:
-            self._state_slots.go_back(sequence, num_tokens)
+        if self._recurrent is not None and is_behind:
+            self._recurrent.go_back(sequence, num_tokens)
         self._in_flight.note(sequence)
 
     def _commit(self, prepared: Commit) -> None:
         """Cache the blocks that a sequence's written tokens fill. Begins a change, which the caller ends."""
         self._slots.commit(prepared)
         self._in_flight.note(prepared[0])
-
-    def _make_group_slots(
-        self,
-        num_blocks: SupportsIndex,
-        size: int | None,
-        groups: Iterable[Group],
-        hash_scheme: HashScheme,
-        first_block_id: SupportsIndex,
-    ) -> SlotAllocator:
-        """Return the slot allocator for these groups. Sets `_state_slots` if one of them keeps a state."""
-        from kvblocks.core.layout import make_layout
-        from kvblocks.core.side_tables import make_slots
-
-        layout = make_layout(size, groups)
-        if layout.state is None:
-            return make_slots(num_blocks, layout, hash_scheme, self._change, first_block_id)
-        from kvblocks.core.states import make_state_slots
-
-        self._state_slots = make_state_slots(num_blocks, layout, hash_scheme, self._change, first_block_id)
-        return self._state_slots
-
-    def _has_one_table(self) -> bool:
-        """Whether a decoded token that fills a block affects only one block table."""
-        return self._state_slots.fills_quickly if self._state_slots is not None else not self._slots.has_side_groups
 
     def _make_history(self, num_blocks: int) -> RemovalHistory:
         """Return a removal history of `num_blocks` blocks, which watches from now on."""
@@ -1213,24 +1191,19 @@ class KVCacheManager(Closed):
         """Record events from now on."""
         from kvblocks.observe.recording import start_recording
 
-        return start_recording(options, self._index, hash_scheme, has_side_groups=self._slots.has_side_groups)
+        return start_recording(options, self._index, hash_scheme)
 
-    def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
+    def _make_transfers(self, tiers: Iterable[Tier]) -> Transfers:
         from kvblocks.tiers.tier import check_tiers
-        from kvblocks.tiers.traffic import Traffic as Made
+        from kvblocks.tiers.transfers import Transfers as Made
 
-        given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
-        made = Made
-        if given and self._slots.has_side_groups:
-            from kvblocks.tiers.grouped.traffic import GroupTraffic
-
-            made = GroupTraffic
-        traffic = made(given, self._change, self._slots, self._sequences, self._calls())
+        given = check_tiers(tiers, self._groups or (), enable_caching=self.enable_caching)
+        transfers = Made(given, self._change, self._slots, self._sequences, self._calls())
         if self._history is not None:
             from kvblocks.observe.removal_history import watch_tiers
 
-            watch_tiers(self._history, traffic.pools, self._index.epoch.hash_scheme)
-        return traffic
+            watch_tiers(self._history, transfers.pools, self._index.epoch.hash_scheme)
+        return transfers
 
     def _calls(self) -> ManagerCalls:
         """Return what tiers need of the manager."""
@@ -1331,10 +1304,6 @@ class KVCacheManager(Closed):
             self._eviction.set_time(now)
 
     def _make_pins(self) -> Pins:
-        if self._slots.has_side_groups:
-            from kvblocks.retention.group_pins import GroupPins
-
-            return GroupPins(self._pool, self._max_pinned_blocks)
         from kvblocks.retention.pins import Pins as Made
 
         return Made(self._pool, self._max_pinned_blocks)

@@ -37,7 +37,6 @@ from typing import Any
 
 from bench.conditions import conditions, keep, print_conditions
 from kvblocks import FullAttention, Group, KVCacheManager, KVLayer, Sequence, SlidingWindow, plan
-from kvblocks.core.group_pool import GroupPool
 
 SCALE = 16  # tokens of the trace for each token here
 TRACE_BLOCK = 512 // SCALE
@@ -181,8 +180,7 @@ def managers(num_bytes: int) -> Iterator[tuple[str, KVCacheManager, int]]:
 
 def queue_by_use(manager: KVCacheManager) -> None:
     """Make a manager's pool queue blocks that leave a window by last use. Works in the plain build only."""
-    pool: Any = manager._slots._group_pool  # type: ignore[attr-defined]  # noqa: SLF001
-    assert isinstance(pool, GroupPool)
+    pool: Any = manager._pool  # noqa: SLF001
     pool.release_passed = lambda passed, empty: pool.queue.release([*passed, *empty])
 
 

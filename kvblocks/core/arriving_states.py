@@ -7,26 +7,28 @@ The sequence also owns its hit's checkpoint, to which it goes back if the loads 
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.live_states import ArrivingState, LiveState, States, WaitingSave
-from kvblocks.core.loading import LoadingHit
+from kvblocks.core.longest_hit import HitParts
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import SequenceStateError
 
 
 def begin_arriving(
-    pool: BlockPool, states: States, sequence: Sequence, hit: LoadingHit, blocks: list[KVCacheBlock]
+    pool: BlockPool, states: States, sequence: Sequence, parts: HitParts, blocks: list[KVCacheBlock]
 ) -> LiveState:
     """Give a sequence a slot whose state loads bring. blocks: new ones for the checkpoint, if one is brought.
 
     The sequence owns the blocks of the device's checkpoints already. O(blocks).
     """
-    fallback = [] if hit.checkpoint is None else hit.checkpoint.blocks
-    there = blocks if hit.arriving is None else hit.arriving.blocks
-    state = states.begin_arriving(sequence, ArrivingState(hit.num_tokens, hit.end, there, fallback))
+    loads = parts.loads
+    assert loads is not None, f"{sequence}: loads nothing"
+    fallback = [] if parts.checkpoint is None else parts.checkpoint.blocks
+    there = blocks if loads.arriving is None else loads.arriving.blocks
+    state = states.begin_arriving(sequence, ArrivingState(loads.start, loads.end, there, fallback))
     if blocks:
         pool.touch(blocks)
-        state.waiting.append(WaitingSave(hit.end, blocks, is_landmark=True))
-    for checkpoint in (hit.checkpoint, hit.arriving):
+        state.waiting.append(WaitingSave(loads.end, blocks, is_landmark=True))
+    for checkpoint in (parts.checkpoint, loads.arriving):
         if checkpoint is not None:
             checkpoint.is_landmark = True
             state.made.append(checkpoint)

@@ -1,4 +1,4 @@
-"""Cached blocks of the side groups, attached to the primary group's cached blocks.
+"""Cached blocks of groups beside the primary one, attached to the primary group's cached blocks.
 
 An attached block is attached to the node (run, position) of the primary block that contains its last token, so it needs
 no key of its own. Its prefix is part of the node's, and a node never comes to mean a second prefix, whatever the hash.
@@ -11,37 +11,38 @@ brings another block for it, the newer one takes the place of the older one, whi
 an owner. In that case the newer block isn't cached. An attached block has the `run` and `index` of its node, so it
 counts as cached.
 
-Checkpoints of recurrent states (`states.checkpoint`) are attached to nodes in the same way, each as one object.
+Checkpoints of recurrent states (`checkpoints`) are attached to nodes in the same way, each as one object.
 
 Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
 """
 
 from collections.abc import Hashable
 from struct import pack
+from typing import TYPE_CHECKING
 
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.checkpoints import Checkpoint, Checkpoints
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.layout import GroupLayout, SideGroup
-from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import BlockRemoved, BlockStored
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
-from kvblocks.hashing.scheme import HashScheme
+
+if TYPE_CHECKING:
+    from kvblocks.core.prefix_index import PrefixIndex
 
 Row = list[KVCacheBlock | None]
 
 
-class GroupIndex(PrefixIndex):
-    """The prefix index of the primary group, with the attached blocks.
+class AttachedBlocks:
+    """The blocks that are attached to cached blocks of `index`, for the groups of `layout`."""
 
-    checkpoints: None where no group keeps a state. num_attached_blocks: how many are attached, including checkpoints'.
-    """
-
-    def __init__(self, layout: GroupLayout, hash_scheme: HashScheme) -> None:
-        super().__init__(layout.block_size, hash_scheme)
+    def __init__(self, layout: GroupLayout, index: "PrefixIndex") -> None:
         self.layout = layout
+        self._index = index
         self.checkpoints = None if layout.state is None else Checkpoints()
-        self.num_attached_blocks = 0
+        """Where states are saved; None where no group keeps a state."""
+        self.num_blocks = 0
+        """How many blocks are attached, including those of checkpoints."""
         self._rows: dict[Run, dict[int, Row]] = {}
         self._empty_row: Row = [None] * layout.row_size
         self._gone: list[bytes] = []  # removal keys of attached blocks that this call stops caching
@@ -55,7 +56,7 @@ class GroupIndex(PrefixIndex):
         """Return the rows of a run, by position. Don't change them. O(1)."""
         return self._rows.get(run, {})
 
-    def attached(self, primary: KVCacheBlock, column: int) -> KVCacheBlock | None:
+    def at(self, primary: KVCacheBlock, column: int) -> KVCacheBlock | None:
         """Return the block in a column of the row of a cached primary block, None if there is none. O(1)."""
         row = self.row(primary)
         return None if row is None else row[column]
@@ -73,6 +74,38 @@ class GroupIndex(PrefixIndex):
             found.append(rows.get(primary.index, empty))
         return found
 
+    def column_of(self, block: KVCacheBlock) -> int | None:
+        """Return the column in which a cached block is attached; None for one of the primary group. O(columns).
+
+        For a part of a checkpoint, this is the first column after those of a row.
+        """
+        for column, other in enumerate(self.row(block) or []):
+            if other is block:
+                return column
+        is_part = self.checkpoints is not None and self.checkpoints.of(block) is not None
+        return self.layout.row_size if is_part else None
+
+    def needed_at(self, primaries: list[KVCacheBlock], end: int) -> list[KVCacheBlock]:
+        """Return the attached blocks that a hit of `end` tokens needs; none unless all of them are cached.
+
+        primaries: the primary group's cached blocks of the hit, at least. O(blocks).
+        """
+        found: list[KVCacheBlock] = []
+        if self.checkpoints is not None and end:
+            checkpoint = self.checkpoints.at(primaries[end // self.layout.block_size - 1])
+            if checkpoint is None:
+                return []
+            found += checkpoint.blocks
+        for side_group in self.layout.side_groups:
+            first, last = side_group.kind.needed_blocks(end, end)
+            for number in range(first, last):
+                position, column = side_group.home(number)
+                block = self.at(primaries[position], column)
+                if block is None:
+                    return []
+                found.append(block)
+        return found
+
     def attach(self, primary: KVCacheBlock, column: int, block: KVCacheBlock) -> bool:
         """Attach `block`, which isn't cached, to `primary`, unless the column holds an owned block. O(1).
 
@@ -88,10 +121,9 @@ class GroupIndex(PrefixIndex):
         block.run, block.index = run, primary.index
         if older is not None:
             older.run = None
-            self.version += 1
-            self.detached.append(older)
+            self._index.version += 1
+            self._index.detached.append(older)
             return False
-        self.num_attached_blocks += 1
         self._count(run, 1)
         return True
 
@@ -99,7 +131,6 @@ class GroupIndex(PrefixIndex):
         """Attach a checkpoint to a cached primary block, which has none. O(blocks)."""
         assert self.checkpoints is not None, "no group keeps a state"
         self.checkpoints.add(primary, checkpoint)
-        self.num_attached_blocks += len(checkpoint.blocks)
         if checkpoint.run is not None:
             self._count(checkpoint.run, len(checkpoint.blocks))
 
@@ -115,17 +146,17 @@ class GroupIndex(PrefixIndex):
 
         sequence_id: that of the sequence; None if there is no sequence.
         """
-        log = self.events
+        log = self._index.events
         if log is None:
             return
         name = self.name_in_chain(side_group, chain, number)
         parent = self.name_in_chain(side_group, chain, number - 1) if number else None
         keys: tuple[tuple[int, bytes], ...] = ()
         primary = chain[side_group.home(number)[0]]
-        if side_group.block_size == self.block_size and primary.run is not None and primary.run.extra_keys:
+        if side_group.block_size == self.layout.block_size and primary.run is not None and primary.run.extra_keys:
             key = primary.run.extra_keys.get(primary.index)
             keys = () if key is None else ((0, key),)
-        block = self.attached(primary, side_group.home(number)[1])
+        block = self.at(primary, side_group.home(number)[1])
         ids = () if block is None else (block.block_id,)
         salt, lora = decode_salt_and_lora(None if primary.run is None else primary.run.first_keys)
         size, group, kind = side_group.block_size, side_group.group, side_group.kind
@@ -149,10 +180,10 @@ class GroupIndex(PrefixIndex):
         chain: the sequence's primary blocks. num_blocks: how many of them come before the checkpoint. tokens: the last
         `alignment` tokens of these.
         """
-        log, group, size = self.events, self.layout.state, self.layout.alignment
+        log, group, size = self._index.events, self.layout.state, self.layout.alignment
         if log is None or group is None:
             return
-        before = num_blocks - size // self.block_size
+        before = num_blocks - size // self.layout.block_size
         primary, kind = chain[num_blocks - 1], self.layout.groups[group]
         salt, lora = decode_salt_and_lora(None if primary.run is None else primary.run.first_keys)
         log.append(
@@ -168,6 +199,25 @@ class GroupIndex(PrefixIndex):
             )
         )
 
+    def note_column(self, chain: list[KVCacheBlock], tokens: bytes | bytearray, column: int) -> None:
+        """Record that the block in a column of a chain's last primary block became cached. tokens: at least the
+        chain's.
+        """
+        for side_group in self.layout.side_groups:
+            if side_group.first_column <= column < side_group.first_column + side_group.num_columns:
+                number, size = side_group.number_at(len(chain) - 1, column), 4 * side_group.block_size
+                self.note_attached(side_group, chain, number, bytes(tokens[number * size : (number + 1) * size]))
+
+    def note_checkpoint_at_end(
+        self, chain: list[KVCacheBlock], checkpoint: Checkpoint, tokens: bytes | bytearray
+    ) -> None:
+        """Record that a checkpoint at the end of a chain of primary blocks became cached. tokens: at least the
+        chain's.
+        """
+        end = 4 * len(chain) * self.layout.block_size
+        last = bytes(tokens[end - 4 * self.layout.alignment : end])
+        self.note_checkpoint(chain, len(chain), checkpoint, last)
+
     def name(self, primary: KVCacheBlock, side_group: SideGroup, column: int) -> bytes:
         """Return the name of an attached block for the outside: the digest of the primary block that it ends in.
 
@@ -177,80 +227,69 @@ class GroupIndex(PrefixIndex):
         digest = primary.block_hash or b""
         return digest if side_group.num_columns == 1 else digest + pack("<I", column - side_group.first_column)
 
-    def evict(self, blocks: list[KVCacheBlock]) -> int:
-        """`PrefixIndex.evict` of primary blocks and attached blocks."""
-        num_cached_before = self.num_cached_blocks
-        for block in blocks:
-            if block.run is not None:
-                if self._drops(block):
-                    self._note_drop("evicted")
-                else:
-                    super().evict([block])
-        return num_cached_before - self.num_cached_blocks
+    def drop(self, block: KVCacheBlock) -> bool:
+        """Stop caching `block` if it is an attached block. Returns whether it is one.
 
-    def evict_one(self, block: KVCacheBlock) -> int:
-        """`evict` of one cached block, and of the blocks which that detaches."""
-        num_cached_before = self.num_cached_blocks
-        if self._drops(block):
-            self._note_drop("evicted")
-        else:
-            super().evict_one(block)
-        return num_cached_before - self.num_cached_blocks
-
-    def num_bare(self, first: KVCacheBlock | None, most: int) -> int:
-        """Return how many queued blocks, from `first` on, are the last ones of a run, the last one first.
-
-        At most `most`. Only blocks count to which nothing is attached or chained, so that evicting them evicts nothing
-        else. O(blocks + checkpoints of the run).
+        The other blocks of a checkpoint are detached. O(blocks of a checkpoint).
         """
-        run = None if first is None else first.run
-        if run is None or run.epoch is not self.epoch or run.children or run.duplicates or self.needs_digests:
-            return 0
-        if run in self._rows:
-            return 0
-        block, number = first, 0
-        most = min(most, len(run.blocks) - (0 if self.checkpoints is None else self.checkpoints.num_with_last(run)))
-        while number < most and block is run.blocks[-1 - number]:
-            block = block.next_free_block
-            number += 1
-        return number
+        if self._rows:
+            row = self.row(block)
+            if row is not None and block in row:
+                self._let_go(block)
+                return True
+        checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)
+        if checkpoint is None:
+            return False
+        self._let_checkpoint_go(checkpoint)
+        others = checkpoint.blocks
+        self._index.detached += others[:-1] if others[-1] is block else [it for it in others if it is not block]
+        return True
 
-    def evict_bare(self, blocks: list[KVCacheBlock]) -> int:
-        """`evict` all at once the blocks that `num_bare` counted. O(blocks)."""
-        run = blocks[0].run
-        assert run is not None, f"{blocks[0]}: isn't cached"
-        self.version += 1
-        super()._cut_end(run, len(run.blocks) - len(blocks))
-        return len(blocks)
+    def is_bare(self, run: Run) -> bool:
+        """Whether no block is attached to a run, apart from checkpoints. O(1)."""
+        return run not in self._rows
 
-    def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
-        """Stop caching `block` and the blocks attached to it, since these may not have been written either."""
-        if block.run is not None and block.run.epoch.is_current:
-            if self._drops(block):
-                self.detached.append(block)
-                self._note_drop(cause)
-                return
-            self._detach(block.run, block.index, block.index + 1)
-        super().forget(block, cause)
+    def num_with_last_checkpoint(self, run: Run) -> int:
+        """Return how many blocks of a run, from the first, end with its last checkpoint; 0: none. O(checkpoints)."""
+        return 0 if self.checkpoints is None else self.checkpoints.num_with_last(run)
+
+    def detach(self, run: Run, first: int, end: int) -> None:
+        """Stop caching what is attached to positions first to end - 1 of a run, last first. O(positions)."""
+        found = None if self.checkpoints is None else self.checkpoints.in_run(run)
+        if found:
+            for position in sorted([position for position in found if first <= position < end], reverse=True):
+                checkpoint = found[position]
+                self._let_checkpoint_go(checkpoint)
+                self._index.detached += checkpoint.blocks
+        rows = self._rows.get(run)
+        if rows is None:
+            return
+        for position in range(end - 1, first - 1, -1):
+            for block in rows.get(position, ())[::-1]:
+                if block is not None:
+                    self._let_go(block)
+                    self._index.detached.append(block)
+
+    def tell_gone(self, cause: RemovalCause) -> None:
+        """Tell watchers what stopped being cached since the last call."""
+        if self._gone:
+            for watcher in self._index.watchers:
+                watcher.note_removed(self._gone, cause)
+        self._gone = []
 
     def clear(self) -> None:
-        """Stop caching everything, including attached blocks."""
-        super().clear()
+        """Forget all attached blocks, after a reset. O(1)."""
         self._rows = {}
         if self.checkpoints is not None:
             self.checkpoints.clear()
-        self.num_attached_blocks = 0
+        self.num_blocks = 0
 
-    def count_by_run(self) -> list[tuple[Run, int]]:
-        """Return the runs, parents before children, each with its number of cached blocks, attached ones included."""
-        counts = [
-            (run, number + sum([sum([block is not None for block in row]) for row in self._rows.get(run, {}).values()]))
-            for run, number in super().count_by_run()
-        ]
-        own = self.checkpoints
-        if own is None:
-            return counts
-        return [(run, n + sum([len(found.blocks) for found in own.in_run(run).values()])) for run, n in counts]
+    def num_in_run(self, run: Run) -> int:
+        """Return how many blocks are attached to a run. O(rows + checkpoints of the run)."""
+        number = sum([sum([block is not None for block in row]) for row in self._rows.get(run, {}).values()])
+        if self.checkpoints is not None:
+            number += sum([len(found.blocks) for found in self.checkpoints.in_run(run).values()])
+        return number
 
     def num_cached_by_group(self) -> list[int]:
         """Return how many blocks of each group are cached. O(rows)."""
@@ -263,80 +302,35 @@ class GroupIndex(PrefixIndex):
         if self.checkpoints is not None and self.layout.state is not None:
             counts[self.layout.state] = self.checkpoints.num_blocks
         if self.layout.primary is not None:
-            counts[self.layout.primary] = self.num_cached_blocks - self.num_attached_blocks
+            counts[self.layout.primary] = self._index.num_cached_blocks - self.num_blocks
         return counts
 
     def check(self) -> None:
-        """Raise AssertionError unless the module's invariants and those of the runs hold. O(cached blocks)."""
-        num_attached_blocks = 0
+        """Raise AssertionError unless the module's invariants hold. O(attached blocks)."""
+        num_blocks = 0
         for run, rows in self._rows.items():
-            assert run.epoch is self.epoch and rows, f"{run}: blocks are attached to what isn't cached"
+            assert run.epoch is self._index.epoch and rows, f"{run}: blocks are attached to what isn't cached"
             for position, row in rows.items():
                 blocks = [block for block in row if block is not None]
                 assert blocks and position < len(run.blocks), f"{run}: a row of nothing at {position}"
                 for block in blocks:
                     assert block.run is run and block.index == position, f"{block}: doesn't lead to its row"
-                num_attached_blocks += len(blocks)
+                num_blocks += len(blocks)
         if self.checkpoints is not None:
             self.checkpoints.check()
-            num_attached_blocks += self.checkpoints.num_blocks
-        assert num_attached_blocks == self.num_attached_blocks, (
-            f"index: {num_attached_blocks} attached, {self.num_attached_blocks} counted"
-        )
-        num_cached = self._check_runs() + num_attached_blocks
-        assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
-
-    def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
-        if self._rows or self.checkpoints is not None:
-            self._detach(run, position, len(run.blocks))
-        return super()._cut_end(run, position)
-
-    def _detach(self, run: Run, first: int, end: int) -> None:
-        """Detach the blocks that are attached to positions first to end - 1 of a run, last first. O(positions)."""
-        found = None if self.checkpoints is None else self.checkpoints.in_run(run)
-        if found:
-            for position in sorted([position for position in found if first <= position < end], reverse=True):
-                checkpoint = found[position]
-                self._let_checkpoint_go(checkpoint)
-                self.detached += checkpoint.blocks
-        rows = self._rows.get(run)
-        if rows is None:
-            return
-        for position in range(end - 1, first - 1, -1):
-            for block in rows.get(position, ())[::-1]:
-                if block is not None:
-                    self._let_go(block)
-                    self.detached.append(block)
-
-    def _drops(self, block: KVCacheBlock) -> bool:
-        """Stop caching `block` if it is an attached block. Returns whether it is one.
-
-        The other blocks of a checkpoint are detached.
-        """
-        if self._rows:
-            row = self.row(block)
-            if row is not None and block in row:
-                self._let_go(block)
-                return True
-        checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)
-        if checkpoint is None:
-            return False
-        self._let_checkpoint_go(checkpoint)
-        others = checkpoint.blocks
-        self.detached += others[:-1] if others[-1] is block else [other for other in others if other is not block]
-        return True
+            num_blocks += self.checkpoints.num_blocks
+        assert num_blocks == self.num_blocks, f"index: {num_blocks} attached, {self.num_blocks} counted"
 
     def _let_checkpoint_go(self, checkpoint: Checkpoint) -> None:
         run = checkpoint.run
         group = self.layout.state
         assert run is not None and self.checkpoints is not None and group is not None, "a checkpoint that isn't cached"
-        if self.needs_digests:
+        if self._index.needs_digests:
             name = run.digest(checkpoint.index)
-            if self.events is not None:
-                self.events.append(BlockRemoved((name,), group, self.events.medium))
+            if self._index.events is not None:
+                self._index.events.append(BlockRemoved((name,), group, self._index.events.medium))
             self._gone.append(removal_key(group, name))
         self.checkpoints.remove(checkpoint)
-        self.num_attached_blocks -= len(checkpoint.blocks)
         self._count(run, -len(checkpoint.blocks))
 
     def _let_go(self, block: KVCacheBlock) -> None:
@@ -345,7 +339,7 @@ class GroupIndex(PrefixIndex):
         rows = self._rows[run]
         row = rows[block.index]
         column = row.index(block)
-        if self.needs_digests:
+        if self._index.needs_digests:
             self._note_gone(block, column)
         row[column] = None
         if not any(row):
@@ -353,29 +347,19 @@ class GroupIndex(PrefixIndex):
             if not rows:
                 del self._rows[run]
         block.run = None
-        self.num_attached_blocks -= 1
         self._count(run, -1)
 
     def _note_gone(self, block: KVCacheBlock, column: int) -> None:
         for side_group in self.layout.side_groups:
             if side_group.first_column <= column < side_group.first_column + side_group.num_columns:
                 name = self.name(block, side_group, column)
-                if self.events is not None:
-                    self.events.append(BlockRemoved((name,), side_group.group, self.events.medium))
+                if self._index.events is not None:
+                    self._index.events.append(BlockRemoved((name,), side_group.group, self._index.events.medium))
                 self._gone.append(removal_key(side_group.group, name))
 
-    def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
-        if self._gone:
-            for watcher in self.watchers:
-                watcher.note_removed(self._gone, cause)
-        self._gone = []
-        super()._note_removal(removed, cause)  # last, so that the history keeps these longer
-
-    def _note_drop(self, cause: RemovalCause) -> None:
-        """Note that an attached block, and nothing else, stopped being cached."""
-        self.version += 1
-        if self.needs_digests:
-            self._note_removal([], cause)
+    def _count(self, run: Run, num_blocks: int) -> None:
+        self.num_blocks += num_blocks
+        self._index.count(run, num_blocks)
 
     def name_in_chain(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int) -> bytes:
         """Return the `name` of a group's block `number`. chain: the cached primary blocks of its prefix. O(1)."""

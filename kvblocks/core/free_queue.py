@@ -241,8 +241,18 @@ class FreeBlockQueue(Closed):
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Move queued blocks that no longer hold anything to the front of the queue, in the order given. O(blocks)."""
-        self.touch(blocks)
-        self.release_empty(blocks)
+        for block in blocks:
+            previous, following = block.prev_free_block, block.next_free_block
+            previous.next_free_block = following
+            following.prev_free_block = previous
+        last = root = self._root
+        following = root.next_free_block
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = following
+        following.prev_free_block = last
 
     def move_before(self, block: KVCacheBlock, other: KVCacheBlock) -> None:
         """Move a queued block in front of `other`, which was queued later. O(1)."""

@@ -4,7 +4,7 @@
 """
 
 from abc import abstractmethod
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from kvblocks.arguments import check_count, counted, is_a, shown, wrong
 from kvblocks.closed import Closed
@@ -13,6 +13,9 @@ from kvblocks.core.caching import find_blocks
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import SequenceStateError, StaleHitError
+
+if TYPE_CHECKING:
+    from kvblocks.core.longest_hit import HitParts
 
 
 class HitSource:
@@ -41,7 +44,7 @@ class CacheHit(Closed):
     checks that it is still valid before using it.
     """
 
-    __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "sequence", "source", "version")
+    __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "parts", "sequence", "source", "version")
 
     def __init__(
         self,
@@ -50,13 +53,16 @@ class CacheHit(Closed):
         num_readonly_tokens: int,
         num_known_tokens: int,
         source: HitSource,
+        parts: "HitParts | None" = None,
     ) -> None:
+        """parts: what it has of other groups, and its state; None with one group."""
         self.sequence = sequence
         self.blocks = blocks
         self.num_readonly_tokens = num_readonly_tokens
         self.num_tokens = num_readonly_tokens if num_readonly_tokens < num_known_tokens else num_known_tokens - 1
         self.source = source
         self.version = source.index.version
+        self.parts = parts
 
     @property
     def index(self) -> PrefixIndex:
@@ -66,7 +72,13 @@ class CacheHit(Closed):
     @property
     def num_matched_tokens(self) -> int:
         """Tokens that the primary group has cached: more than num_readonly_tokens if another group has fewer."""
-        return self.num_readonly_tokens
+        return self.num_readonly_tokens if self.parts is None else self.parts.num_matched * self.index.block_size
+
+    @property
+    def checkpoint_block_ids(self) -> tuple[int, ...]:
+        """The ids of its checkpoint's blocks, where layers keep a state; otherwise empty. O(their number)."""
+        checkpoint = None if self.parts is None else self.parts.checkpoint
+        return () if checkpoint is None else tuple([block.block_id for block in checkpoint.blocks])
 
     @property
     def is_full_hit(self) -> bool:
@@ -74,7 +86,12 @@ class CacheHit(Closed):
         return self.num_tokens < self.num_readonly_tokens
 
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
-        """Return the blocks of a group's block table, None for dead entries. Raises InvalidArgumentError. O(blocks)."""
+        """Return the blocks of a group's block table, None where the hit needs none. Raises InvalidArgumentError.
+
+        O(blocks).
+        """
+        if self.parts is not None:
+            return self.parts.group_blocks(group, self.blocks)
         check_count("group", group, 0, 0)
         return [*self.blocks]
 
@@ -93,14 +110,12 @@ class CacheHit(Closed):
 
     def _cut_to(self, num_blocks: int) -> "CacheHit":
         """Return a hit of the first `num_blocks` blocks, fewer than this one has."""
+        if self.parts is not None:
+            return self.parts.cut(self, num_blocks)
         num_tokens = num_blocks * self.index.block_size
         hit = CacheHit(self.sequence, self.blocks[:num_blocks], num_tokens, num_tokens + 1, self.source)
         hit.version = self.version
         return hit
-
-    def has_lost_attached(self) -> bool:
-        """Whether a side group's block of this hit is no longer cached where the lookup found it."""
-        return False
 
     @property
     def pending_tokens(self) -> int:
@@ -151,7 +166,8 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
     is_doubtful = hit.version != index.version or sequence.was_truncated
     is_outdated = is_doubtful and (
-        find_blocks(index, sequence, hit.num_readonly_tokens) != hit.blocks or hit.has_lost_attached()
+        find_blocks(index, sequence, hit.num_readonly_tokens) != hit.blocks
+        or (hit.parts is not None and hit.parts.are_lost(hit.blocks))
     )
     if is_outdated or hit.num_tokens >= len(sequence.tokens):
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")

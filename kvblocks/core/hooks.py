@@ -9,8 +9,7 @@ until another room sets it:
 - `PrefixIndex.events`: where changes of the cached set are recorded;
 - `SlotAllocator.soft_holds`: owners of blocks other than sequences, which may give blocks up for sequences (pins).
 
-Two more base classes are in the modules that use them: `Account` in `block`, and `SideTables` in `sequence`. All are
-native classes rather than Protocols, so that in the compiled build their methods cost no more than any other call.
+One more base class is in the module that uses it: `Account` in `block`. All are native classes rather than Protocols, so that in the compiled build their methods cost no more than any other call.
 """
 
 from abc import abstractmethod
@@ -153,6 +152,10 @@ class SoftHolds:
     @abstractmethod
     def extend(self, sequence: Sequence) -> None:
         """Become an owner of those blocks of this sequence that holds lack. The sequence is about to release blocks."""
+
+    @abstractmethod
+    def ends_in(self, sequence: Sequence) -> list[int]:
+        """Return the ends, in tokens, of held prefixes that lack blocks and that `sequence` begins with."""
 
     @abstractmethod
     def drop_uncached(self) -> None:

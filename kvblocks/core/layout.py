@@ -114,6 +114,15 @@ class GroupLayout:
         kind = None if self.state is None else self.groups[self.state]
         return kind if isinstance(kind, RecurrentState) else None
 
+    def num_needed_beside(self, end: int) -> int:
+        """Return how many blocks a hit of `end` tokens needs beside the primary group's. O(groups)."""
+        number = 0
+        for side_group in self.side_groups:
+            first, last = side_group.kind.needed_blocks(end, end)
+            number += last - first
+        kind = self.state_kind
+        return number if kind is None or not end else number + kind.checkpoint_blocks
+
     @property
     def is_single(self) -> bool:
         """Whether there is one group of full attention and nothing else. O(1)."""

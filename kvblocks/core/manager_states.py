@@ -9,7 +9,7 @@ from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit, check_start
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.core.state_copy import StateCopy
-from kvblocks.core.states import StateSlots
+from kvblocks.core.states import RecurrentStates
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.stats import StateStats
 
@@ -25,7 +25,7 @@ class ManagerStates(Closed):
     def __init__(
         self,
         change: Change,
-        slots: StateSlots | None,
+        slots: RecurrentStates | None,
         check_owned: Callable[[Any, str], Sequence],
         end: Callable[[], None],
         *,
@@ -41,17 +41,17 @@ class ManagerStates(Closed):
     @property
     def num_slots(self) -> int:
         """How many sequences can have a live state at once. O(1)."""
-        return self._read("num_slots").states.num_slots
+        return self._read("num_slots").live.num_slots
 
     @property
     def num_free_slots(self) -> int:
         """How many more sequences can be started or forked. O(1)."""
-        return len(self._read("num_free_slots").states.free_slots)
+        return len(self._read("num_free_slots").live.free_slots)
 
     @property
     def stats(self) -> StateStats:
         """Counters since the manager was made. O(1)."""
-        states = self._read("stats").states
+        states = self._read("stats").live
         return StateStats(
             num_cleared=states.num_cleared,
             num_restored=states.num_restored,
@@ -124,12 +124,12 @@ class ManagerStates(Closed):
         self._end()
         return copies
 
-    def _get(self, call: str) -> StateSlots:
+    def _get(self, call: str) -> RecurrentStates:
         """Return the slots. Raises CorruptStateError if a call was left half done."""
         self._change.check_whole()
         return self._read(call)
 
-    def _read(self, call: str) -> StateSlots:
+    def _read(self, call: str) -> RecurrentStates:
         """Return the slots, for numbers that another thread may ask for while the manager works."""
         if self._slots is None:
             raise InvalidArgumentError(

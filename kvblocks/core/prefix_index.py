@@ -24,8 +24,10 @@ The map keyed by preimages, the runs and the closing rule are this project's; re
 from array import array
 from collections import OrderedDict
 
+from kvblocks.core.attached import AttachedBlocks
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run, RunKey
 from kvblocks.core.hooks import Accounts, Digests, EventLog, RemovalCause, Watcher
+from kvblocks.core.layout import GroupLayout
 from kvblocks.hashing.scheme import HashScheme
 
 ExtraKeys = dict[int, bytes] | None
@@ -59,7 +61,8 @@ class PrefixIndex:
     charged; None: nobody.
     """
 
-    def __init__(self, block_size: int, hash_scheme: HashScheme) -> None:
+    def __init__(self, block_size: int, hash_scheme: HashScheme, layout: GroupLayout | None = None) -> None:
+        """layout: of the manager's groups, if there are any beside the primary one; None: there are none."""
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._runs: dict[MapKey, Run] = {}
@@ -73,6 +76,8 @@ class PrefixIndex:
         self.watchers: tuple[Watcher, ...] = ()
         self.needs_takers = False
         self.accounts: Accounts | None = None
+        self.attached = None if layout is None else AttachedBlocks(layout, self)
+        """Blocks of other groups, and of checkpoints, that are attached to cached blocks; None: there are none."""
 
     def record(self, events: EventLog, hash_scheme: HashScheme) -> None:
         """Record in `events` what is cached and removed from now on, with digests of this scheme.
@@ -97,8 +102,18 @@ class PrefixIndex:
         return list(self._runs.values())
 
     def count_by_run(self) -> list[tuple[Run, int]]:
-        """Return the runs, parents before children, each with its number of cached blocks. O(runs)."""
-        return [(run, run.num_cached_blocks()) for run in self._runs.values()]
+        """Return the runs, parents before children, each with its number of cached blocks, attached ones included.
+
+        O(runs + attached blocks).
+        """
+        attached = self.attached
+        if attached is None:
+            return [(run, run.num_cached_blocks()) for run in self._runs.values()]
+        return [(run, run.num_cached_blocks() + attached.num_in_run(run)) for run in self._runs.values()]
+
+    def num_cached_by_group(self) -> list[int]:
+        """Return how many blocks of each group are cached. O(1) for one group, otherwise O(attached blocks)."""
+        return [self.num_cached_blocks] if self.attached is None else self.attached.num_cached_by_group()
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
         """Return the blocks of the longest cached prefix, at most `max_blocks`. Changes nothing.
@@ -200,7 +215,7 @@ class PrefixIndex:
         base, size = len(target.blocks), self._block_bytes
         keys = {i: extra_keys[first + i] for i in range(len(blocks)) if first + i in extra_keys} if extra_keys else {}
         target.extend(blocks, tokens[first * size : (first + len(blocks)) * size], keys)
-        self.num_cached_blocks += len(blocks)  # `_count`, inlined
+        self.num_cached_blocks += len(blocks)  # `count`, inlined
         if target.account is not None:
             target.account.add(len(blocks))
         if digests is not None:
@@ -214,6 +229,12 @@ class PrefixIndex:
         A prefix stays cached while a duplicate holds it; otherwise everything chained to it stops being cached too.
         Returns how many blocks stopped being cached. O(blocks + what was chained).
         """
+        if self.attached is not None:
+            return self._evict_with_attached(self.attached, blocks)
+        return self._evict(blocks)
+
+    def _evict(self, blocks: list[KVCacheBlock]) -> int:
+        """`evict` of blocks that aren't attached ones."""
         num_cached_before = self.num_cached_blocks
         removed: list[bytes] = []
         i = 0
@@ -234,18 +255,64 @@ class PrefixIndex:
         run = block.run
         if run is None or run.children or run.duplicates or self.needs_digests or run.epoch is not self.epoch:
             return self.evict([block])
-        if run.blocks[-1] is not block:
+        if run.blocks[-1] is not block or self.attached is not None:
             return self.evict([block])
         self.version += 1
         self._cut_end(run, block.index)
         return 1
 
+    def _evict_with_attached(self, attached: AttachedBlocks, blocks: list[KVCacheBlock]) -> int:
+        """`evict` one block after the other, each together with what is attached to it."""
+        num_cached_before = self.num_cached_blocks
+        for block in blocks:
+            if block.run is not None:
+                if attached.drop(block):
+                    self._note_drop("evicted")
+                else:
+                    self._evict([block])
+        return num_cached_before - self.num_cached_blocks
+
+    def num_bare(self, first: KVCacheBlock | None, most: int) -> int:
+        """Return how many queued blocks, from `first` on, are the last ones of a run, the last one first.
+
+        At most `most`. Only blocks count to which nothing is attached or chained, so that evicting them evicts nothing
+        else. O(blocks + checkpoints of the run).
+        """
+        run, attached = None if first is None else first.run, self.attached
+        if run is None or run.epoch is not self.epoch or run.children or run.duplicates or self.needs_digests:
+            return 0
+        if attached is not None:
+            if not attached.is_bare(run):
+                return 0
+            most = min(most, len(run.blocks) - attached.num_with_last_checkpoint(run))
+        block, number = first, 0
+        while number < most and block is run.blocks[-1 - number]:
+            block = block.next_free_block
+            number += 1
+        return number
+
+    def evict_bare(self, blocks: list[KVCacheBlock]) -> int:
+        """`evict` all at once the blocks that `num_bare` counted. O(blocks)."""
+        run = blocks[0].run
+        assert run is not None, f"{blocks[0]}: isn't cached"
+        self.version += 1
+        self._cut_end(run, len(run.blocks) - len(blocks))
+        return len(blocks)
+
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
         """Stop caching `block`. If there is a duplicate, it takes the block's place, and the prefix stays cached.
 
-        Otherwise everything chained to the prefix stops being cached too. Does nothing to a block that isn't cached.
-        O(what was chained).
+        Otherwise everything chained to the prefix stops being cached too, and so do blocks of other groups that are
+        attached to this one, since they may not have been written either. Does nothing to a block that isn't cached.
+        O(what was chained or attached).
         """
+        attached = self.attached
+        if attached is not None and block.run is not None and block.run.epoch.is_current:
+            if attached.drop(block):
+                self.detached.append(block)
+                self._note_drop(cause)
+                return
+            attached.detach(block.run, block.index, block.index + 1)
         if block.run is not None:
             removed: list[bytes] = []
             if block.is_cached:
@@ -282,12 +349,17 @@ class PrefixIndex:
         self._runs = {}
         self.version += 1
         self.num_cached_blocks = self.num_duplicates = 0
+        if self.attached is not None:
+            self.attached.clear()
         if self.events is not None:
             self.events.note_cleared()
 
     def check(self) -> None:
         """Raise AssertionError unless the module's invariants hold. O(cached blocks)."""
         num_cached = self._check_runs()
+        if self.attached is not None:
+            self.attached.check()
+            num_cached += self.attached.num_blocks
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
 
     def _following(
@@ -334,7 +406,7 @@ class PrefixIndex:
                 duplicates.setdefault(index, {})[block] = None
                 num_added += 1
         self.num_duplicates += num_added
-        self._count(run, num_added)
+        self.count(run, num_added)
 
     def _check_runs(self) -> int:
         """Check the runs. Returns how many blocks they hold, duplicates included."""
@@ -401,7 +473,7 @@ class PrefixIndex:
             del run.duplicates[block.index]
         block.run = None
         self.num_duplicates -= 1
-        self._count(run, -1)
+        self.count(run, -1)
 
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
         """Stop caching `run` from `position` on, after everything chained to it. Returns the run's blocks."""
@@ -420,6 +492,8 @@ class PrefixIndex:
 
     def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
         """Stop caching `run` from `position` on, to which nothing is chained. Returns these blocks, with duplicates."""
+        if self.attached is not None:
+            self.attached.detach(run, position, len(run.blocks))
         dropped = run.blocks[position:]
         if run.duplicates:
             for index in run.keys_from(position, run.duplicates):
@@ -432,7 +506,7 @@ class PrefixIndex:
         if len(run.tokens) > 2 * position * self._block_bytes:
             run.trim(position)
         num_blocks = len(dropped)
-        self.num_cached_blocks -= num_blocks  # `_count`, inlined: each eviction of a short prefix comes here
+        self.num_cached_blocks -= num_blocks  # `count`, inlined: each eviction of a short prefix comes here
         if run.account is not None:
             run.account.add(-num_blocks)
         if position == 0:
@@ -450,15 +524,24 @@ class PrefixIndex:
             if not siblings:
                 del parent.children[position]
 
-    def _count(self, run: Run, num_blocks: int) -> None:
+    def count(self, run: Run, num_blocks: int) -> None:
+        """Count blocks that became cached in a run or beside it (a negative number: that stopped being cached). O(1)."""
         self.num_cached_blocks += num_blocks
         if run.account is not None:
             run.account.add(num_blocks)
 
     def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
+        if self.attached is not None:
+            self.attached.tell_gone(cause)  # first, so that a history keeps these prefixes longer
         if not removed:
             return
         if self.events is not None:
             self.events.note_removed(removed)
         for watcher in self.watchers:
             watcher.note_removed(removed, cause)
+
+    def _note_drop(self, cause: RemovalCause) -> None:
+        """Note that an attached block, and nothing else, stopped being cached."""
+        self.version += 1
+        if self.needs_digests:
+            self._note_removal([], cause)

@@ -9,10 +9,9 @@ The caller makes a sequence and adds tokens to it; only the manager writes the a
 its tokens when it is freed, so it can be allocated again.
 """
 
-from abc import abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable
-from typing import Any, NoReturn, SupportsIndex, final
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, final
 
 from kvblocks.arguments import (
     Flag,
@@ -32,47 +31,10 @@ from kvblocks.core.tokens import TokenIds, own_tokens, pack_tokens
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing.extra_keys import PositionKey, SequenceKeys, check_keys
 
+if TYPE_CHECKING:
+    from kvblocks.core.tables import SideTables
+
 _NO_KEYS: tuple[PositionKey, ...] = ()
-
-
-class SideTables:
-    """The block tables of a sequence's side groups.
-
-    num_groups: number of groups, including the primary one. has_primary: whether a primary group has the table
-    `Sequence.blocks`. new_blocks: by group, the new blocks of the last call that made room. state_slot: the slot that
-    holds the sequence's recurrent state; None: it has none.
-    """
-
-    num_groups: int
-    has_primary: bool
-    new_blocks: list[list[KVCacheBlock]]
-    state_slot: int | None
-
-    @abstractmethod
-    def block_ids(self, group: int) -> list[int] | None:
-        """Return the block ids of a group's table, as the list itself; None for the primary group. O(1).
-
-        A group without a table gives an empty list, here and in `blocks`.
-        """
-
-    @abstractmethod
-    def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
-        """Return the blocks of a group's table, None for dead entries; or None for the primary group. O(blocks)."""
-
-    @abstractmethod
-    def first_live_block(self, group: int) -> int:
-        """Return the first index of a group's table that isn't dead. O(groups)."""
-
-    @abstractmethod
-    def check_back(self, position: int, sequence: "Sequence", call: str) -> None:
-        """Raise SequenceStateError if a query at `position` would see blocks that have left a window.
-
-        sequence: the sequence whose tables these are. Changes nothing. O(groups).
-        """
-
-    @abstractmethod
-    def check(self, num_slots: int) -> None:
-        """Raise AssertionError unless all tables have slots for `num_slots` tokens and the right ids. O(blocks)."""
 
 
 @final
@@ -233,7 +195,7 @@ class Sequence(Closed):
         if block_ids is None:
             block_ids = self._block_ids = []
         if len(block_ids) < len(self.blocks):
-            if self.side_tables is not None and not self.side_tables.has_primary:
+            if self.side_tables is not None and self.side_tables.layout.primary is None:
                 return self.group_block_ids(0)
             block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
         return block_ids
@@ -271,10 +233,12 @@ class Sequence(Closed):
     @property
     def state_slot(self) -> int | None:
         """The slot with its recurrent state while it is allocated; None if no layers keep a state. O(1)."""
-        return None if self.side_tables is None else self.side_tables.state_slot
+        state = None if self.side_tables is None else self.side_tables.live_state
+        return None if state is None else state.slot
 
     def _check_group(self, group: SupportsIndex) -> int:
-        return check_count("group", group, 0, 0 if self.side_tables is None else self.side_tables.num_groups - 1)
+        last = 0 if self.side_tables is None else len(self.side_tables.layout.groups) - 1
+        return check_count("group", group, 0, last)
 
     @property
     def is_allocated(self) -> bool:

@@ -77,3 +77,21 @@ def leaves(block: KVCacheBlock, num_leaving: dict[KVCacheBlock, int]) -> bool:
         return False
     num_leaving[block] = number + 1
     return True
+
+
+def keep_for_last(sequences: list[Sequence]) -> None:
+    """If all owners of an uncached shared block would leave it in this step, let the last one keep it.
+
+    The sequences have side tables, with the step's plan. O(sequences x groups).
+    """
+    num_leaving: dict[KVCacheBlock, int] = {}
+    for sequence in sequences:
+        side = sequence.side_tables
+        if side is None:
+            continue
+        for table in side.tables:
+            block = None if table.shared is None else table.live_block(table.shared)
+            if block is not None and not leaves(block, num_leaving):
+                table.shared = None
+        if side.shared is not None and not leaves(sequence.blocks[side.shared], num_leaving):
+            side.shared = None

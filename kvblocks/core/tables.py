@@ -1,8 +1,11 @@
-"""A sequence's side tables: one block table for each side group.
+"""A sequence's side tables: one block table for each group beside the primary one.
 
 In a windowed group's table, an entry becomes *dead* when its block leaves the window, and stays dead. An entry's index
 never changes, so token i is always in the block at index i // block_size. In a table with gaps, other entries may have
 no block either.
+
+A call that gives slots first asks each table to `plan`: how many blocks it needs, and which it can give back before.
+The plan is kept in the table until the call carries it out, or plans anew.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +15,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.layout import GroupLayout, SideGroup
 from kvblocks.core.live_states import LiveState
 from kvblocks.core.loading import Fallback
-from kvblocks.core.sequence import Sequence, SideTables
+from kvblocks.core.sequence import Sequence
 from kvblocks.errors import SequenceStateError
 
 DEAD_BLOCK_ID = 0
@@ -23,19 +26,70 @@ EMPTY = KVCacheBlock(DEAD_BLOCK_ID)
 
 
 class GroupTable:
-    """The block table of one group. Its first num_dead entries are dead; blocks: those of the other entries.
+    """The block table of one group, for layers whose blocks are addressed by token."""
 
-    first_token: tokens before it were never computed in this group, though their block may be live. It is above 0 if
-    the sequence started with a hit and the group isn't cached.
-    """
-
-    __slots__ = ("block_ids", "blocks", "first_token", "num_dead", "side_group")
+    __slots__ = ("block_ids", "blocks", "first_token", "missing", "num_dead", "passing", "shared", "side_group")
 
     def __init__(self, side_group: SideGroup) -> None:
         self.side_group = side_group
-        self.num_dead = self.first_token = 0
+        self.num_dead = 0
+        """How many entries, from the first, are dead."""
+        self.first_token = 0
+        """Tokens before it were never computed in this group, though their block may be live. It is above 0 if the
+        sequence started with a hit and the group isn't cached.
+        """
         self.blocks: list[KVCacheBlock] = []
+        """The blocks of the entries that aren't dead."""
         self.block_ids: list[int] = []
+        """The ids of all entries."""
+        self.missing = 0
+        """Planned: how many new blocks it needs at its end."""
+        self.passing = 0
+        """Planned: how many of its first live blocks have left the window."""
+        self.shared: int | None = None
+        """Planned: the index of the shared block that must not be written to; None: there is none."""
+
+    # What slots for more tokens need.
+
+    def plan(self, passed_at: int, num_slots: int) -> None:
+        """Plan slots for the first `num_slots` tokens. No query before `passed_at` will be computed any more. O(1)."""
+        lacking = -(-num_slots // self.side_group.block_size) - self.num_dead - len(self.blocks)
+        self.missing = lacking if lacking > 0 else 0  # noqa: FURB136  # max() costs three times as much
+        self.passing = self.num_passed(passed_at)
+        self.shared = None
+
+    def plan_copy(self, start: int) -> None:
+        """Add to the plan that the token at `start` can't be written to a block that others may read. O(1)."""
+        size = self.side_group.block_size
+        if start % size:
+            block = self.live_block(start // size)
+            if block is not None and block.is_shared:
+                self.shared = start // size
+
+    @property
+    def num_planned(self) -> int:
+        """How many blocks the plan takes. O(1)."""
+        return self.missing + (self.shared is not None)
+
+    def num_passed(self, position: int) -> int:
+        """Return how many of its first live blocks have left the window for queries from `position` on. O(1)."""
+        num_passed = self.side_group.kind.first_needed(position) - self.num_dead
+        return 0 if num_passed <= 0 else min(num_passed, len(self.blocks))
+
+    def fill(self, blocks: list[KVCacheBlock], num_slots: int) -> list[int]:  # noqa: ARG002  # gaps need it
+        """Put the planned new blocks at the table's end. Returns their indices. O(blocks)."""
+        end = self.num_dead + len(self.blocks)
+        self.extend(blocks)
+        return [*range(end, end + len(blocks))]
+
+    def note_end(self, num_slots: int) -> None:
+        """Record that a call gave slots for this many tokens in all. Matters only where states are in place."""
+
+    def may_cache(self, index: int) -> bool:  # noqa: ARG002  # gaps need it
+        """Whether a full block at this index may be cached. O(1)."""
+        return True
+
+    # Its entries.
 
     def extend(self, blocks: list[KVCacheBlock]) -> None:
         """Add blocks at the end. O(blocks)."""
@@ -54,10 +108,11 @@ class GroupTable:
         self.blocks = list(blocks)
         self.block_ids[:] = [DEAD_BLOCK_ID] * num_dead + [block.block_id for block in blocks]
 
-    def num_passed(self, position: int) -> int:
-        """Return how many of its first live blocks have left the window for queries from `position` on. O(1)."""
-        num_passed = self.side_group.kind.first_needed(position) - self.num_dead
-        return 0 if num_passed <= 0 else min(num_passed, len(self.blocks))
+    def begin_as(self, other: "GroupTable", num_tokens: int) -> None:
+        """Begin a fork's table with what `other` has of the first `num_tokens` tokens. O(entries)."""
+        num_kept = -(-num_tokens // self.side_group.block_size) - other.num_dead
+        self.begin(other.num_dead, other.blocks[: max(0, num_kept)])
+        self.first_token = other.first_token
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
         """Make the first `num_blocks` live entries dead. Returns their blocks. O(live entries)."""
@@ -85,26 +140,63 @@ class GroupTable:
         """The blocks that the sequence owns for this table. Don't change the list. O(live entries)."""
         return self.blocks
 
+    def entries(self) -> list[KVCacheBlock | None]:
+        """Return the blocks of all entries, None for those without one. O(entries)."""
+        return [*[None] * self.num_dead, *self.blocks]
+
+    def end_of_state(self, num_computed_tokens: int) -> int:  # noqa: ARG002  # gaps need it
+        """Return after how many tokens its state is, if it has one that can't go back; 0: it has none. O(1)."""
+        return 0
+
 
 class GapTable(GroupTable):
-    """The table of a group whose layers keep a state in place: it has blocks only where calls ended.
-
-    ends: the indices of blocks that hold the state after their last token, because a call ended there. Of the full
-    blocks, only these may be cached. end: how many tokens the state of the last call is after.
-    """
+    """The table of a group whose layers keep a state in place: it has blocks only where calls ended."""
 
     __slots__ = ("end", "ends")
 
     def __init__(self, side_group: SideGroup) -> None:
         super().__init__(side_group)
         self.end = 0
+        """How many tokens the state of the last call is after."""
         self.ends: set[int] = set()
+        """The indices of blocks that hold the state after their last token, because a call ended there. Of the full
+        blocks, only these may be cached.
+        """
+
+    def plan(self, passed_at: int, num_slots: int) -> None:
+        """As `GroupTable.plan`. It needs a block for its last entry alone."""
+        super().plan(passed_at, num_slots)
+        self.missing = min(self.missing, 1)
+
+    def fill(self, blocks: list[KVCacheBlock], num_slots: int) -> list[int]:
+        """As `GroupTable.fill`, with `EMPTY` before the new block."""
+        if blocks:
+            last = -(-num_slots // self.side_group.block_size) - 1
+            self.extend([EMPTY] * (last - self.num_dead - len(self.blocks)))
+        return super().fill(blocks, num_slots)
+
+    def note_end(self, num_slots: int) -> None:
+        """As `GroupTable.note_end`. The state is after these tokens, or in a later block. O(1)."""
+        index, rest = divmod(num_slots, self.side_group.block_size)
+        self.end = max(self.end, num_slots)
+        if not rest and num_slots == self.end:
+            self.ends.add(index - 1)
+
+    def may_cache(self, index: int) -> bool:
+        """As `GroupTable.may_cache`."""
+        return index in self.ends
 
     def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
         """As `GroupTable.begin`."""
         super().begin(num_dead, blocks)
         self.end = 0
         self.ends = {num_dead + len(blocks) - 1} if blocks else set()  # a hit's block has the state behind the hit
+
+    def begin_as(self, other: GroupTable, num_tokens: int) -> None:
+        """As `GroupTable.begin_as`."""
+        super().begin_as(other, num_tokens)
+        if isinstance(other, GapTable):
+            self.end, self.ends = other.end, set(other.ends)
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
         """As `GroupTable.drop_first`, with `EMPTY` for entries without a block."""
@@ -120,35 +212,106 @@ class GapTable(GroupTable):
         """As `GroupTable.held`."""
         return [block for block in self.blocks if block is not EMPTY]
 
-    def note_end(self, num_slots: int) -> None:
-        """Record that a call made room for this many tokens. The state is after them, or in a later block. O(1)."""
-        index, rest = divmod(num_slots, self.side_group.block_size)
-        self.end = max(self.end, num_slots)
-        if not rest and num_slots == self.end:
-            self.ends.add(index - 1)
+    def entries(self) -> list[KVCacheBlock | None]:
+        """As `GroupTable.entries`."""
+        return [*[None] * self.num_dead, *[None if block is EMPTY else block for block in self.blocks]]
+
+    def end_of_state(self, num_computed_tokens: int) -> int:
+        """As `GroupTable.end_of_state`."""
+        return max(self.end, num_computed_tokens)
 
 
-class GroupTables(SideTables):
-    """A sequence's side tables.
+class SideTables:
+    """What a sequence has besides the primary group's block table."""
 
-    tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit will probably end.
-    Blocks that such a hit needs are kept longer than other blocks that leave a window. fallback: where the sequence
-    goes back to if its loads fail; None: it loads nothing. live_state: None if no group keeps a state.
-    """
-
-    __slots__ = ("fallback", "landmarks", "layout", "live_state", "tables")
+    __slots__ = (
+        "fallback",
+        "landmarks",
+        "layout",
+        "live_state",
+        "missing",
+        "new_blocks",
+        "num_slots",
+        "shared",
+        "tables",
+    )
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
         """ends: numbers of tokens at which hits may end. Rounded down to the alignment, they are the landmarks."""
         self.layout = layout
-        self.num_groups = len(layout.groups)
-        self.has_primary = layout.primary is not None
         self.landmarks = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
+        """Numbers of tokens at which a later sequence's hit will probably end. Blocks that such a hit needs are kept
+        longer than other blocks that leave a window.
+        """
         self.tables = [GapTable(group) if group.has_gaps else GroupTable(group) for group in layout.side_groups]
-        self.new_blocks = [[] for _ in layout.groups]
+        """By `layout.side_groups`."""
+        self.new_blocks: list[list[KVCacheBlock]] = [[] for _ in layout.groups]
+        """By group, the new blocks of the last call that gave slots."""
         self.fallback: Fallback | None = None
+        """Where the sequence goes back to if its loads fail; None: it loads nothing."""
         self.live_state: LiveState | None = None
-        self.state_slot = None
+        """Its recurrent state; None if no group keeps one."""
+        self.missing = 0
+        """Planned: how many blocks the primary table needs at its end."""
+        self.shared: int | None = None
+        """Planned: the index of the shared block of the primary table that must not be written to; None: none."""
+        self.num_slots = 0
+        """Planned: for how many tokens there are slots then."""
+
+    def plan(self, sequence: Sequence, start: int, num_slots: int, num_in_flight: int) -> None:
+        """Plan slots for the sequence's first `num_slots` tokens, in all groups, with writing from `start` on.
+
+        num_in_flight: how many tokens before `start` belong to steps that are still running, whose queries count, too.
+        O(groups).
+        """
+        size = self.layout.block_size
+        self.num_slots = num_slots
+        passed_at = start if sequence.delayed_from is None else min(start, sequence.delayed_from)
+        passed_at = min(passed_at, start - num_in_flight)
+        for table in self.tables:
+            table.plan(passed_at, num_slots)
+        self.missing = max(0, -(-num_slots // size) - len(sequence.blocks))
+        self.shared = None
+        if sequence.tail_owner is None:
+            for table in self.tables:
+                table.plan_copy(start)
+            if start % size and sequence.blocks[start // size].is_shared:
+                self.shared = start // size
+
+    def plan_start(self, num_held: int, start: int, num_slots: int) -> None:
+        """`plan` for a sequence that starts with `num_held` blocks in its primary table. O(groups)."""
+        self.num_slots = num_slots
+        for table in self.tables:
+            table.plan(start, num_slots)
+            table.passing = 0
+        self.missing = max(0, -(-num_slots // self.layout.block_size) - num_held)
+        self.shared = None
+
+    def note_primary(self, blocks: list[KVCacheBlock]) -> None:
+        """Record the new blocks of a call, all of which are the primary group's. O(groups)."""
+        self.new_blocks = [[]] * len(self.layout.groups)
+        if self.layout.primary is not None:
+            self.new_blocks[self.layout.primary] = blocks
+
+    @property
+    def num_planned_primary(self) -> int:
+        """How many blocks the plan takes for the primary table, perhaps virtual ones. O(1)."""
+        return self.missing + (self.shared is not None)
+
+    def num_planned(self) -> int:
+        """Return how many blocks of the pool the plan takes. O(groups)."""
+        number = 0 if self.layout.primary is None else self.num_planned_primary
+        for table in self.tables:
+            number += table.missing + (table.shared is not None)
+        return number
+
+    def leaving(self) -> list[KVCacheBlock]:
+        """Return the blocks that the sequence gives back by its plan; `EMPTY` for each gap. O(groups + blocks)."""
+        leaving: list[KVCacheBlock] = []
+        for table in self.tables:
+            if table.passing:
+                leaving += table.blocks[: table.passing]
+        return leaving
 
     def note_start(self, position: int) -> None:
         """Record that the sequence starts after a hit, with a query at `position`. O(groups).
@@ -158,12 +321,6 @@ class GroupTables(SideTables):
         for table in self.tables:
             if not table.side_group.kind.is_cached:
                 table.first_token = table.side_group.kind.first_seen(position)
-
-    def note_end(self, num_slots: int) -> None:
-        """Record that a call made room for this many tokens in all. Matters where a table has gaps. O(groups)."""
-        for table in self.tables:
-            if isinstance(table, GapTable):
-                table.note_end(num_slots)
 
     def owned(self) -> Iterator[tuple[SideGroup, int, KVCacheBlock]]:
         """Yield each block that the sequence owns for a side group, with its group and its index in the table."""
@@ -176,13 +333,23 @@ class GroupTables(SideTables):
                 for index, block in enumerate(blocks, first):
                     yield side_group, index, block
 
+    def held(self) -> list[list[KVCacheBlock]]:
+        """Return the blocks that the sequence owns besides those of its primary table. O(groups + live entries)."""
+        held = [table.held for table in self.tables]
+        if self.fallback is not None:
+            held += [blocks for _, blocks in self.fallback.tables]
+        return held if self.live_state is None else held + self.live_state.tables()
+
     def end_loads(self) -> list[list[KVCacheBlock]]:
         """Drop the fallback. Returns the blocks that the sequence owned for it, by table. O(groups)."""
         fallback, self.fallback = self.fallback, None
         return [] if fallback is None else [blocks for _, blocks in fallback.tables]
 
     def block_ids(self, group: int) -> list[int] | None:
-        """Return the block ids of a group's table, as the list itself; None for the primary group. O(1)."""
+        """Return the block ids of a group's table, as the list itself; None for the primary group. O(1).
+
+        A group without a table gives an empty list, here and in `blocks`.
+        """
         number = self.layout.table_numbers.get(group)
         if number is None:
             return []
@@ -197,12 +364,7 @@ class GroupTables(SideTables):
         if number is None:
             state = self.live_state if group == self.layout.state else None
             return [] if state is None else [block for blocks in state.tables() for block in blocks]
-        if number == len(self.tables):
-            return None
-        table = self.tables[number]
-        if table.side_group.has_gaps:
-            return [*[None] * table.num_dead, *[None if block is EMPTY else block for block in table.blocks]]
-        return [*[None] * table.num_dead, *table.blocks]
+        return None if number == len(self.tables) else self.tables[number].entries()
 
     def first_live_block(self, group: int) -> int:
         """Return the first index of a group's table that isn't dead. O(1)."""
@@ -210,11 +372,14 @@ class GroupTables(SideTables):
         return 0 if number is None or number == len(self.tables) else self.tables[number].num_dead
 
     def check_back(self, position: int, sequence: Sequence, call: str) -> None:
-        """As `SideTables.check_back`. A state in place can only go back to the beginning."""
+        """Raise SequenceStateError if a query at `position` would see blocks that have left a window.
+
+        A state in place can only go back to the beginning. Changes nothing. O(groups).
+        """
         fallback = self.fallback
         for number, table in enumerate(self.tables):
             side_group = table.side_group
-            end = max(table.end, sequence.num_computed_tokens) if isinstance(table, GapTable) else position
+            end = table.end_of_state(sequence.num_computed_tokens)
             if 0 < position < end:
                 raise SequenceStateError(
                     f"{call}: expected to keep all {end} tokens with slots, since the state of group {side_group.group}"
@@ -248,8 +413,8 @@ class GroupTables(SideTables):
         return False
 
 
-def tables_of(sequence: Sequence) -> GroupTables:
+def side_tables_of(sequence: Sequence) -> SideTables:
     """Return the side tables of a sequence that has some. O(1)."""
     tables = sequence.side_tables
-    assert isinstance(tables, GroupTables), f"{sequence}: has no side tables"
+    assert tables is not None, f"{sequence}: has no side tables"
     return tables

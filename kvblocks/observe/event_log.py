@@ -2,7 +2,8 @@
 
 from collections.abc import Hashable, Sequence
 
-from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.attached import AttachedBlocks
+from kvblocks.core.block import Run
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import EventLog
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
@@ -13,27 +14,25 @@ DEVICE = "GPU"
 
 
 class Records(EventLog):
-    """The log of one medium: the device's or a tier's.
+    """The log of one medium: the device's or a tier's. attached: the device's, None where there is only one group."""
 
-    records: since last taken; all logs of a manager share this list. options: what is recorded. group: the primary
-    group, whose blocks are in runs; None where there is only one group. is_anchored: whether anchors, which make no
-    records, stand in for its blocks.
-    """
-
-    def __init__(
-        self, options: EventOptions, group: int | None = None, *, is_anchored: bool = False, medium: str = DEVICE
-    ) -> None:
+    def __init__(self, options: EventOptions, attached: AttachedBlocks | None = None, medium: str = DEVICE) -> None:
         super().__init__(medium)
         self.records: list[CacheEvent] = []
+        """Those since last taken. All logs of a manager share this list."""
         self.options = options
-        self.group = group
-        self.is_anchored = is_anchored
+        """What is recorded."""
+        self._attached = attached
+        self.group = None if attached is None else attached.layout.primary
+        """The primary group, whose blocks are in runs; None where there is only one group, or none has full attention.
+        """
+        self._has_virtual = attached is not None and self.group is None  # virtual blocks make no records
 
     def of_tier(self, medium: str) -> EventLog | None:
         """Return the log of a tier, which shares `records`; None if that tier's changes aren't recorded."""
         if not self.options.tiers:
             return None
-        log = Records(self.options, self.group, is_anchored=self.is_anchored, medium=medium)
+        log = Records(self.options, self._attached, medium)
         log.records = self.records
         return log
 
@@ -43,7 +42,7 @@ class Records(EventLog):
 
     def note_stored(self, run: Run, base: int, sequence_id: Hashable = None) -> None:
         """Record that `run` has grown from `base` blocks to its present length. O(blocks added)."""
-        if self.is_anchored:
+        if self._has_virtual:
             return
         parent, position, _, _ = run.key
         above = (run, base - 1) if base else (parent, position)
@@ -68,7 +67,7 @@ class Records(EventLog):
 
     def note_removed(self, names: Sequence[bytes]) -> None:
         """Record that prefixes of the primary group stopped being cached, by their names."""
-        if not self.is_anchored:
+        if not self._has_virtual:
             self.records.append(BlockRemoved(tuple(names), self.group, self.medium))
 
     def note_cleared(self) -> None:
@@ -77,13 +76,22 @@ class Records(EventLog):
             self.records.append(AllBlocksCleared())
 
     def note_hit(self, hit: CacheHit) -> None:
-        """Record that a sequence was allocated with a hit. O(its blocks)."""
-        if not self.is_anchored:
-            self._append_hit(hit.blocks, hit.sequence.sequence_id)
-
-    def _append_hit(self, blocks: list[KVCacheBlock], sequence_id: Hashable) -> None:
-        names = tuple([block.block_hash or b"" for block in blocks])
-        self.records.append(BlocksHit(names, self.group, self.medium, sequence_id))
+        """Record that a sequence was allocated with a hit, for each group, and the state it goes on from. O(blocks)."""
+        sequence_id, parts = hit.sequence.sequence_id, hit.parts
+        if not self._has_virtual:
+            names = tuple([block.block_hash or b"" for block in hit.blocks])
+            self.records.append(BlocksHit(names, self.group, self.medium, sequence_id))
+        if parts is None:
+            return
+        layout = parts.attached.layout
+        for side_group, (first, blocks) in zip(layout.side_groups, parts.tables, strict=True):
+            numbers = range(first, first + len(blocks))
+            names = tuple([parts.attached.name_in_chain(side_group, hit.blocks, number) for number in numbers])
+            if names:
+                self.records.append(BlocksHit(names, side_group.group, self.medium, sequence_id))
+        if parts.checkpoint is not None:
+            name = hit.blocks[-1].block_hash or b""
+            self.records.append(BlocksHit((name,), layout.state, self.medium, sequence_id))
 
     def take(self) -> list[CacheEvent]:
         """Return the records since the last call, oldest first, and forget them."""

@@ -5,12 +5,13 @@ there, it searches the cache for similar blocks: the same tokens under other key
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from kvblocks.arguments import counted, shown
 from kvblocks.core.block import ROOT, KVCacheBlock, Node, Run
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hooks import RemovalCause
+from kvblocks.core.longest_hit import HitLimit, find_limit
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
@@ -18,9 +19,6 @@ from kvblocks.core.tokens import num_equal
 from kvblocks.hashing.extra_keys import ExtraKey, decode_extra_keys
 from kvblocks.observe.removal_history import Removal, RemovalHistory
 from kvblocks.stats import TierPart
-
-if TYPE_CHECKING:
-    from kvblocks.core.longest_hit import HitLimit
 
 MissCause = Literal[
     "no miss", "never cached", "evicted", "aborted", "reset", "dropped", "other keys", "partly equal", "group", "state"
@@ -190,12 +188,9 @@ def _explain_hit(
     index: PrefixIndex, slots: SlotAllocator, history: RemovalHistory | None, sequence: Sequence
 ) -> Explanation:
     matched, now = find_blocks(index, sequence), slots.num_taken_blocks
-    if not slots.has_side_groups:
+    attached = index.attached
+    if attached is None:
         return _explain_miss(index, history, sequence, matched, now)
-    from kvblocks.core.attached import GroupIndex
-    from kvblocks.core.longest_hit import find_limit
-
-    assert isinstance(index, GroupIndex), f"{index}: not of several groups"
     end, limit = find_limit(index, matched, sequence.num_tokens)
     num_hit = end // index.block_size
     if limit is not None:
@@ -209,11 +204,11 @@ def _explain_hit(
         group=slots.primary_group,
         num_cached_blocks=num_hit,
         num_matched_blocks=len(matched),
-        has_state=index.checkpoints is not None,
+        has_state=attached.checkpoints is not None,
     )
 
 
-def _group_limit(limit: "HitLimit", num_hit: int, num_full: int, removal: Removal | None, now: int) -> Explanation:
+def _group_limit(limit: HitLimit, num_hit: int, num_full: int, removal: Removal | None, now: int) -> Explanation:
     return Explanation(
         "state" if limit.is_state else "group",
         num_hit,

@@ -141,7 +141,7 @@ class Inspector(Closed):
     def group_usage(self) -> list[GroupUsage]:
         """Return how much of the pool each group uses, in the order of the groups. For people and metrics. O(pool)."""
         self._change.check_whole()
-        num_cached = self._slots.num_cached_by_group()
+        num_cached = self._slots.pool.index.num_cached_by_group()
         held: list[set[int]] = [set() for _ in num_cached]
         for sequence in self._sequences.values():
             for group, blocks in enumerate(held):

@@ -25,15 +25,6 @@ class Recording:
         return events if self._shared_hashes is None else self._shared_hashes.told(events)
 
 
-def start_recording(
-    options: EventOptions, index: PrefixIndex, hash_scheme: HashScheme, *, has_side_groups: bool
-) -> Recording:
-    """Record from now on what `index`, which must be empty, caches and removes.
-
-    has_side_groups: whether the manager has groups besides a primary one.
-    """
-    if not has_side_groups:
-        return Recording(Records(options), index, hash_scheme)
-    from kvblocks.observe.group_log import make_group_log
-
-    return Recording(make_group_log(options, index), index, hash_scheme)
+def start_recording(options: EventOptions, index: PrefixIndex, hash_scheme: HashScheme) -> Recording:
+    """Record from now on what `index`, which must be empty, caches and removes."""
+    return Recording(Records(options, index.attached), index, hash_scheme)

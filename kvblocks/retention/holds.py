@@ -164,9 +164,12 @@ class BlockHolds(Closed):
 
     def _hold(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> BlockHold:
         """Begin a change by holding the blocks that a sequence's first tokens fill, or all of its blocks."""
-        groups = [(group.block_size, group.has_table) for group in self._slots.groups or ()]
+        layout = self._slots.layout
+        groups = [(self._slots.alignment, True)]
+        if layout is not None:
+            groups = [(group.block_size, group.has_table) for group in layout.groups]
         first_blocks, tables = [], []
-        for group, (size, has_table) in enumerate(groups or [(self._slots.alignment, True)]):
+        for group, (size, has_table) in enumerate(groups):
             first, blocks = sequence.first_live_block(group), sequence.group_blocks(group)
             end = len(blocks) if is_whole else num_tokens // size if has_table else 0
             first_blocks.append(first)

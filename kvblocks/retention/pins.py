@@ -4,18 +4,25 @@ A pin owns its prefix's blocks as a sequence owns its blocks. They are therefore
 the hot path has to know about pins. A pin is for a prefix, not for certain blocks. Blocks of the prefix that aren't
 cached yet, or that the pin gave up, are held once they are cached and a sequence releases them.
 
+With several groups, a pin holds the primary group's blocks of its prefix. Once it holds all of them, it also holds the
+attached blocks that a hit of the whole prefix needs. With windows, no shorter hit can use these, so they are held all
+together or not at all, and the pin gives them up before its primary blocks. Where layers keep a state, a checkpoint at
+the prefix's end is among them; sequences that pass there save one as long as the pin lacks it. Virtual blocks don't
+count towards the budget.
+
 Pins cause no deadlock. All pins together hold at most a share of the pool. When the pool has no other blocks, pins give
 up blocks, those of lowest priority first, and within a pin the end of the prefix first. Only pins of priority 100 never
 do.
 
 Invariants: a pin holds the first blocks of its prefix, all cached. Their priorities never increase from one block to
-the next, so no block is kept longer than its parent.
+the next, so no block is kept longer than its parent. A pin with attached blocks holds all of its primary blocks.
 
 Retention priorities by ranges of tokens are TensorRT-LLM's; protecting blocks by holding a reference is this project's.
 """
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import as_int, check_count, is_a, listed, shown, wrong
@@ -123,10 +130,12 @@ class Pins(SoftHolds):
     def remove(self, pin: Pin) -> None:
         """End a pin. Its blocks without other owners become free. O(its blocks)."""
         del self.pins[pin]
+        attached, pin.attached_blocks = pin.attached_blocks, []
         blocks, pin.blocks, pin.has_ended = pin.blocks, [], True
         self._note(pin)
         self.extend(pin.sequence)  # another pin may lack blocks that this one holds
         self._pool.release_table(blocks)
+        self._pool.release_table(attached)
 
     def expired(self, now: Any) -> list[Pin]:
         """Return the pins whose `expires_at` is at or before `now`. O(pins)."""
@@ -144,6 +153,9 @@ class Pins(SoftHolds):
     def drop_uncached(self) -> None:
         """Release blocks that are no longer cached, after an abort or a reset. O(pinned blocks)."""
         for pin in self.pins:
+            if pin.attached_blocks and not all(block.is_cached for block in [*pin.attached_blocks, *pin.blocks]):
+                self._drop_attached(pin)
+        for pin in self.pins:
             num_cached = 0
             while num_cached < len(pin.blocks) and pin.blocks[num_cached].is_cached:
                 num_cached += 1
@@ -151,6 +163,19 @@ class Pins(SoftHolds):
             del pin.blocks[num_cached:]
             self._pool.release_table(gone)
             self._note(pin)
+
+    def ends_in(self, sequence: Sequence) -> list[int]:
+        """Return the ends, in tokens, of pins that lack blocks and that `sequence` begins with. O(their tokens)."""
+        ends: list[int] = []
+        size = self._pool.index.block_size
+        tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(size) or {}
+        for pin in self.lacking.get(bytes(tokens[: 4 * size]), ()):
+            end = self._end(pin)
+            if 0 < end <= sequence.num_tokens and pin.sequence.packed_tokens()[: 4 * end] == tokens[: 4 * end]:
+                theirs = pin.sequence.encoded_keys(size) or {}
+                if all(keys.get(block) == theirs.get(block) for block in range(end // size)):
+                    ends.append(end)
+        return ends
 
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
         """Return why `num_blocks` can't be had once `touched` are owned; None if they can, perhaps after `give_up`.
@@ -193,12 +218,17 @@ class Pins(SoftHolds):
             lacking = self.lacking.get(_first_block(pin.sequence, self._pool.index.block_size), ())
             assert (pin in lacking) == self._lacks(pin), f"{pin}: not seen to lack anything"
             assert pin.priorities == sorted(pin.priorities, reverse=True), f"{pin}: a priority rises"
+            if pin.attached_blocks:
+                assert pin.attached_blocks == self._find_attached(pin), f"{pin}: holds other attached blocks"
 
     def _extend(self, pin: Pin) -> None:
         num_held = len(pin.blocks)
         more = find_blocks(self._pool.index, pin.sequence)[num_held : pin.num_blocks]
         self._pool.touch(more)
         pin.blocks += more
+        if pin.num_wanted_attached_blocks and not pin.attached_blocks and len(pin.blocks) == pin.num_blocks:
+            pin.attached_blocks = self._find_attached(pin)
+            self._pool.touch(pin.attached_blocks)
         self._note(pin)
 
     def _note(self, pin: Pin) -> None:
@@ -214,23 +244,51 @@ class Pins(SoftHolds):
 
     def tables(self) -> list[list[KVCacheBlock]]:
         """Return the blocks that pins hold. O(pins)."""
-        return [pin.blocks for pin in self.pins]
+        return [pin.blocks for pin in self.pins] + [pin.attached_blocks for pin in self.pins]
+
+    def _end(self, pin: Pin) -> int:
+        """Return the longest hit, in tokens, that a pin can serve: its prefix down to a multiple of the alignment."""
+        num_tokens, attached = pin.num_blocks * self._pool.index.block_size, self._pool.index.attached
+        return num_tokens if attached is None else num_tokens // attached.layout.alignment * attached.layout.alignment
 
     def _count_wanted(self, pin: Pin) -> None:
-        """Set `num_wanted_blocks` of a pin that is being made. Does something only with several groups."""
+        """Set for how many blocks of all groups a pin is. O(groups)."""
+        attached = self._pool.index.attached
+        if attached is not None:
+            end = self._end(pin)
+            pin.num_wanted_attached_blocks = attached.layout.num_needed_beside(end)
+            num_primary = pin.num_blocks if self._pool.virtual is None else 0
+            pin.num_wanted_blocks = num_primary + pin.num_wanted_attached_blocks
 
     def _lacks(self, pin: Pin) -> bool:
-        return len(pin.blocks) < pin.num_blocks
+        return len(pin.blocks) < pin.num_blocks or (not pin.attached_blocks and pin.num_wanted_attached_blocks > 0)
+
+    def _find_attached(self, pin: Pin) -> list[KVCacheBlock]:
+        """Return what a hit of the whole pin needs beside its primary blocks; nothing unless all of it is cached."""
+        attached = self._pool.index.attached
+        return [] if attached is None else attached.needed_at(pin.blocks, self._end(pin))
 
     def _give_up_end(self, pin: Pin) -> list[KVCacheBlock]:
-        """Release the last block or blocks that a pin holds, and return them."""
+        """Release the attached blocks that a pin holds, or else its last block, and return what was released."""
+        if pin.attached_blocks:
+            return self._drop_attached(pin)
         end = [pin.blocks.pop()]
         self._pool.release_table(end)
         return end
 
+    def _drop_attached(self, pin: Pin) -> list[KVCacheBlock]:
+        attached, pin.attached_blocks = pin.attached_blocks, []
+        self._pool.release_table(attached)
+        self._note(pin)
+        return attached
+
     def _held_by(self, pin: Pin) -> Held:
         """Return the blocks of the pool that a pin holds, with their priorities."""
-        return zip(pin.blocks, pin.priorities, strict=False)
+        held = zip(pin.blocks, pin.priorities, strict=False)
+        if not pin.attached_blocks and self._pool.virtual is None:
+            return held
+        attached = zip(pin.attached_blocks, [pin.priorities[-1]] * len(pin.attached_blocks), strict=True)
+        return chain(held, attached) if self._pool.virtual is None else attached
 
 
 def _first_block(sequence: Sequence, block_size: int) -> bytes:

@@ -7,7 +7,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit
-from kvblocks.tiers.transfer import TierHit
+from kvblocks.tiers.hit import TierHit
 
 
 class ManagerCalls:

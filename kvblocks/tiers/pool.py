@@ -7,7 +7,9 @@ when somebody asks for a block's identity; with events or a removal history the 
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
+from kvblocks.core.checkpoints import Checkpoint
 from kvblocks.core.hooks import RemovalCause, Watcher
+from kvblocks.core.layout import GroupLayout
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.core.sequence import Sequence
@@ -15,20 +17,20 @@ from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge, forget_s
 from kvblocks.retention.tenant import Tenant
 from kvblocks.tiers.changes import PersistentSlots, SlotChanges
 from kvblocks.tiers.identity import identity_hash_scheme
+from kvblocks.tiers.prefix import Prefix, prefix_in
 from kvblocks.tiers.rates import Rate
+from kvblocks.tiers.store_queue import StoreQueue
 from kvblocks.tiers.tier import Tier, TierStats
-from kvblocks.tiers.wishes import Prefix, Wishes, prefix_in
 
 
 class TierPool:
     """The slots of a tier, and what is to be stored there. Counters are as in `TierStats`.
 
-    rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, and
+    rate: how fast the tier loads. store_queue: what is to be stored. storing: the device's blocks that stores read now, and
     own, at most max_storing, with their salts. arrived: those that stores have read, and that can't be cached here yet
     because an earlier block is still being read; nobody owns them for that. lost: those of both whose KV turned out to
     be lost since the store began. (Asking when they are cached here would be too late, because they may be written and
-    cached on the device again by then.) copies: by block of the device, the slot that was last stored from it, whatever
-    either holds by now. quotas: those of tenants;
+    cached on the device again by then.) copies: by block of the device, the slot that was last stored from it, either of which may have been reused since. quotas: those of tenants;
     None without quotas. changes: what is to be remembered if the tier is persistent; otherwise None. removals: told for
     which salt slots are taken; None: nobody is. num_loading_bytes: those of loads that haven't ended, begun or not.
     """
@@ -36,7 +38,7 @@ class TierPool:
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
         """pool: the slots, and the map of what they hold. It reports to `changes`, if the tier has them."""
         self.rate = Rate(tier.bytes_per_second)
-        self.wishes = Wishes()
+        self.store_queue = StoreQueue()
         self.storing: dict[KVCacheBlock, str | None] = {}
         self.arrived: dict[KVCacheBlock, str | None] = {}
         self.lost: set[KVCacheBlock] = set()
@@ -119,19 +121,65 @@ class TierPool:
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
             self.drop(found[-1:])
 
+    def drop_bad(self, prefix: Prefix, column: int | None) -> None:
+        """Forget the last block of a prefix, or, with a column, what is attached to it in that column. A lookup."""
+        if column is None:
+            self.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+            return
+        found = self.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+        attached = self.index.attached
+        if len(found) < len(prefix.blocks) or attached is None:
+            return
+        if column < attached.layout.row_size:
+            slot = attached.at(found[-1], column)
+        else:
+            parts = self.parts_at(found[-1])
+            slot = parts[0] if parts else None
+        if slot is not None:
+            self.drop([slot])
+
     def drop_copies(self, sequence: Sequence, lost: set[KVCacheBlock]) -> list[Prefix]:
-        """Forget what was stored from lost blocks of a sequence, and everything after it. Returns its prefix, if there
-        is any.
+        """Forget what was stored from lost blocks of a sequence, and everything after it. Returns its prefixes.
 
         The tier may have the same prefix from an earlier time, when its KV was there. So only slots that were stored
         from these very blocks are forgotten. A lookup in the tier, and O(blocks).
         """
-        slots = self.slots_of(sequence)
+        prefixes, slots, size = list[Prefix](), self.slots_of(sequence), self.index.block_size
         for index, (block, slot) in enumerate(zip(sequence.blocks, slots)):  # noqa: B905  # the shorter one counts
             if block in lost and self.copies.get(block) is slot:
                 self.drop([slot], "aborted")
-                return [prefix_in(sequence, index + 1, self.index.block_size)]
-        return []
+                prefixes.append(prefix_in(sequence, index + 1, size))
+                break
+        attached, side = self.index.attached, sequence.side_tables
+        if attached is None or side is None:
+            return prefixes
+        slots = self.slots_of(sequence)
+        for side_group, number, block in side.owned():
+            position, column = side_group.home(number)
+            if block in lost and block in self.copies and position < len(slots):
+                found = attached.at(slots[position], column)
+                if found is not None and self.copies[block] is found:
+                    self.drop([found], "aborted")
+                    prefixes.append(prefix_in(sequence, position + 1, size))
+        return prefixes
+
+    def drop_states(self, sequence: Sequence, lost: set[KVCacheBlock]) -> None:
+        """Forget what was stored of a sequence's checkpoints that are lost, or whose last tokens are. One lookup.
+
+        As in `drop_copies`, another copy of the same state stays.
+        """
+        state = None if sequence.side_tables is None else sequence.side_tables.live_state
+        checkpoints = None if self.index.attached is None else self.index.attached.checkpoints
+        if state is None or checkpoints is None or not state.made:
+            return
+        slots = self.slots_of(sequence)
+        for made in state.made:
+            number = made.position // self.index.block_size
+            if 0 < number <= min(len(slots), len(sequence.blocks)):
+                is_lost = sequence.blocks[number - 1] in lost or not lost.isdisjoint(made.blocks)
+                stored = checkpoints.at(slots[number - 1]) if is_lost else None
+                if stored is not None and [self.copies.get(block) for block in made.blocks] == stored.blocks:
+                    self.drop(stored.blocks[:1], "aborted")
 
     def slots_of(self, sequence: Sequence) -> list[KVCacheBlock]:
         """Return the slots that hold the prefix of an allocated sequence, as far as it has blocks. A lookup."""
@@ -182,15 +230,15 @@ class TierPool:
     @property
     def is_busy(self) -> bool:
         """Whether something is to be stored, or changes are to be remembered. O(1)."""
-        return len(self.wishes) > 0 or bool(self.changes)
+        return len(self.store_queue) > 0 or bool(self.changes)
 
     def empty_slots(self) -> list[int]:
         """Return the slots that hold nothing that lookups can find, and that no transfer uses. O(slots)."""
         return [slot.block_id for slot in self.pool.blocks if not slot.ref_cnt and not slot.is_cached]
 
-    def wish(self, node: Node) -> None:
+    def request(self, node: Node) -> None:
         """Ask for the prefix that ends at a node of the device's cache to be stored. O(1)."""
-        self.num_dropped_blocks += self.wishes.add(node)
+        self.num_dropped_blocks += self.store_queue.add(node)
 
     def clear(self) -> None:
         """Forget everything that is stored. Jobs keep the slots that their transfers read and write.
@@ -212,35 +260,77 @@ class TierPool:
         if self.changes is not None:
             self.changes.note_unstored(slots)
 
-    def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:  # noqa: ARG002  # for subclasses
+    def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
         """Attach a slot to a cached primary slot, in a column of `BlockIdentity`. Returns whether it is cached. O(1).
 
-        With one group there are no columns, so nothing is attached.
+        It isn't if there is no such column, or the column is taken.
         """
-        return False
+        attached = self.index.attached
+        return (
+            attached is not None and column <= attached.layout.row_size and attached.attach(primary, column - 1, slot)
+        )
 
     @property
     def part_columns(self) -> range:
-        """The columns of `BlockIdentity` for the parts of a checkpoint; empty unless layers keep a state. O(1)."""
-        return range(0)
+        """The columns of `BlockIdentity` for the parts of a checkpoint, which come after those of side groups. O(1).
 
-    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:  # noqa: ARG002  # for subclasses
+        Empty unless layers keep a state.
+        """
+        if self.index.attached is None:
+            return range(0)
+        layout = self.index.attached.layout
+        first, kind = layout.row_size + 1, layout.state_kind
+        return range(first, first + (0 if kind is None else kind.checkpoint_blocks))
+
+    def parts_at(self, primary: KVCacheBlock) -> list[KVCacheBlock]:
         """Return the slots of the checkpoint at a cached slot, in the order of their columns; perhaps none. O(1)."""
-        return []
+        checkpoints = None if self.index.attached is None else self.index.attached.checkpoints
+        found = None if checkpoints is None else checkpoints.at(primary)
+        return [] if found is None else found.blocks
 
-    def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:  # noqa: ARG002
-        """Attach a checkpoint to a cached slot, if all of its parts are there. slots: by column. O(slots)."""
-        return False
+    def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:
+        """Attach a checkpoint to a cached slot that has none, if all of its parts are there. slots: by column. O(slots).
 
-    def is_attached(self, primary: KVCacheBlock, column: int) -> bool:  # noqa: ARG002  # for subclasses
+        Returns whether it is cached.
+        """
+        attached = self.index.attached
+        if attached is None or not slots or len(slots) < len(self.part_columns) or self.parts_at(primary):
+            return False
+        parts = [slots[column] for column in sorted(slots)]
+        attached.attach_checkpoint(primary, Checkpoint(parts, is_landmark=True))
+        return True
+
+    def is_attached(self, primary: KVCacheBlock, column: int) -> bool:
         """Whether anything is attached to a cached slot in a column. O(1)."""
-        return False
+        if column in self.part_columns:
+            return bool(self.parts_at(primary))
+        attached = self.index.attached
+        is_column = attached is not None and 0 < column <= attached.layout.row_size
+        return attached is not None and is_column and attached.at(primary, column - 1) is not None
 
     def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
         """Record that a slot was attached to the last primary slot of a chain. tokens: at least the chain's."""
+        attached = self.index.attached
+        if attached is None or self.index.events is None:
+            return
+        if column not in self.part_columns:
+            attached.note_column(chain, tokens, column - 1)
+            return
+        checkpoint = None if attached.checkpoints is None else attached.checkpoints.at(chain[-1])
+        if checkpoint is not None:
+            attached.note_checkpoint_at_end(chain, checkpoint, tokens)
 
-    def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # for subclasses
-        """Whether a hit of a longer prefix also uses what is attached in a column. O(groups)."""
+    def is_used_with_prefix(self, column: int) -> bool:
+        """Whether a hit of a longer prefix also uses what is attached in a column. O(groups).
+
+        True for full attention, and for windows with `window_store_tokens`.
+        """
+        attached = self.index.attached
+        if self.window_store_tokens is not None or attached is None:
+            return attached is not None
+        for side_group in attached.layout.side_groups:
+            if side_group.first_column < column <= side_group.first_column + side_group.num_columns:
+                return side_group.kind.sees_all
         return False
 
     def stats(self) -> TierStats:
@@ -258,9 +348,12 @@ class TierPool:
         )
 
 
-def make_pool(tier: Tier, block_size: int, max_storing: int) -> TierPool:
-    """Return the slots of a tier below one group."""
-    index = PrefixIndex(block_size, identity_hash_scheme())
+def make_pool(tier: Tier, block_size: int, layout: GroupLayout | None, max_storing: int) -> TierPool:
+    """Return the slots of a tier. layout: of the manager's groups; None: there is one."""
+    index = PrefixIndex(block_size, identity_hash_scheme(), layout)
+    kind = None if layout is None else layout.state_kind
+    if kind is not None:
+        max_storing = max(max_storing, kind.checkpoint_blocks)
     if not tier.is_persistent:
         return TierPool(tier, max_storing, BlockPool(tier.num_blocks, index), None)
     changes = SlotChanges()

@@ -20,7 +20,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing.extra_keys import decode_extra_keys
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
-from kvblocks.tiers.wishes import Prefix
+from kvblocks.tiers.prefix import Prefix
 
 _EXPECTED = "pairs of a slot's id and a BlockIdentity"
 
@@ -201,7 +201,7 @@ def has_keys(identity: BlockIdentity) -> bool:
     return True
 
 
-def first_names(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | None:
+def first_digests(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | None:
     """Return the names of a prefix's first blocks; None if they aren't needed. O(tokens)."""
     index = pool.index
     if not index.needs_digests:
@@ -225,7 +225,7 @@ def note_found(
 
     attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column),
     and the parts of checkpoints, in the columns after those. A checkpoint that isn't complete there is forgotten.
-    names: as `first_names` returned them. Slots are taken as for a store, so there may be fewer than needed. Returns
+    names: as `first_digests` returned them. Slots are taken as for a store, so there may be fewer than needed. Returns
     how many blocks, from the first, the map has after the call. O(blocks).
     """
     size, tokens = pool.index.block_size, prefix.token_view()

@@ -6,7 +6,7 @@ a store reads what the step wrote, and the step or its copies may read a block t
 any order, and take any time: no block and no slot is in two of them, unless both only read it. A sequence that is
 loading is in no step until `complete` says what arrived.
 
-`traffic` decides what moves, and when.
+`transfers` decides what moves, and when.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,13 +35,14 @@ from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.stats import QuotaUsage, TierStats
 from kvblocks.tiers.calls import ManagerCalls
+from kvblocks.tiers.events import check_digests
+from kvblocks.tiers.hit import TierHit
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
-from kvblocks.tiers.restoring import check_slots, first_names, known_prefix, note_found, restore_slots
-from kvblocks.tiers.telling import try_names
-from kvblocks.tiers.traffic import Traffic
-from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
+from kvblocks.tiers.restoring import check_slots, first_digests, known_prefix, note_found, restore_slots
+from kvblocks.tiers.transfer import Loaded, Transfer
+from kvblocks.tiers.transfers import Transfers
 
 
 @final
@@ -52,19 +53,19 @@ class Tiers(Closed):
     called for a transfer that had already ended.
     """
 
-    def __init__(self, change: Change, traffic: Traffic, calls: ManagerCalls) -> None:
-        """traffic: what calls delegate to. calls: what this class needs of the manager."""
+    def __init__(self, change: Change, transfers: Transfers, calls: ManagerCalls) -> None:
+        """transfers: what calls delegate to. calls: what this class needs of the manager."""
         self._change = change
-        self._traffic = traffic
+        self._transfers = transfers
         self._calls = calls
         self._compute_rate = Rate()
         self.num_stale_answers = 0
 
     def __len__(self) -> int:
-        return len(self._traffic.pools)
+        return len(self._transfers.pools)
 
     def __iter__(self) -> Iterator[TierStats]:
-        return iter([pool.stats() for pool in self._traffic.pools])
+        return iter([pool.stats() for pool in self._transfers.pools])
 
     @property
     def is_busy(self) -> bool:
@@ -73,12 +74,12 @@ class Tiers(Closed):
         New blocks for a tier that stores blocks as they are computed don't count: only `take_transfers` looks for
         those.
         """
-        return self._traffic.is_busy
+        return self._transfers.is_busy
 
     @property
     def num_resets(self) -> int:
         """How often everything in the tiers was forgotten (`reset_prefix_cache`). A shared store keeps its blocks."""
-        return self._traffic.num_clears
+        return self._transfers.num_clears
 
     # Lookups.
 
@@ -93,9 +94,9 @@ class Tiers(Closed):
         if not is_a(given, CacheHit):
             raise wrong("tiers.find", "what get_computed_blocks returned", hit)
         own: CacheHit = given
-        if own.index is not self._traffic.index:
+        if own.index is not self._transfers.index:
             raise SequenceStateError(f"tiers.find: expected a hit of this manager's cache, got another's: {own}")
-        return self._traffic.find(own)
+        return self._transfers.find(own)
 
     def worth_loading(self, loads: Iterable[TierHit]) -> list[TierHit]:
         """Return the first parts of `find`'s answer that are expected to be faster to load than to compute.
@@ -106,7 +107,7 @@ class Tiers(Closed):
         if a part is declined while nothing loads from its tier, the tier is assumed to be a little faster than learned.
         Raises InvalidArgumentError, and SequenceStateError for another manager's parts. O(parts).
         """
-        given = self._traffic.listed(loads)
+        given = self._transfers.listed(loads)
         waits_s = [hit.pool.num_loading_bytes * hit.pool.rate.seconds_a_unit for hit in given]
         costs = [(hit.num_tokens, hit.seconds() + wait_s) for hit, wait_s in zip(given, waits_s, strict=True)]
         number = num_worth_loading(costs, self._compute_rate.seconds_a_unit)
@@ -141,7 +142,7 @@ class Tiers(Closed):
         number = None if num_new_tokens is None else asked_once(num_new_tokens)
         own: Any = sequence
         found: Any = hit
-        return self._calls.start(own, found, self._traffic.check_loads(own, found, loads), number)
+        return self._calls.start(own, found, self._transfers.check_loads(own, found, loads), number)
 
     # Transfers.
 
@@ -153,7 +154,7 @@ class Tiers(Closed):
         if a tier stores what is computed.
         """
         self._change.begin()
-        transfers = self._traffic.take()
+        transfers = self._transfers.take()
         self._calls.end()
         return transfers
 
@@ -163,7 +164,7 @@ class Tiers(Closed):
 
         So nothing is lost if an interrupt comes as `take_transfers` returns. O(these).
         """
-        return [*self._traffic.begun]
+        return [*self._transfers.begun]
 
     def complete(self, transfer: Given[Transfer], ok: Flag, *, seconds: SupportsFloat | None = None) -> list[Loaded]:
         """Report that a transfer is over. ok: whether all of its bytes arrived, are right, and are where they belong.
@@ -180,15 +181,15 @@ class Tiers(Closed):
         is_ok = check_flag("ok", ok)
         took = None if seconds is None else _check_seconds(seconds)
         own = self._check_transfer(transfer)
-        job = self._traffic.begun.get(own)
+        job = self._transfers.begun.get(own)
         if job is None:
             self.num_stale_answers += 1
             return []
-        commits = self._traffic.prepare_commits(job, own, ok=is_ok)
+        commits = self._transfers.prepare_commits(job, own, ok=is_ok)
         self._change.begin()
         if own.is_load and not is_ok and took is not None:
             own.pool.rate.note_failed(own.num_bytes, took)
-        ended = self._traffic.end(own, job, commits, took, ok=is_ok)
+        ended = self._transfers.end(own, job, commits, took, ok=is_ok)
         self._calls.end()
         return ended
 
@@ -200,10 +201,10 @@ class Tiers(Closed):
         """
         self._change.check_whole()
         own = self._calls.check_owned(sequence, "tiers.give_up")
-        if not self._traffic.is_loading(own):
+        if not self._transfers.is_loading(own):
             raise SequenceStateError(f"tiers.give_up: expected a sequence that is loading, got {own}")
         self._change.begin()
-        self._traffic.give_up(own)
+        self._transfers.give_up(own)
         self._calls.end()
         return own.num_computed_tokens
 
@@ -212,7 +213,7 @@ class Tiers(Closed):
         if not is_a(sequence, Sequence):
             raise not_a_sequence("tiers.is_loading", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
-        return self._traffic.is_loading(own)
+        return self._transfers.is_loading(own)
 
     # Shared tiers.
 
@@ -245,7 +246,7 @@ class Tiers(Closed):
         most = len(prefix.tokens) // (4 * pool.index.block_size)
         number = check_count("num_blocks", num_blocks, 0, most)
         columns = _check_attached(attached, number)
-        names = first_names(pool, prefix, number)
+        names = first_digests(pool, prefix, number)
         self._change.begin()
         found = note_found(pool, prefix, number, columns, names)
         self._calls.end()
@@ -261,7 +262,7 @@ class Tiers(Closed):
         remembered. At most one change per slot is kept for the next call. O(tiers).
         """
         self._change.begin()
-        noted = {pool.name: pool.changes for pool in self._traffic.pools}
+        noted = {pool.name: pool.changes for pool in self._transfers.pools}
         changes = {name: of_tier.take() for name, of_tier in noted.items() if of_tier is not None}
         self._calls.end()
         return changes
@@ -275,7 +276,7 @@ class Tiers(Closed):
         most one note per slot is kept for the next call. O(tiers + such slots).
         """
         self._change.begin()
-        uses = {pool.name: pool.changes.take_used() for pool in self._traffic.pools if pool.changes is not None}
+        uses = {pool.name: pool.changes.take_used() for pool in self._transfers.pools if pool.changes is not None}
         self._calls.end()
         return uses
 
@@ -303,10 +304,10 @@ class Tiers(Closed):
         remembered = check_slots(pool, slots)
         if pool.pool.num_cached_blocks or pool.pool.num_free_blocks < len(pool.pool.blocks):
             raise SequenceStateError(f"tiers.restore: expected tier {pool.name!r} to be empty, got {pool.stats()}")
-        try_names(pool, remembered[1])
+        check_digests(pool, remembered[1])
         self._change.begin()
         number = restore_slots(pool, remembered)
-        self._traffic.note_restored(pool)
+        self._transfers.note_restored(pool)
         self._calls.end()
         return number
 
@@ -356,7 +357,7 @@ class Tiers(Closed):
     def _check_tier(self, call: str, tier: Text, *, persistent: bool = False) -> TierPool:
         given: Any = tier
         name = plain_text(given) if is_a(given, str) else None
-        pools = {pool.name: pool for pool in self._traffic.pools if not persistent or pool.changes is not None}
+        pools = {pool.name: pool for pool in self._transfers.pools if not persistent or pool.changes is not None}
         if name not in pools:
             kind = "persistent tier" if persistent else "tier"
             raise wrong(f"tiers.{call}", f"the name of a {kind}, one of {list(pools)}", tier)
@@ -367,7 +368,7 @@ class Tiers(Closed):
         if not is_a(given, Transfer):
             raise wrong("tiers.complete", "what take_transfers returned", transfer)
         own: Transfer = given
-        if own.pool not in self._traffic.pools:
+        if own.pool not in self._transfers.pools:
             raise InvalidArgumentError(f"tiers.complete: expected a transfer of this manager's tiers, got {own}")
         return own
 

@@ -1,56 +1,16 @@
-"""What a manager of tiers and the mover of the bytes exchange: `TierHit`, `Transfer`, `Loaded`."""
+"""What a manager of tiers and the mover of the bytes exchange: `Transfer`, `Loaded`."""
 
 from typing import final
 
 from kvblocks.arguments import counted
 from kvblocks.closed import Closed
-from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
-from kvblocks.stats import TierPart
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
-from kvblocks.tiers.wishes import Prefix
+from kvblocks.tiers.prefix import Prefix
 
 QUEUED, BEGUN, ENDED = 0, 1, 2
 """States of a transfer: not returned by `take_transfers` yet; begun; over, or never to begin."""
-
-
-class TierHit(Closed):
-    """What a tier has of a sequence, as of a lookup: a part after what the device and the parts before it have.
-
-    sequence: the sequence that was looked up. tier: the tier's name. first_token: where the part begins. num_tokens:
-    tokens whose KV the tier has, in whole blocks. The last known token is never among them, since its logits are
-    needed. num_bytes: how many bytes a load moves. Made by `manager.tiers.find`; read-only. It owns nothing:
-    `tiers.allocate` checks that it is still valid.
-    """
-
-    __slots__ = ("first_token", "num_bytes", "num_tokens", "pool", "prefix", "sequence", "tier", "version")
-
-    def __init__(
-        self, sequence: Sequence, pool: TierPool, prefix: list[KVCacheBlock], first_block: int, end_block: int
-    ) -> None:
-        """prefix: the tier's slots from the sequence's first block on. first_block, end_block: this hit's blocks."""
-        self.sequence = sequence
-        self.pool = pool
-        self.prefix = prefix
-        self.version = pool.index.version
-        self.tier = pool.name
-        self.first_token = first_block * pool.index.block_size
-        self.num_tokens = end_block * pool.index.block_size - self.first_token
-        self.num_bytes = (end_block - first_block) * pool.num_block_bytes
-
-    def seconds(self) -> float:
-        """Return how many seconds the load is expected to take; 0.0 while the tier's speed isn't known. O(1)."""
-        return self.num_bytes * self.pool.rate.seconds_a_unit
-
-    def part(self) -> TierPart:
-        """Return this part as a record for people, with how many slots would be reused before it. O(slots)."""
-        end = self.first_token + self.num_tokens
-        return TierPart(self.tier, self.first_token, end, self.pool.num_ahead(self.prefix))
-
-    def __repr__(self) -> str:
-        tokens = counted(self.num_tokens, "token")
-        return f"TierHit({self.tier!r}, {tokens} from {self.first_token}, {self.num_bytes} bytes)"
 
 
 @final

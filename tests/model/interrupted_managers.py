@@ -149,7 +149,7 @@ class World:
         return found
 
     def look_below(self) -> Any:
-        traffic: Any = self.manager._traffic  # noqa: SLF001
+        traffic: Any = self.manager._transfers  # noqa: SLF001
         pools = [
             (pool.pool.free_block_ids(), pool.stats(), list(pool.wishes._ends.values()), len(pool.storing))  # noqa: SLF001
             for pool in traffic.pools

@@ -11,8 +11,8 @@ import pytest
 
 import kvblocks
 from kvblocks import CacheHit, Group, RecurrentState, SequenceStateError, Tier, TierHit
-from kvblocks.core.tables import tables_of
-from kvblocks.tiers.grouped.hit import GroupTierHit
+from kvblocks.core.loading import Loads
+from kvblocks.core.tables import side_tables_of
 from model.kv_memory import ENDLESS
 from model.state_memory import StateMemory
 from model.tier_machine import MAX_RUNNING, MAX_TOKENS, TierMachine
@@ -117,14 +117,14 @@ class StateMachine(TierMachine):
             self.schedule()
         self.step()
 
-    def check_arriving(self, load: GroupTierHit, hit: Any, below: list[list[int]], number: int) -> None:
+    def check_arriving(self, load: TierHit, loads: Loads, below: list[list[int]], number: int) -> None:
         end = load.first_token + load.num_tokens
-        if hit.arriving is None:
-            assert len(below) == self.state.checkpoint_blocks == hit.num_state_blocks, f"{load}: a part of a state"
+        if loads.arriving is None:
+            assert len(below) == self.state.checkpoint_blocks == loads.num_state_blocks, f"{load}: a part of a state"
             found = self.memory.read_rows(below, end)
         else:
-            assert not below and not hit.num_state_blocks, f"{load}: brings what the device has"
-            found = self.memory.read([block.block_id for block in hit.arriving.blocks], end)
+            assert not below and not loads.num_state_blocks, f"{load}: brings what the device has"
+            found = self.memory.read([block.block_id for block in loads.arriving.blocks], end)
         assert found == number, f"{load}: its checkpoint at {end} holds {self.memory.what(found)}"
         self.count("states found below", bool(below))
         self.count("states found on the device, with windows below", not below)
@@ -304,7 +304,7 @@ class StateMachine(TierMachine):
 
 def end_of_loads(sequence: kvblocks.Sequence) -> int:
     """The token at which the loads of a sequence that waits for some end."""
-    state = tables_of(sequence).live_state
+    state = side_tables_of(sequence).live_state
     assert state is not None and state.arriving is not None, f"{sequence}: waits for no state"
     return state.arriving.end
 

@@ -28,13 +28,12 @@ from kvblocks import (
     TierHit,
     Transfer,
 )
-from kvblocks.core.longest_hit import GroupHit
-from kvblocks.core.tables import GroupTables
+from kvblocks.core.layout import GroupLayout
+from kvblocks.core.loading import Loads
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
-from kvblocks.tiers.grouped.hit import GroupTierHit
-from kvblocks.tiers.grouped.pool import GroupTierPool
+from kvblocks.tiers.hit import TierHit
 from kvblocks.tiers.pool import TierPool
-from kvblocks.tiers.wishes import prefix_of
+from kvblocks.tiers.prefix import prefix_of
 from model.kv_memory import GARBAGE
 from model.sight import first_seen
 from model.tier_memory import TierMemory
@@ -173,20 +172,21 @@ class TierMachine:
         numbers = self.memory.chain(sequence.salt, sequence.lora, sequence.token_ids(), sequence.extra_keys)
         for load in loads:
             assert load.first_token == position and load.num_tokens > 0 and load.num_bytes > 0
-            if not isinstance(load, GroupTierHit):
-                for index, slot in enumerate(load.prefix):
+            layout = self.manager._slots.layout  # noqa: SLF001
+            if layout is None:
+                for _, index, pool, slot in load.pieces:
                     expected = numbers[index * size : (index + 1) * size]
-                    assert self.below[load.tier][slot.block_id] == expected, f"{load}: wrong KV at {index}"
+                    assert self.below[pool.name][slot.block_id] == expected, f"{load}: wrong KV at {index}"
             else:
-                self.check_pieces(load, numbers)
+                self.check_pieces(load, numbers, layout)
             position += load.num_tokens
         assert not loads or position < sequence.num_tokens
         self.count("found below", bool(loads))
 
-    def check_pieces(self, load: GroupTierHit, numbers: list[int]) -> None:
+    def check_pieces(self, load: TierHit, numbers: list[int], layout: GroupLayout) -> None:
         """What a load of several groups finds, on the device and below, holds what a start behind it sees."""
         groups, end = self.groups, load.first_token + load.num_tokens
-        of_table = [side_group.group for side_group in load.layout.side_groups] + [load.layout.primary]
+        of_table = [side_group.group for side_group in layout.side_groups] + [layout.primary]
         found: dict[tuple[int, int], list[int]] = {}
         of_state: list[list[int]] = []
         for table, index, pool, slot in load.pieces:
@@ -195,14 +195,14 @@ class TierMachine:
             else:
                 assert index == len(of_state), f"{load}: the parts of its checkpoint are in disorder"
                 of_state.append(self.below[pool.name][slot.block_id])
-        assert isinstance(load.hit, GroupHit)
         hit = load.loading_hit(load.hit)
-        assert not load.pieces or sum(pool.num_block_bytes for _, _, pool, _ in load.pieces) == load.num_all_bytes
+        assert hit is not None and hit.parts is not None and hit.parts.loads is not None
+        loads = hit.parts.loads
         self.count("pieces of windows alone", all(table < len(of_table) - 1 for table, _, _, _ in load.pieces))
-        self.check_arriving(load, hit, of_state, numbers[end - 1])
-        for index, block in enumerate([*hit.blocks, *hit.more]):
-            found[load.layout.primary, index] = self.memory.then[block.block_id]
-        for side_group, (first, blocks) in zip(load.layout.side_groups, hit.mixed, strict=True):
+        self.check_arriving(load, loads, of_state, numbers[end - 1])
+        for index, block in enumerate([*hit.blocks, *loads.more]):
+            found[layout.primary, index] = self.memory.then[block.block_id]
+        for side_group, (first, blocks) in zip(layout.side_groups, loads.mixed, strict=True):
             for index, held in enumerate(blocks, first):
                 if held is not None:
                     found[side_group.group, index] = self.memory.then[held.block_id]
@@ -212,7 +212,7 @@ class TierMachine:
                 held = found[group, index][: spec.block_size]
                 assert held == self.memory.in_group(group, expected), f"{load}: wrong KV in group {group} at {index}"
 
-    def check_arriving(self, load: GroupTierHit, hit: Any, below: list[list[int]], number: int) -> None:
+    def check_arriving(self, load: TierHit, loads: Loads, below: list[list[int]], number: int) -> None:
         """A load's end has the state after its tokens, whose last one has `number`. below: what tiers have of it."""
         assert not below and load.checkpoint is None, f"{load}: brings a state"
 
@@ -639,7 +639,7 @@ class TierMachine:
     def blocks_of(self, sequence: kvblocks.Sequence) -> list[KVCacheBlock]:
         """All blocks that a sequence holds, including those for the case that its loads fail."""
         held = [block for group in range(len(self.groups)) for block in sequence.group_blocks(group)]
-        if isinstance(sequence.side_tables, GroupTables) and sequence.side_tables.fallback is not None:
+        if sequence.side_tables is not None and sequence.side_tables.fallback is not None:
             held += [block for _, blocks in sequence.side_tables.fallback.tables for block in blocks]
         return [block for block in held if block is not None]
 
@@ -749,12 +749,13 @@ class TierMachine:
             found = new.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
             assert len(found) == len(prefix.blocks), f"{name}: {len(found)} of {len(prefix.blocks)} blocks are restored"
             pairs = list(zip(prefix.blocks, found, strict=True))
-            if isinstance(old, GroupTierPool) and isinstance(new, GroupTierPool):
+            before, after = old.index.attached, new.index.attached
+            if before is not None and after is not None:
                 for there, here in list(pairs):
-                    rows = [pool.group_index.rows([slot], 0, 1)[0] for pool, slot in ((old, there), (new, here))]
+                    rows = [attached.rows([slot], 0, 1)[0] for attached, slot in ((before, there), (after, here))]
                     assert [slot is None for slot in rows[0]] == [slot is None for slot in rows[1]]
-                    if old.group_index.checkpoints is not None and new.group_index.checkpoints is not None:
-                        states = [old.group_index.checkpoints.at(there), new.group_index.checkpoints.at(here)]
+                    if before.checkpoints is not None and after.checkpoints is not None:
+                        states = [before.checkpoints.at(there), after.checkpoints.at(here)]
                         assert (states[0] is None) == (states[1] is None), f"{name}: a state is lost, or made up"
                         parts = [[] if state is None else state.blocks for state in states]
                         pairs += [*zip(*parts, strict=True)]
@@ -970,7 +971,7 @@ class TierMachine:
 
     def check_owners(self) -> None:
         """What nobody has is free: sequences, pins, holds, loads that are waited for, and transfers without answer."""
-        slots, traffic = self.manager._slots, self.manager._traffic  # noqa: SLF001
+        slots, traffic = self.manager._slots, self.manager._transfers  # noqa: SLF001
         loading = {} if traffic is None else traffic._loading  # noqa: SLF001
         tables = [table for sequence in self.manager.sequences() for table in slots.tables(sequence)]
         tables += [] if slots.soft_holds is None else slots.soft_holds.tables()
@@ -1011,7 +1012,7 @@ class TierMachine:
 
 
 def tier_pool(manager: KVCacheManager, name: str) -> TierPool:
-    return next(pool for pool in manager._traffic.pools if pool.name == name)  # noqa: SLF001
+    return next(pool for pool in manager._transfers.pools if pool.name == name)  # noqa: SLF001
 
 
 WEIGHTS = {

@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvblocks import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, KVCacheManager
-from kvblocks.core.attached import GroupIndex
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
-from kvblocks.tiers.wishes import prefix_of
+from kvblocks.tiers.prefix import prefix_of
 
 Key = tuple[str, int | None, bytes]
 """Medium, group and name."""
@@ -57,7 +56,7 @@ class Told:
 
 def cached(manager: KVCacheManager) -> dict[Key, Content]:
     """Return what is cached, on the device and in all tiers, as `Told.blocks` has it."""
-    traffic = manager._traffic  # noqa: SLF001
+    traffic = manager._transfers  # noqa: SLF001
     found = cached_in(manager._index, "GPU")  # noqa: SLF001
     for tier in [] if traffic is None else traffic.pools:
         assert tier.index.events is not None
@@ -67,7 +66,8 @@ def cached(manager: KVCacheManager) -> dict[Key, Content]:
 
 def cached_in(index: PrefixIndex, medium: str) -> dict[Key, Content]:
     """Return what one map has."""
-    layout = index.layout if isinstance(index, GroupIndex) else None
+    attached = index.attached
+    layout = None if attached is None else attached.layout
     found: dict[Key, Content] = {}
     for run in index.runs():
         whole = prefix_of(run, len(run.blocks))
@@ -79,27 +79,27 @@ def cached_in(index: PrefixIndex, medium: str) -> dict[Key, Content]:
                 parent = names[number - 1] if number else None
                 content = parent, block_tokens(whole, number, index.block_size), keys.get(number, b""), *who
                 found[medium, group, names[number]] = content
-        if isinstance(index, GroupIndex):
-            for side_group in index.layout.side_groups:
+        if attached is not None and layout is not None:
+            for side_group in layout.side_groups:
                 for number in range(len(names) * index.block_size // side_group.block_size):
                     position, column = side_group.home(number)
-                    if position < first or index.attached(whole.blocks[position], column) is None:
+                    if position < first or attached.at(whole.blocks[position], column) is None:
                         continue
                     name, parent = (
-                        None if at < 0 else index.name_in_chain(side_group, whole.blocks, at)
+                        None if at < 0 else attached.name_in_chain(side_group, whole.blocks, at)
                         for at in (number, number - 1)
                     )
                     same = side_group.block_size == index.block_size
                     own = keys.get(position, b"") if same else b""
                     tokens = block_tokens(whole, number, side_group.block_size)
                     found[medium, side_group.group, name or b""] = parent, tokens, own, *who
-            size, alignment = index.block_size, index.layout.alignment
-            for number in {} if index.checkpoints is None else index.checkpoints.in_run(run):
+            size, alignment = index.block_size, layout.alignment
+            for number in {} if attached.checkpoints is None else attached.checkpoints.in_run(run):
                 end = (first + number + 1) * size
                 before = (end - alignment) // size
                 parent = names[before - 1] if before else None
                 tokens = bytes(whole.tokens[4 * (end - alignment) : 4 * end])
-                found[medium, index.layout.state, names[first + number]] = parent, tokens, b"", *who
+                found[medium, layout.state, names[first + number]] = parent, tokens, b"", *who
     return found
 
 

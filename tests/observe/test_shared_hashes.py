@@ -152,7 +152,7 @@ def test_replayed_hashes_are_those_of_each_tier(groups, met):
         num_shared = 0
         for _ in range(30):
             machine.walk(10)
-            prefixes = sum(pool.pool.num_cached_blocks for pool in machine.manager._traffic.pools)  # noqa: SLF001
+            prefixes = sum(pool.pool.num_cached_blocks for pool in machine.manager._transfers.pools)  # noqa: SLF001
             num_shared += prefixes > sum(medium != "GPU" for medium, _, _ in machine.told.blocks)
         machine.finish()
         met["tiers"].add({"shared": num_shared})

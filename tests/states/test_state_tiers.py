@@ -219,8 +219,8 @@ def test_an_abort_takes_back_what_a_tier_has_of_the_step() -> None:
 
 def test_an_abort_takes_back_a_state_whose_kv_the_tier_has_from_an_earlier_time() -> None:
     manager = stored(Tier("host", 256, BYTES, store="computed"))
-    pool = manager._traffic.pools[0]  # type: ignore[union-attr]  # noqa: SLF001
-    (checkpoint,) = pool.index.checkpoints.all()
+    pool = manager._transfers.pools[0]  # type: ignore[union-attr]  # noqa: SLF001
+    (checkpoint,) = pool.index.attached.checkpoints.all()
     pool.drop(checkpoint.blocks[:1])
     compute(manager, Sequence("filler", range(600, 620)))  # so that the next one gets other blocks than the first
     settle(manager)
@@ -228,7 +228,7 @@ def test_an_abort_takes_back_a_state_whose_kv_the_tier_has_from_an_earlier_time(
     manager.allocate_slots(again, 36, manager.get_computed_blocks(again))
     manager.states.take_copies()
     settle(manager)
-    assert pool.index.checkpoints.num_blocks == 2 * 3
+    assert pool.index.attached.checkpoints.num_blocks == 2 * 3
     manager.abort(again, 0)
     assert ends(manager) == [], "the step that was to write this state died"
     assert len(pool.match(memoryview(again.tokens), None, 10)) == 10, "the tier's KV is good"
@@ -238,8 +238,8 @@ def test_an_abort_takes_back_a_state_whose_kv_the_tier_has_from_an_earlier_time(
 def test_a_load_whose_state_has_left_the_tier_is_stale() -> None:
     manager = stored()
     sequence, hit, loads = look_up(manager)
-    pool = manager._traffic.pools[0]  # type: ignore[union-attr]  # noqa: SLF001
-    (checkpoint,) = pool.index.checkpoints.all()
+    pool = manager._transfers.pools[0]  # type: ignore[union-attr]  # noqa: SLF001
+    (checkpoint,) = pool.index.attached.checkpoints.all()
     pool.drop(checkpoint.blocks[1:2])
     with pytest.raises(StaleHitError):
         manager.tiers.allocate(sequence, hit, loads)

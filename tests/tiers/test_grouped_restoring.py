@@ -65,7 +65,7 @@ def found_in(manager, tokens=PROMPT, **more):
 
 
 def slots_of(manager):
-    return manager._traffic.pools[0]  # noqa: SLF001
+    return manager._transfers.pools[0]  # noqa: SLF001
 
 
 def restored(remembered, num_slots=64, **options):

@@ -58,7 +58,7 @@ def pool_of(manager):
 
 def pools_of(manager):
     """The tiers' slots."""
-    return manager._traffic.pools  # noqa: SLF001
+    return manager._transfers.pools  # noqa: SLF001
 
 
 def evict(manager, blocks):
@@ -83,7 +83,7 @@ def num_stored(manager, number=0):
 
 
 def num_attached(manager, number=0):
-    return pools_of(manager)[number].index.num_attached_blocks
+    return pools_of(manager)[number].index.attached.num_blocks
 
 
 # Storing.

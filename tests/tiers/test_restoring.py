@@ -509,5 +509,5 @@ def test_the_order_of_a_restored_tier_is_that_of_the_one_before(seed):
 
 def slots_in_order(manager, remembered):
     """The slots that hold something, in the order in which they are reused."""
-    (pool,) = manager._traffic.pools  # noqa: SLF001
+    (pool,) = manager._transfers.pools  # noqa: SLF001
     return [slot.block_id for slot in pool.pool.queue if slot.block_id in remembered]

@@ -165,7 +165,7 @@ def test_what_a_tier_of_several_groups_holds_can_be_said_at_once(groups):
     tiers = [Tier("host", 60, 100, store="computed", window_store_tokens=2)]
     machine = TierMachine(1, 60, None, tiers, groups=groups, enable_events=ALL)
     groups_told = set()
-    traffic = machine.manager._traffic  # noqa: SLF001
+    traffic = machine.manager._transfers  # noqa: SLF001
     for _ in range(20):
         machine.walk(20)
         (pool,) = traffic.pools
@@ -183,7 +183,7 @@ def test_nothing_is_said_that_nobody_asked_for():
         manager.free(run(manager, name, range(13)))
         store_all(manager)
     assert {event.medium for event in manager.take_events()} == {"GPU"}
-    assert not manager._traffic.pools[0].index.needs_digests  # noqa: SLF001
+    assert not manager._transfers.pools[0].index.needs_digests  # noqa: SLF001
     manager = make_manager(Tier("host", 8, 100), enable_events=EventOptions(tiers=True))
     for name in "ab":
         manager.free(run(manager, name, range(13)))

@@ -29,7 +29,7 @@ from kvblocks.engine.schedule.request import PromptKey, Request
 from kvblocks.errors import CorruptStateError
 from kvblocks.hashing.extra_keys import PositionKey
 from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.transfer import TierHit
+from kvblocks.tiers.hit import TierHit
 
 MAX_PROMPTS = 256
 

@@ -53,7 +53,8 @@ from kvblocks.engine.schedule.turns import Turns
 from kvblocks.engine.schedule.watermark import Watermark
 from kvblocks.errors import InvalidArgumentError, StaleHitError
 from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.transfer import Loaded, TierHit
+from kvblocks.tiers.hit import TierHit
+from kvblocks.tiers.transfer import Loaded
 
 
 class Scheduler:

@@ -7,7 +7,7 @@ from xxhash import xxh3_128_digest
 
 from kvblocks.core.sequence import Sequence
 from kvblocks.tiers.identity import BlockIdentity
-from kvblocks.tiers.wishes import Prefix
+from kvblocks.tiers.prefix import Prefix
 
 
 @dataclass(eq=False, slots=True)

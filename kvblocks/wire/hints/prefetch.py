@@ -11,11 +11,10 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from kvblocks.core.hit import CacheHit
-from kvblocks.core.longest_hit import GroupHit
 from kvblocks.core.recurrent import RecurrentState
 from kvblocks.core.sequence import Sequence
 from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.transfer import TierHit
+from kvblocks.tiers.hit import TierHit
 from kvblocks.wire.hints.limits import HintLimits
 from kvblocks.wire.hints.prefix import NamedPrefix
 
@@ -160,9 +159,10 @@ class Prefetches:
     def _num_free(self, hit: CacheHit) -> int:
         """Return how many blocks of a hit are free. A sequence that starts with the hit takes them all. O(blocks)."""
         tables = [hit.group_blocks(group) for group in range(len(self._manager.groups))]
-        if isinstance(hit, GroupHit) and hit.checkpoint is not None:
-            tables.append([*hit.checkpoint.blocks])
-        return sum([block is not None and not block.ref_cnt for table in tables for block in table])
+        number = sum([block is not None and not block.ref_cnt for table in tables for block in table])
+        own = self._manager.blocks
+        first = self._manager.first_block_id
+        return number + sum([not own[block_id - first].ref_cnt for block_id in hit.checkpoint_block_ids])
 
 
 def _end(loads: list[TierHit], start: int) -> int:

@@ -20,7 +20,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing.extra_keys import PositionKey, decode_extra_keys
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.quotas import salt_in
-from kvblocks.tiers.wishes import prefix_of
+from kvblocks.tiers.prefix import prefix_of
 
 NAMING_FIELDS = frozenset({"token_ids", "cache_salt", "lora_name", "extra_keys", "block_hashes"})
 """The fields of a payload that name a prefix."""

@@ -1,8 +1,11 @@
-"""`Traffic`: what moves between the device and the tiers. The manager reports here what its sequences do.
+"""`Transfers`: what moves between the device and the tiers. The manager reports here what its sequences do.
 
-Filling. A wish names a prefix (`wishes`). When there is room for another store, the wish becomes a store of those
-blocks that the tier lacks, parents first. Storing never makes a call wait. Blocks that are taken before their store
-began are not stored. A hit on the device counts as a use in the tiers: its wish touches the slots that a tier has.
+Filling. A request names a prefix (`store_queue`). When there is room for another store, the request becomes a store of
+those blocks that the tier lacks, parents first, with what a hit at the prefix's end needs of other groups. Storing never
+makes a call wait. Blocks that are taken before their store began are not stored. A hit on the device counts as a use in
+the tiers: its request touches the slots that a tier has.
+
+With several groups, lookups ask the device and the tiers together, so a load moves only what the device lacks.
 
 Sources: pools of ids, one below the other, are a memory hierarchy. Holding a block while it moves, and finding loading
 blocks as pending, are from vLLM's KV connectors.
@@ -13,24 +16,27 @@ from typing import Any
 
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.tiers.calls import ManagerCalls
-from kvblocks.tiers.jobs import Job, LoadJob, StoreJob
+from kvblocks.tiers.events import note_restored, record_tiers
+from kvblocks.tiers.hit import TierHit
+from kvblocks.tiers.holders import Found, PrefixHolder, find_all_needed, find_longest
+from kvblocks.tiers.jobs import Job, LoadJob, StoreJob, WholeLoadJob, moved_prefix
 from kvblocks.tiers.pool import TierPool, make_pool
-from kvblocks.tiers.telling import note_restored, record_tiers
+from kvblocks.tiers.prefix import Home, Prefix, prefix_of, shortest_prefixes
 from kvblocks.tiers.tier import Tier
-from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
-from kvblocks.tiers.wishes import Prefix, prefix_of, shortest_prefixes
+from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, Transfer
 
 STORING_SHARE = 8
 """Stores of all tiers hold at most an eighth of the device's blocks. Each tier gets an equal part, at least one."""
 
 
-class Traffic:
+class Transfers:
     """The jobs of a manager, and its tiers' pools. Only for the manager and `Tiers`, which check the arguments.
 
     Call methods inside a change of the manager, unless their docstring says otherwise. pools: the fastest first. begun:
@@ -51,9 +57,11 @@ class Traffic:
         self._sequences = sequences
         self._calls = calls
         self.index = slots.pool.index
+        self._attached = slots.pool.index.attached
+        self._layout = slots.layout
         self._block_size = self.index.block_size
         most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
-        self.pools = [self._make_pool(tier, most) for tier in tiers]
+        self.pools = [make_pool(tier, self._block_size, self._layout, most) for tier in tiers]
         record_tiers(tiers, self.pools, self.index.events, self.index.epoch.hash_scheme)
         self._queue: dict[Transfer, Job] = {}  # loads that `take` hasn't returned yet
         self.begun: dict[Transfer, Job] = {}
@@ -71,20 +79,37 @@ class Traffic:
         return bool(self._jobs) or any(pool.is_busy for pool in self.pools)
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers have after a hit. Changes nothing. One lookup in each tier.
+        """Return what the tiers and the device have together after a hit. One lookup in each of them.
 
-        If the hit is the whole prompt, the tiers have nothing after it, since its last token is computed again.
+        If the hit is the whole prompt, the tiers have nothing after it, since its last token is computed again. Each
+        part ends where all groups have what the next token sees. A part is left out if it moves more than a longer one.
+        The hit learns how much K and V the tiers have, even if they lack its state. Nothing else changes.
         """
         size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
         if hit.num_tokens < position * size:
             return []
-        end = (sequence.num_tokens - 1) // size
+        keys, most = sequence.encoded_keys(size), (sequence.num_tokens - 1) // size
+        on_device, end = hit.blocks, position * size
+        if self._layout is not None:  # other groups may have lost what the primary group still has after the hit
+            on_device = find_blocks(self.index, sequence, most * size)
+            places = [PrefixHolder(self.index, on_device)]
+            end = max(end, find_longest(self._layout, places, len(on_device), sequence.num_tokens)[0])
+        places = [PrefixHolder(self.index, on_device)]
         found: list[TierHit] = []
-        for pool in self.pools:
-            blocks = pool.match(memoryview(sequence.tokens), sequence.encoded_keys(size), end)
-            if len(blocks) > position:
-                found.append(TierHit(sequence, pool, blocks, position, len(blocks)))
-                position = len(blocks)
+        for number, pool in enumerate(self.pools, 1):
+            places.append(PrefixHolder(pool.index, pool.match(memoryview(sequence.tokens), keys, most)))
+            num_blocks = max([len(place.blocks) for place in places])
+            if hit.parts is not None:
+                hit.parts.num_tier_tokens = max(hit.parts.num_tier_tokens, len(places[-1].blocks) * size)
+            longest, tables = find_longest(self._layout, places, num_blocks, sequence.num_tokens)
+            if longest <= end:
+                continue
+            end, pools = longest, self.pools[:number]
+            part = TierHit(hit, end, pools, places, tables, found[-1] if found else None)
+            while found and part.num_bytes <= 0:
+                found.pop()
+                part = TierHit(hit, end, pools, places, tables, found[-1] if found else None)
+            found.append(part)
         return found
 
     def listed(self, loads: object) -> list[TierHit]:
@@ -102,9 +127,9 @@ class Traffic:
         transfers = [*self._queue]
         self.begun.update(self._queue)
         self._queue = {}
-        self._wish_for_computed()
+        self._request_computed()
         for pool in self.pools:
-            if len(pool.wishes):
+            if len(pool.store_queue):
                 self._begin_stores(pool, transfers)
         for transfer in transfers:
             transfer.state = BEGUN
@@ -168,15 +193,17 @@ class Traffic:
             if load.first_token != start:
                 raise InvalidArgumentError(f"tiers.allocate: loads: expected one from token {start} on, got {load}")
             start += load.num_tokens
-            if not self._is_stored(load):
+            if not load.is_there():
                 raise StaleHitError(f"tiers.allocate: expected {load} to be stored still; it isn't: look it up again")
         if given and start >= sequence.num_tokens:
             raise StaleHitError(f"tiers.allocate: expected loads of fewer tokens than {sequence} has, got {given}")
         return given
 
-    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002  # for subclasses
+    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:
         """Return the hit that a sequence with these loads starts with. Changes nothing."""
-        return hit
+        if not loads or (hit is not None and hit.index is not self.index):
+            return hit  # another manager's hit: `allocate_slots` raises for it
+        return loads[-1].loading_hit(hit)
 
     def begin_loads(self, sequence: Sequence, loads: list[TierHit]) -> None:
         """Begin the loads of a sequence that was just given slots for them. O(blocks)."""
@@ -193,7 +220,7 @@ class Traffic:
 
     def note_use(self, hit: CacheHit) -> None:
         """Record that a sequence starts with a hit, which is a second use of its blocks. O(tiers)."""
-        self._wish_for_used(hit.blocks[-1])
+        self._request_used(hit.blocks[-1])
 
     def note_end(self, sequence: Sequence) -> None:
         """Record that a sequence is about to release its blocks. O(tiers); after an abort or a reset O(blocks)."""
@@ -209,7 +236,7 @@ class Traffic:
             least = pool.min_store_tokens
             is_long = least is not None and number * self._block_size >= least
             if is_long or not (pool.stores_reused or pool.stores_computed):
-                pool.wish(sequence.blocks[number - 1].node)
+                pool.request(sequence.blocks[number - 1].node)
 
     def note_fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Record that a sequence was forked: the twin waits for the same loads. O(1)."""
@@ -219,20 +246,19 @@ class Traffic:
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Record a `truncate` or `rewind` of a sequence. If a part of its hit was lost, it keeps what comes before.
-
-        Inside its load it keeps whole blocks only, since a transfer may still write to a partly kept one.
-        """
+        """Record a `truncate` or `rewind` of a sequence. If a part of its hit was lost, it keeps what comes before."""
         job = self._loading.get(sequence)
         if job is None:
             return
-        num_left, start = sequence.num_computed_tokens, job.start_for(sequence)
-        if start < job.start or num_left <= job.start:
+        if job.is_cut(sequence):
+            start, num_left = job.start_for(sequence), sequence.num_computed_tokens
             self.leave(sequence)
             if start < min(job.start, num_left):
                 self._calls.rewind(sequence, start)
-        elif num_left < job.start + len(job.blocks) * self._block_size and num_left % self._block_size:
-            self._calls.rewind(sequence, num_left // self._block_size * self._block_size)
+            return
+        num_kept = job.num_kept_after_cut(sequence)
+        if num_kept < sequence.num_computed_tokens:
+            self._calls.rewind(sequence, num_kept)
             if sequence.num_computed_tokens == job.start:
                 self.leave(sequence)
 
@@ -260,12 +286,16 @@ class Traffic:
         for job in self._jobs if are_shared or prefixes else ():
             if isinstance(job, LoadJob):
                 job.note_lost(lost, prefixes)
+        if self._attached is not None and self._attached.checkpoints is not None:
+            for owner in owners:
+                for pool in self.pools:
+                    pool.drop_states(owner, lost)
 
     def clear(self) -> None:
         """Forget everything in all tiers, after the device's cache was reset. O(1), plus the time to free memory.
 
-        Loads that have begun go on, since their sequences are from before the reset too. Stores and wishes come to
-        nothing, since what they read is no longer cached.
+        Loads that have begun go on, since their sequences are from before the reset too. Stores and requests have no
+        effect, since what they read is no longer cached.
         """
         self.num_clears += 1
         for pool in self.pools:
@@ -322,56 +352,97 @@ class Traffic:
         num_open = sum([job.num_open for job in self._jobs])
         assert num_open == len(self._queue) + len(self.begun), f"tiers: {num_open} transfers counted"
 
-    # Steps of the above that `GroupTraffic` overrides.
-
-    def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
-        """Return a tier's slots."""
-        return make_pool(tier, self._block_size, max_storing)
-
-    def _is_stored(self, load: TierHit) -> bool:
-        """Whether the blocks that a lookup found are still stored. O(1) while nothing left the tier."""
-        sequence = load.sequence
-        if load.version == load.pool.index.version and not sequence.was_truncated:
-            return True
-        tokens, keys = memoryview(sequence.tokens), sequence.encoded_keys(self._block_size)
-        return load.pool.match(tokens, keys, len(load.prefix)) == load.prefix
+    # Steps of the above.
 
     def _make_load(self, sequence: Sequence, loads: list[TierHit]) -> LoadJob:
         """Return the job of a sequence's loads, whose blocks stand in its tables."""
-        size, first = self._block_size, loads[0].first_token // self._block_size
-        slots = [slot for load in loads for slot in load.prefix[load.first_token // size :]]
-        pools = [load.pool for load in loads for _ in range(load.num_tokens // size)]
-        blocks = sequence.blocks[: first + len(slots)]
-        tokens = bytearray(sequence.packed_tokens()[: 4 * size * len(blocks)])
-        prefix = Prefix(tokens, sequence.encoded_keys(size), blocks)
-        return LoadJob(sequence, prefix, first, slots, pools, [(load.pool, load.prefix) for load in loads])
+        load = loads[-1]  # whose `pieces` are those of all of them
+        prefix, start = moved_prefix(sequence, load), loads[0].first_token
+        if self._layout is None:
+            return LoadJob(sequence, prefix, load, start)
+        return WholeLoadJob(sequence, prefix, load, start, self._layout)
 
     def _drop_prefixes(self, blocks: list[KVCacheBlock]) -> list[Prefix]:
-        """Forget in all tiers the prefixes of those of `blocks` that are cached, and return the shortest of them."""
-        prefixes = shortest_prefixes(blocks)
-        for prefix in prefixes:
-            for pool in self.pools:
-                pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+        """Forget in all tiers the prefixes of those of `blocks` that are cached, and return the shortest of them.
+
+        Of an attached block's prefix, only what is attached there is forgotten.
+        """
+        if self._attached is None:
+            prefixes = shortest_prefixes(blocks)
+            for prefix in prefixes:
+                for pool in self.pools:
+                    pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+            return prefixes
+        columns = {block: self._attached.column_of(block) for block in blocks if block.is_cached}
+        nodes = {block.node for block, column in columns.items() if column is None}
+        prefixes = []
+        for block, column in columns.items():
+            if block.run is not None and (block.run, block.index - 1) not in nodes:
+                prefix = prefix_of(block.run, block.index + 1)
+                prefixes.append(prefix)
+                for pool in self.pools:
+                    pool.drop_bad(prefix, column)
         return prefixes
 
-    def _note_started(self, sequence: Sequence) -> None:
-        """Record that some of a sequence's loads arrived, and that it goes on after them."""
-
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
-        """Return the prefix of the first `num_blocks` blocks of `run`, and lists of the slots that the tier has of it.
+        """Return what is to be stored with the first `num_blocks` blocks of `run`, and lists of slots to keep.
 
-        The first list has the primary blocks before those that are to be stored.
+        The first list has the primary slots that the tier has of the prefix; the others have slots of side groups. The
+        stored blocks of windows are those that one of these hits needs: the longest hit that device and tier can serve
+        together, a hit at each multiple of `window_store_tokens`, and one at each checkpoint that is stored. The
+        checkpoints are the device's last one, and all others except those that are saved at regular distances and were
+        of no use yet.
         """
-        prefix = prefix_of(run, num_blocks)
-        return prefix, [pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))]
+        prefix, layout = prefix_of(run, num_blocks), self._layout
+        parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+        if layout is None:
+            return prefix, [parents]
+        places = [PrefixHolder(pool.index, parents), PrefixHolder(self.index, prefix.blocks)]
+        needed: list[tuple[int, Found]] = find_longest(layout, places, len(prefix.blocks), None)[1]
+        tables = [*enumerate(needed)]
+        checkpoints, kept_states = self._find_states(places, len(prefix.blocks))
+        for number in checkpoints:
+            tables += [*enumerate(find_all_needed(layout, places, number * layout.block_size, None) or [])]
+        if pool.window_store_tokens is not None:
+            for wanted in range(
+                pool.window_store_tokens, len(prefix.blocks) * layout.block_size, pool.window_store_tokens
+            ):
+                end = wanted // layout.alignment * layout.alignment
+                tables += [*enumerate(find_all_needed(layout, places, end, None) or [])] if end else []
+        kept: dict[KVCacheBlock, None] = {}
+        side: dict[KVCacheBlock, Home] = {}
+        for number, (first, found) in tables:
+            for index, (place, block) in enumerate(found, first):
+                if place:
+                    side[block] = layout.side_groups[number].home(index)
+                else:
+                    kept[block] = None
+        kind = layout.state_kind
+        num_parts = 1 if kind is None else kind.checkpoint_blocks
+        whole = Prefix(prefix.tokens, prefix.extra_keys, prefix.blocks, [*side], [*side.values()], num_parts)
+        whole.add_states(checkpoints, layout.row_size)
+        return whole, [parents, [*kept], kept_states]
 
-    def _make_store(
-        self, pool: TierPool, run: Run, prefix: Prefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
-    ) -> StoreJob:
-        """Return the job that stores what `_find_store` found."""
-        return StoreJob(pool, run, prefix, above, slots)
+    def _find_states(
+        self, places: list[PrefixHolder], num_blocks: int
+    ) -> tuple[dict[int, list[KVCacheBlock]], list[KVCacheBlock]]:
+        """Return the device's checkpoints to be stored, by the number of blocks before each, and slots to keep.
 
-    # Steps of the above.
+        places: the tier and the device. The slots are those of the tier's last checkpoint. O(blocks).
+        """
+        layout = self._layout
+        if layout is None or layout.state is None:
+            return {}, []
+        missing: dict[int, list[KVCacheBlock]] = {}
+        step, newest = layout.alignment // layout.block_size, places[1].last_checkpoint(num_blocks * layout.block_size)
+        for number in range(step, num_blocks + 1, step):
+            end = number * layout.block_size
+            found = places[1].checkpoint(end)
+            is_wanted = found is not None and (found.is_landmark or end == newest)
+            if found is not None and is_wanted and places[0].checkpoint(end) is None:
+                missing[number] = found.blocks
+        last = places[0].checkpoint(places[0].last_checkpoint(num_blocks * layout.block_size))
+        return missing, [] if last is None else last.blocks
 
     def _transfers(self, pool: TierPool, job: Job, numbers: range, *, is_load: bool) -> list[Transfer]:
         """Return the transfers of the blocks `numbers` of a job, all between the device and one tier."""
@@ -383,13 +454,13 @@ class Traffic:
             made.append(Transfer(self._generation, pool, job.prefix, job.first + start, slots, is_load=is_load))
         return made
 
-    def _wish_for_used(self, block: KVCacheBlock) -> None:
-        """Wish for the prefix up to this cached block, which a second sequence uses."""
+    def _request_used(self, block: KVCacheBlock) -> None:
+        """Ask for the prefix up to this cached block, which a second sequence uses."""
         for pool in [pool for pool in self.pools if pool.stores_reused]:
-            pool.wish(block.node)
+            pool.request(block.node)
 
-    def _wish_for_computed(self) -> None:
-        """Wish for what sequences have cached since the last call, for tiers that store what is computed."""
+    def _request_computed(self) -> None:
+        """Ask for what sequences have cached since the last call, for tiers that store what is computed."""
         pools = [pool for pool in self.pools if pool.stores_computed]
         if not pools:
             return
@@ -398,14 +469,14 @@ class Traffic:
             if number and number != self._noted.get(sequence) and sequence.blocks[number - 1].is_cached:
                 self._noted[sequence] = number
                 for pool in pools:
-                    pool.wish(sequence.blocks[number - 1].node)
+                    pool.request(sequence.blocks[number - 1].node)
 
     def _begin_stores(self, pool: TierPool, transfers: list[Transfer]) -> None:
-        """Begin as many of a tier's wishes as possible. The others stay wishes."""
-        for run, end in pool.wishes.take_all():
+        """Begin as many of a tier's stores as possible. The others stay queued."""
+        for run, end in pool.store_queue.take_all():
             room = pool.max_storing - len(pool.storing)
             if room <= 0:
-                pool.wish((run, end - 1))
+                pool.request((run, end - 1))
                 continue
             num_blocks = min(end, len(run.blocks))
             pool.num_dropped_blocks += end - num_blocks
@@ -414,7 +485,7 @@ class Traffic:
             prefix, above = self._find_store(pool, run, num_blocks)
             first = len(above[0])
             if first < len(prefix.blocks) and pool.is_in_store(prefix.blocks[first]):
-                pool.wishes.put_aside(run, num_blocks)
+                pool.store_queue.put_aside(run, num_blocks)
                 continue
             for slots in above:
                 pool.hold(slots)
@@ -425,13 +496,13 @@ class Traffic:
                 for held in above:
                     pool.let_go(held)  # the stored part was used, so it is reused last
                 if number and pool.storing and not prefix.num_whole(first, number):
-                    pool.wishes.put_aside(run, num_blocks)  # until there is room for the whole checkpoint
+                    pool.store_queue.put_aside(run, num_blocks)  # until there is room for the whole checkpoint
                 else:
                     pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
-            self._begin_store(self._make_store(pool, run, prefix, above, slots), transfers)
+            self._begin_store(StoreJob(pool, run, prefix, above, slots), transfers)
             if first + len(slots) < len(prefix.blocks):
-                pool.wish((run, num_blocks - 1))
+                pool.request((run, num_blocks - 1))
 
     def _begin_store(self, job: StoreJob, transfers: list[Transfer]) -> None:
         self._slots.pool.touch(job.blocks)
@@ -467,9 +538,9 @@ class Traffic:
         job.finish()
         num_arrived = sum([len(transfer.slots) for transfer in job.transfers if transfer.has_arrived])
         pool.num_dropped_blocks += num_arrived - job.num_stored
-        if num_arrived < len(job.blocks):  # not tried again until it is wished for again
-            pool.wishes.drop(job.run)
-        pool.wishes.resume()
+        if num_arrived < len(job.blocks):  # not tried again until somebody asks again
+            pool.store_queue.drop(job.run)
+        pool.store_queue.resume()
         tables = job.good_tables()
         for table in tables:
             self._slots.pool.touch(table)
@@ -484,12 +555,12 @@ class Traffic:
             end = job.end_in(sequence)
             is_whole = end >= job.start and not job.waits_behind(sequence, end)
             if end > job.start:
-                self._note_started(sequence)
+                self._slots.end_loads(sequence)
             if not is_whole:
                 self._calls.rewind(sequence, end)
             last = end // self._block_size - 1
             if end > job.start and sequence.blocks[last].is_cached:
-                self._wish_for_used(sequence.blocks[last])
+                self._request_used(sequence.blocks[last])
             ended.append(Loaded(sequence, min(end, sequence.num_computed_tokens), is_whole=is_whole))
         for pool, slots in job.parts:
             pool.let_go(slots)

@@ -7,11 +7,14 @@ history needs the names too. Unless somebody asked for one or for events (`Event
 from collections.abc import Iterable
 
 from kvblocks.arguments import wrong
+from kvblocks.core.attached import AttachedBlocks
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hooks import EventLog
+from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.hashing.scheme import HashScheme
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.prefix import prefix_of
 from kvblocks.tiers.restoring import has_keys
 from kvblocks.tiers.tier import Tier
 
@@ -30,14 +33,14 @@ def record_tiers(
             pool.index.record(log, hash_scheme)
 
 
-def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
+def digests_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
     """Return the names of cached device blocks that a tier will hold; None if they aren't needed. O(blocks)."""
     if not pool.index.needs_digests:
         return None
     return bytearray(b"".join([block.block_hash or b"" for block in blocks]))
 
 
-def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
+def check_digests(pool: TierPool, identities: list[BlockIdentity]) -> None:
     """Compute the names of what may be restored. A hash function that raises does so before any change. O(tokens)."""
     index = pool.index
     if not index.needs_digests:
@@ -63,3 +66,23 @@ def note_restored(pool: TierPool) -> None:
             run.digest(len(run.blocks) - 1)
             if pool.index.events is not None:
                 pool.index.events.note_stored(run, 0)
+        if pool.index.attached is not None and pool.index.events is not None:
+            _note_restored_rows(pool.index, pool.index.attached)
+
+
+def _note_restored_rows(index: PrefixIndex, attached: AttachedBlocks) -> None:
+    """Record all blocks that are attached in a tier as stored just now. O(blocks of the prefixes that have some)."""
+    for run in index.runs():
+        rows = attached.rows_of(run)
+        checkpoints = {} if attached.checkpoints is None else attached.checkpoints.in_run(run)
+        prefix = prefix_of(run, len(run.blocks)) if rows or checkpoints else None
+        for position, checkpoint in sorted(checkpoints.items()):
+            if prefix is not None:
+                chain = prefix.blocks[: len(prefix.blocks) - len(run.blocks) + position + 1]
+                attached.note_checkpoint_at_end(chain, checkpoint, prefix.tokens)
+        for position, row in sorted(rows.items()):
+            if prefix is not None:
+                chain = prefix.blocks[: len(prefix.blocks) - len(run.blocks) + position + 1]
+                for column, slot in enumerate(row):
+                    if slot is not None:
+                        attached.note_column(chain, prefix.tokens, column)

@@ -4,10 +4,10 @@ A *place* here is the device or a tier. Each place keeps side groups' blocks att
 (`groups.index`). A block that one place lacks may be in another.
 """
 
-from kvblocks.core.attached import GroupIndex
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.checkpoints import Checkpoint
+from kvblocks.core.checkpoints import Checkpoint, Checkpoints
 from kvblocks.core.layout import GroupLayout, SideGroup
+from kvblocks.core.prefix_index import PrefixIndex
 
 Found = list[tuple[int, KVCacheBlock]]
 """Consecutive blocks of a group, each as (number of the place that has it, block)."""
@@ -16,30 +16,34 @@ Found = list[tuple[int, KVCacheBlock]]
 class PrefixHolder:
     """The device or a tier: its index, and the primary blocks of one prefix that it has, from the first one on."""
 
-    def __init__(self, index: GroupIndex, blocks: list[KVCacheBlock]) -> None:
+    def __init__(self, index: PrefixIndex, blocks: list[KVCacheBlock]) -> None:
         self.index = index
         self.blocks = blocks
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Its checkpoints of all prefixes; None where no group keeps a state. O(1)."""
+        return None if self.index.attached is None else self.index.attached.checkpoints
 
     def attached(self, side_group: SideGroup, number: int) -> KVCacheBlock | None:
         """Return block `number` of a side group's part of the prefix; None if this place lacks it. O(1)."""
         position, column = side_group.home(number)
-        return self.index.attached(self.blocks[position], column) if position < len(self.blocks) else None
+        found = self.index.attached
+        return None if found is None or position >= len(self.blocks) else found.at(self.blocks[position], column)
 
     def checkpoint(self, end: int) -> Checkpoint | None:
         """Return the checkpoint after the first `end` tokens of the prefix; None if this place lacks it. O(1)."""
-        checkpoints, number = self.index.checkpoints, end // self.index.block_size
-        return (
-            None
-            if checkpoints is None or not 0 < number <= len(self.blocks)
-            else checkpoints.at(self.blocks[number - 1])
-        )
+        checkpoints, number = self.checkpoints, end // self.index.block_size
+        if checkpoints is None or not 0 < number <= len(self.blocks):
+            return None
+        return checkpoints.at(self.blocks[number - 1])
 
     def last_checkpoint(self, end: int) -> int:
         """Return how many tokens, at most `end`, its last checkpoint of the prefix is after; 0: it has none.
 
         See `Checkpoints.num_up_to_last`.
         """
-        checkpoints, size = self.index.checkpoints, self.index.block_size
+        checkpoints, size = self.checkpoints, self.index.block_size
         most = min(end // size, len(self.blocks))
         return 0 if checkpoints is None else checkpoints.num_up_to_last(self.blocks, most) * size
 
@@ -89,14 +93,16 @@ def find_all_needed(
 
 
 def find_longest(
-    layout: GroupLayout, places: list[PrefixHolder], num_blocks: int, num_tokens: int | None
+    layout: GroupLayout | None, places: list[PrefixHolder], num_blocks: int, num_tokens: int | None
 ) -> tuple[int, list[tuple[int, Found]]]:
     """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
-    The blocks may be in different places. Where layers keep a state, the hit ends where one of the places has a
+    layout: None where there is one group. The blocks may be in different places. Where layers keep a state, the hit ends where one of the places has a
     checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the answer is 0 and []. O(blocks seen x
     groups).
     """
+    if layout is None:
+        return num_blocks * places[0].index.block_size, []
     end = num_blocks * layout.block_size // layout.alignment * layout.alignment
     groups = [*layout.side_groups]
     while end:
