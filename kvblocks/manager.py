@@ -48,10 +48,11 @@ from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Change
 from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
 from kvblocks.core.slots import Commit, LostBlocks, make_slots
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
-from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
+from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.events import CacheEvent, EventOptions, check_event_options
 from kvblocks.hashing.by_name import get_hash_scheme
 from kvblocks.hashing.scheme import HashFunction, HashScheme
@@ -154,6 +155,8 @@ class KVCacheManager(Closed):
             self._groups, size = layout.groups, layout.block_size
             layout = None if layout.is_single else layout
         self._slots = make_slots(num_blocks, size or 16, layout, hash_scheme, self._change, first_block_id)
+        self._link = ManagerLink(self._change, self._slots, self.check, self.free, caches=caches)
+        self._sequences = self._link.sequences
         self._recurrent = self._slots.states
         self._pool = self._slots.pool
         self._index = self._pool.index
@@ -162,7 +165,6 @@ class KVCacheManager(Closed):
         self._max_pinned_blocks = max_pinned
         self._history = None if not num_remembered else self._make_history(num_remembered)
         self._recording = None if options is None else self._start_recording(options, hash_scheme)
-        self._now: int | float = 0.0
         self._eviction = None if eviction is None else self._make_eviction(eviction)
         self._transfers: Transfers | None = None
         self._tiers: Tiers | None = None
@@ -174,7 +176,6 @@ class KVCacheManager(Closed):
         self._sessions: Sessions | None = None
         self._states: ManagerStates | None = None
         self._in_flight = InFlight(self._index, self._change)
-        self._sequences: dict[Hashable, Sequence] = {}
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         self._owners: Owners | None = None  # as of an abort; None once a sequence may share a block that isn't in it
         self._batch_memo: Batch = ([], {})  # the last step's batch, until one of it is freed
@@ -215,12 +216,12 @@ class KVCacheManager(Closed):
         The manager reads no clock of its own, so set this once per step, for example. `pins.expire` sets it too.
         Setting it raises InvalidArgumentError unless the value is a number.
         """
-        return self._now
+        return self._link.now
 
     @now.setter
     def now(self, now: SupportsFloat) -> None:
         self._change.check_whole()
-        self._tell_time(check_number("now", now))
+        self._link.set_time(check_number("now", now))
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -363,7 +364,7 @@ class KVCacheManager(Closed):
             blocks = self._slots.grow(own, end, num_slots, num_in_flight, delayed=delayed)
         if blocks is not None and (self._in_flight.sequences or delayed or end < len(own.tokens)):
             self._in_flight.note(own)
-        self._change.state = self._change.rest  # `_end`, inlined
+        self._change.state = self._change.rest  # `end`, inlined
         if self._change.state:
             self.check()
         return blocks
@@ -423,7 +424,7 @@ class KVCacheManager(Closed):
         if own.owner is not change or own.num_computed_tokens != len(own.tokens):
             self._check_appendable(own, "append_slots")
         blocks = self._slots.append(own, packed, delayed=False)
-        self._end()
+        self._link.end()
         return blocks
 
     def append_step(
@@ -448,7 +449,7 @@ class KVCacheManager(Closed):
         changes = self._slots.append_step(batch, tokens, at_boundary, indices, delayed=delayed)
         if delayed:
             self._note_in_flight(batch)
-        self._end()
+        self._link.end()
         return changes
 
     def cache_blocks(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> int:
@@ -474,12 +475,12 @@ class KVCacheManager(Closed):
         or freed) and InvalidArgumentError. O(blocks that get cached).
         """
         given = asked_once(num_computed_tokens)
-        own = self._check_owned(sequence, "cache_blocks")
+        own = self._link.check_owned(sequence, "cache_blocks")
         number = check_count("num_computed_tokens", given, 0, own.num_computed_tokens)
         if self._transfers is not None:
             number = self._transfers.num_writable(own, number)
         self._commit(self._slots.prepare_commit(own, number))
-        self._end()
+        self._link.end()
         return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
 
     def get_num_blocks_to_allocate(
@@ -516,7 +517,7 @@ class KVCacheManager(Closed):
         """
         self._change.begin()
         copies, self._slots.copies = self._slots.copies, []
-        self._end()
+        self._link.end()
         return copies
 
     def free(self, sequence: Given[Sequence]) -> None:
@@ -564,7 +565,7 @@ class KVCacheManager(Closed):
         Raises SequenceStateError (not this manager's sequence, or an id in use) and InvalidArgumentError. O(tokens +
         blocks).
         """
-        sequence = self._check_owned(sequence, "fork")
+        sequence = self._link.check_owned(sequence, "fork")
         if self._recurrent is not None:
             self._recurrent.check_fork(sequence)
         if sequence.side_tables is not None:
@@ -575,7 +576,7 @@ class KVCacheManager(Closed):
         self._in_flight.note(twin)
         if self._transfers is not None:
             self._transfers.note_fork(sequence, twin)
-        self._end()
+        self._link.end()
         return twin
 
     def truncate(
@@ -600,7 +601,7 @@ class KVCacheManager(Closed):
         num_tokens = asked_once(num_tokens)
         if num_computed_tokens is not None:
             num_computed_tokens = asked_once(num_computed_tokens)
-        sequence = self._check_owned(sequence, "truncate")
+        sequence = self._link.check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
         num_left = min(sequence.num_computed_tokens, end)
         most = written = sequence.num_computed_tokens
@@ -618,7 +619,7 @@ class KVCacheManager(Closed):
         self._in_flight.note(sequence)
         if self._transfers is not None:
             self._transfers.note_cut(sequence)
-        self._end()
+        self._link.end()
 
     def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
         """Keep the slots of the first `num_tokens` tokens and release the others. The sequence keeps its tokens.
@@ -632,7 +633,7 @@ class KVCacheManager(Closed):
         blocks have left a window) and InvalidArgumentError. O(blocks released).
         """
         given = asked_once(num_tokens)
-        own = self._check_owned(sequence, "rewind")
+        own = self._link.check_owned(sequence, "rewind")
         number = check_count("num_tokens", given, 0, own.num_computed_tokens)
         end = number // self._slots.alignment * self._slots.alignment
         if self._recurrent is not None:
@@ -643,7 +644,7 @@ class KVCacheManager(Closed):
         self._go_back(own, end)
         if self._transfers is not None:
             self._transfers.note_cut(own)
-        self._end()
+        self._link.end()
         return own.num_computed_tokens
 
     def renew(self, sequence: Given[Sequence]) -> None:
@@ -653,13 +654,13 @@ class KVCacheManager(Closed):
         of the sequence's `num_written_tokens` are cached at once, and later ones when they fill. Raises
         SequenceStateError when the sequence isn't this manager's or isn't from before a reset. O(its full blocks).
         """
-        sequence = self._check_owned(sequence, "renew")
+        sequence = self._link.check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
         digests = self._slots.digests_from(sequence, 0, sequence.num_written_tokens)
         self._change.begin()
         self._slots.cache_from(sequence, 0, sequence.num_written_tokens, digests)
-        self._end()
+        self._link.end()
 
     def reset_prefix_cache(self) -> None:
         """Stop caching everything, for example after a change of weights. No block cached so far is ever hit again.
@@ -677,7 +678,7 @@ class KVCacheManager(Closed):
             self._slots.soft_holds.drop_uncached()
         if self._transfers is not None:
             self._transfers.clear()
-        self._end()
+        self._link.end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> list[Sequence]:
         """Stop caching these blocks, because their KV is bad: a load failed, for example. So is everything that is
@@ -705,7 +706,7 @@ class KVCacheManager(Closed):
         self._change.begin()
         before = [(sequence, sequence.num_written_tokens) for sequence in self._sequences.values()]
         self._lose(self._with_computed_from(blocks), None)
-        self._end()
+        self._link.end()
         return [sequence for sequence, num_written in before if sequence.num_written_tokens < num_written]
 
     def forget_salt(self, salt: Text | None) -> int:
@@ -731,7 +732,7 @@ class KVCacheManager(Closed):
             self._slots.soft_holds.drop_uncached()
         if self._transfers is not None:
             number += self._transfers.forget_salt(name)
-        self._end()
+        self._link.end()
         return number
 
     # What stays: pins and quotas.
@@ -743,7 +744,7 @@ class KVCacheManager(Closed):
             from kvblocks.retention.manager_pins import ManagerPins as Made
 
             pins = self._make_pins()
-            self._pins = Made(self._change, self._slots, pins, self._tell_time, self._end, caches=self.enable_caching)
+            self._pins = Made(self._link, pins)
         return self._pins
 
     @property
@@ -752,7 +753,7 @@ class KVCacheManager(Closed):
         if self._quotas is None:
             from kvblocks.retention.manager_quotas import ManagerQuotas as Made
 
-            self._quotas = Made(self._change, self._pool, self._eviction, self._check_has_primary, self._end)
+            self._quotas = Made(self._link, self._eviction)
         return self._quotas
 
     @property
@@ -761,7 +762,7 @@ class KVCacheManager(Closed):
         if self._holds is None:
             from kvblocks.retention.holds import BlockHolds as Holds
 
-            self._holds = Holds(self._change, self._slots, self._check_owned, self.free, self._end)
+            self._holds = Holds(self._link)
         return self._holds
 
     @property
@@ -770,8 +771,7 @@ class KVCacheManager(Closed):
         if self._states is None:
             from kvblocks.core.manager_states import ManagerStates as Made
 
-            caches, slots = self.enable_caching, self._recurrent
-            self._states = Made(self._change, slots, self._check_owned, self._end, caches=caches)
+            self._states = Made(self._link, self._recurrent)
         return self._states
 
     @property
@@ -780,7 +780,7 @@ class KVCacheManager(Closed):
         if self._sessions is None:
             from kvblocks.retention.sessions import Sessions as Made
 
-            self._sessions = Made(self._change, self._eviction, self._end)
+            self._sessions = Made(self._link, self._eviction)
         return self._sessions
 
     @property
@@ -792,7 +792,7 @@ class KVCacheManager(Closed):
             from kvblocks.tiers.tiers import Tiers as Made
 
             transfers = self._make_transfers(()) if self._transfers is None else self._transfers
-            self._tiers = Made(self._change, transfers, self._calls())
+            self._tiers = Made(self._link, transfers, self._calls())
         return self._tiers
 
     @property
@@ -808,8 +808,7 @@ class KVCacheManager(Closed):
         if self._inspector is None:
             from kvblocks.observe.inspector import Inspector as Made
 
-            checks = (self._check_owned, self._check_has_primary)
-            self._inspector = Made(self._change, self._slots, self._sequences, self._history, checks, self._find_below)
+            self._inspector = Made(self._link, self._history, self._find_below)
         return self._inspector
 
     def sequences(self) -> list[Sequence]:
@@ -841,7 +840,7 @@ class KVCacheManager(Closed):
             raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
         self._change.begin()
         events = self._recording.take()
-        self._end()
+        self._link.end()
         return events
 
     def check(self) -> None:
@@ -988,7 +987,7 @@ class KVCacheManager(Closed):
         if blocks is not None:
             self._in_flight.note(sequence)
             transfers.begin_loads(sequence, loads)
-        self._end()
+        self._link.end()
         return blocks
 
     def _append_otherwise(
@@ -1012,12 +1011,12 @@ class KVCacheManager(Closed):
     def _append_late(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
         """`append_slots` with delay_cache_blocks=True."""
         packed = pack_tokens(token_ids)  # first, as in `append_slots`
-        own = self._check_owned(sequence, "append_slots")
+        own = self._link.check_owned(sequence, "append_slots")
         self._check_appendable(own, "append_slots")
         blocks = self._slots.append(own, packed, delayed=True)
         if blocks is not None:
             self._in_flight.note(own)
-        self._end()
+        self._link.end()
         return blocks
 
     def _note_in_flight(self, batch: list[Sequence]) -> None:
@@ -1070,13 +1069,13 @@ class KVCacheManager(Closed):
         """Free a sequence with num_computed_tokens tokens written (None: all of them). See `free` and `abort`."""
         if self._change.state:
             self._change.check_whole()
-        try:  # `_check_owned`, inlined
+        try:  # `check_owned`, inlined
             own: Sequence = sequence  # type: ignore[assignment]
             owner = own.owner
         except (AttributeError, TypeError):
             raise not_a_sequence(call, sequence) from None
         if owner is not self._change or self._sequences.get(own.sequence_id) is not own:
-            raise self._refusal(call, sequence)
+            raise self._link.refusal(call, sequence)
         if num_computed_tokens is not None:
             num_computed_tokens = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
         self._change.state = CHANGING
@@ -1085,7 +1084,7 @@ class KVCacheManager(Closed):
         except BaseException as error:
             self._keep(own)
             if type(error) is KeyError and error.args and error.args[0] is own.sequence_id:  # it was there just now
-                raise self._refusal(call, sequence) from None
+                raise self._link.refusal(call, sequence) from None
             raise
         if num_computed_tokens is not None:
             self._lose_unwritten(own, num_computed_tokens)
@@ -1096,7 +1095,7 @@ class KVCacheManager(Closed):
         if self._transfers is not None:
             self._transfers.note_end(own)
         self._slots.release(own)
-        self._change.state = self._change.rest  # `_end`, inlined
+        self._change.state = self._change.rest  # `end`, inlined
         if self._change.state:
             self.check()
 
@@ -1198,7 +1197,7 @@ class KVCacheManager(Closed):
         from kvblocks.tiers.transfers import Transfers as Made
 
         given = check_tiers(tiers, self._groups or (), enable_caching=self.enable_caching)
-        transfers = Made(given, self._change, self._slots, self._sequences, self._calls())
+        transfers = Made(given, self._link, self._calls())
         if self._history is not None:
             from kvblocks.observe.removal_history import watch_tiers
 
@@ -1209,7 +1208,7 @@ class KVCacheManager(Closed):
         """Return what tiers need of the manager."""
         from kvblocks.tiers.calls import ManagerCalls as Made
 
-        return Made(self._check_owned, self._commit, self._go_back, self._start_loading, self._end)
+        return Made(self._commit, self._go_back, self._start_loading)
 
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id.
@@ -1229,8 +1228,8 @@ class KVCacheManager(Closed):
                 f"{call}: expected another sequence_id than {shown(sequence.sequence_id)}, which is in use"
             )
         self._owners = None
-        self._slots.num_started += 1
-        sequence.start_number = self._slots.num_started
+        self._link.num_started += 1
+        sequence.start_number = self._link.num_started
 
     def _unclaim(self, sequence: Sequence) -> None:
         """Undo what `_claim` did, if anything, and end its change. Hashes no id. O(1)."""
@@ -1243,41 +1242,17 @@ class KVCacheManager(Closed):
         if id(sequence) in map(id, self._sequences.values()):  # by identity, which hashes nothing
             self._change.end()
 
-    def _check_owned(self, sequence: Given[Sequence], call: str) -> Sequence:
-        """Return `sequence` if it is one of ours, else raise SequenceStateError or InvalidArgumentError. O(1)."""
-        if self._change.state:
-            self._change.check_whole()
-        try:
-            own: Sequence = sequence  # type: ignore[assignment]  # compiled code checks its type here
-            owner = own.owner
-        except (AttributeError, TypeError):
-            raise not_a_sequence(call, sequence) from None
-        if owner is not self._change or self._sequences.get(own.sequence_id) is not own:
-            raise self._refusal(call, sequence)
-        return own
-
     def _check_continued(self, sequence: Sequence, hit: CacheHit | None) -> int:
-        self._check_owned(sequence, "allocate_slots")
+        self._link.check_owned(sequence, "allocate_slots")
         if hit is not None:
             raise SequenceStateError(f"allocate_slots: expected no hit, since {sequence} has blocks; got {hit}")
         return sequence.num_computed_tokens
 
     def _check_appendable(self, sequence: Sequence, call: str) -> None:
-        self._check_owned(sequence, call)
+        self._link.check_owned(sequence, call)
         if sequence.num_computed_tokens != sequence.num_tokens:
             got = f"{sequence.num_computed_tokens} slots for {sequence}"
             raise SequenceStateError(f"{call}: expected slots for all tokens, got {got}")
-
-    def _check_has_primary(self, call: str) -> None:
-        if self._slots.primary_group is None:
-            raise InvalidArgumentError(f"{call}: expected a manager with a group of full attention, got {self.groups}")
-
-    def _refusal(self, call: str, sequence: object) -> KVBlocksError:
-        try:
-            got = as_sequence(call, sequence).describe_for(self._change)
-        except InvalidArgumentError as error:
-            return error
-        return SequenceStateError(f"{call}: expected a sequence allocated here, got {got}")
 
     def _check_sequences(self, block_size: int, smallest_block_size: int) -> None:
         """Raise AssertionError unless all sequences are entered under their ids and are consistent."""
@@ -1297,23 +1272,10 @@ class KVCacheManager(Closed):
         self._pool.chooser = made
         return made
 
-    def _tell_time(self, now: Any) -> None:
-        """Set the caller's clock."""
-        self._now = now
-        if self._eviction is not None:
-            self._eviction.set_time(now)
-
     def _make_pins(self) -> Pins:
         from kvblocks.retention.pins import Pins as Made
 
         return Made(self._pool, self._max_pinned_blocks)
-
-    def _end(self) -> None:
-        """End a change; in debug mode, check that all is consistent."""
-        rest = self._change.rest
-        self._change.state = rest
-        if rest:
-            self.check()
 
 
 def check_step(sequences: list[Any], num_tokens: int) -> None:

@@ -15,7 +15,7 @@ One more base class is in the module that uses it: `Account` in `block`. All are
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import Literal
+from typing import Any, Literal
 
 from kvblocks.core.block import Account, KVCacheBlock, Run
 from kvblocks.core.free_queue import FreeBlockQueue
@@ -130,6 +130,9 @@ class Chooser(Watcher):
 
         Blocks that hold nothing must go before any other. The pool then calls `note_taken` and evicts what they hold.
         """
+
+    def set_time(self, now: Any) -> None:
+        """The caller's clock was set."""
 
     def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
         """These blocks were detached: they stopped being cached although nobody took them."""

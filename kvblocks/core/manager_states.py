@@ -1,12 +1,11 @@
 """`ManagerStates`, which is `manager.states`: the calls about recurrent states."""
 
-from collections.abc import Callable
-from typing import Any, SupportsIndex, final
+from typing import SupportsIndex, final
 
 from kvblocks.arguments import Given, asked_once, check_count
 from kvblocks.closed import Closed
-from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit, check_start
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.core.state_copy import StateCopy
 from kvblocks.core.states import RecurrentStates
@@ -22,21 +21,11 @@ class ManagerStates(Closed):
     with the manager's own calls, one that raises has changed nothing.
     """
 
-    def __init__(
-        self,
-        change: Change,
-        slots: RecurrentStates | None,
-        check_owned: Callable[[Any, str], Sequence],
-        end: Callable[[], None],
-        *,
-        caches: bool,
-    ) -> None:
-        """slots: None if no group keeps a state. check_owned, end: calls of the manager. caches: whether it caches."""
-        self._change = change
-        self._slots = slots
-        self._check_owned = check_owned
-        self._end = end
-        self._caches = caches
+    def __init__(self, link: ManagerLink, states: RecurrentStates | None) -> None:
+        """states: None if no group keeps a state."""
+        self._link = link
+        self._change = link.change
+        self._states = states
 
     @property
     def num_slots(self) -> int:
@@ -79,10 +68,10 @@ class ManagerStates(Closed):
         own: Sequence = sequence  # type: ignore[assignment]
         found: CacheHit | None = hit  # type: ignore[assignment]
         if own.owner is not None:
-            self._check_owned(own, "states.next_cut")
+            self._link.check_owned(own, "states.next_cut")
         if found is not None and (found.sequence is not own or own.owner is not None):
             raise SequenceStateError(f"states.next_cut: expected a hit of {own}, which has no blocks yet, got {found}")
-        return slots.next_cut(own, number, found) if self._caches else number
+        return slots.next_cut(own, number, found) if self._link.caches else number
 
     def mark(self, sequence: Given[Sequence], position: SupportsIndex) -> int:
         """Announce that a later prompt will probably diverge from this sequence at `position`, so that its state is
@@ -100,10 +89,10 @@ class ManagerStates(Closed):
         own = as_sequence("states.mark", sequence)
         number = check_count("position", given, 1, own.num_tokens)
         if own.owner is not None:
-            self._check_owned(own, "states.mark")
+            self._link.check_owned(own, "states.mark")
         self._change.begin()
         place = slots.mark(own, number)
-        self._end()
+        self._link.end()
         return place
 
     def take_copies(self) -> tuple[list[StateCopy], list[StateCopy]]:
@@ -121,7 +110,7 @@ class ManagerStates(Closed):
         slots = self._get("take_copies")
         self._change.begin()
         copies = slots.take_copies()
-        self._end()
+        self._link.end()
         return copies
 
     def _get(self, call: str) -> RecurrentStates:
@@ -131,8 +120,8 @@ class ManagerStates(Closed):
 
     def _read(self, call: str) -> RecurrentStates:
         """Return the slots, for numbers that another thread may ask for while the manager works."""
-        if self._slots is None:
+        if self._states is None:
             raise InvalidArgumentError(
                 f"states.{call}: expected a manager with a RecurrentState among its groups, got none"
             )
-        return self._slots
+        return self._states

@@ -84,8 +84,6 @@ class SlotAllocator:
         """Why the last call that returned None did so."""
         self.num_taken_blocks = 0
         """How many blocks were taken so far."""
-        self.num_started = 0
-        """How many calls have begun a sequence."""
         self.num_limited_tokens = 0
         """Tokens that the primary group had cached for starting sequences, but another group had not."""
         self.copies: list[tuple[int, int, int]] = []

@@ -1,15 +1,14 @@
 """`Inspector`, which is `manager.inspect`: for people, routers and tests. No step of an engine needs it."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple, SupportsIndex, final
+from typing import NamedTuple, SupportsIndex, final
 
 from kvblocks.arguments import Given, check_count, listed, wrong
 from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.change import Change
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence, as_sequence
-from kvblocks.core.slots import SlotAllocator
 from kvblocks.observe.by_salt import SaltEvictions, count_by_salt
 from kvblocks.observe.digests import block_digests, find_by_digest
 from kvblocks.observe.explanation import Explanation, explain
@@ -40,20 +39,17 @@ class Inspector(Closed):
 
     def __init__(
         self,
-        change: Change,
-        slots: SlotAllocator,
-        sequences: dict[Hashable, Sequence],
+        link: ManagerLink,
         history: RemovalHistory | None,
-        checks: tuple[Callable[[Any, str], Sequence], Callable[[str], None]],
         find_below: Callable[[Sequence], tuple[TierPart, ...]],
     ) -> None:
-        """checks: that a sequence is the manager's, and that a group has full attention. find_below: asks the tiers."""
-        self._change = change
-        self._slots = slots
-        self._index = slots.pool.index
-        self._sequences = sequences
+        """find_below: asks the tiers what they have after a sequence's hit."""
+        self._link = link
+        self._change = link.change
+        self._slots = link.slots
+        self._index = link.slots.pool.index
+        self._sequences = link.sequences
         self._history = history
-        self._check_owned, self._check_has_primary = checks
         self._find_below = find_below
 
     def explain(self, sequence: Given[Sequence]) -> Explanation:
@@ -82,15 +78,15 @@ class Inspector(Closed):
         """
         self._change.check_whole()
         batch = listed("sequences", "an iterable of sequences", sequences)
-        self._check_has_primary("inspect.shared_prefixes")
+        self._link.check_has_primary("inspect.shared_prefixes")
         for sequence in batch:
-            self._check_owned(sequence, "inspect.shared_prefixes")
+            self._link.check_owned(sequence, "inspect.shared_prefixes")
         return find_shared_prefixes(batch, self._index.block_size, min_blocks, num_visible_tokens)
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return the cached prefixes as rows of a table, for people. O(cached blocks)."""
         self._change.check_whole()
-        self._check_has_primary("inspect.prefix_rows")
+        self._link.check_has_primary("inspect.prefix_rows")
         pins = self._slots.soft_holds
         pinned = {block for table in pins.tables() for block in table} if pins is not None else set()
         return prefix_rows(self._index, self._slots.pool.queue, pinned)
@@ -131,7 +127,7 @@ class Inspector(Closed):
         """
         self._change.check_whole()
         least = check_count("min_age", min_age, 0)
-        newest = self._slots.num_started
+        newest = self._link.num_started
         return [
             HeldBlocks(sequence, len(set(self._blocks_of(sequence))), newest - sequence.start_number)
             for sequence in self._sequences.values()

@@ -9,15 +9,15 @@ The exception is a sequence that went back into the middle of a held block (`tru
 shared block. Only `detach` holds the partly filled last block, since it frees the sequence.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, SupportsIndex, final
 
 from kvblocks.arguments import Given, asked_once, check_count, counted, is_a, shown, wrong
 from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.change import CHANGING, Change
+from kvblocks.core.change import CHANGING
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import SlotAllocator
 from kvblocks.errors import BlockStateError
 
 
@@ -69,20 +69,10 @@ class BlockHolds(Closed):
     Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
-    def __init__(
-        self,
-        change: Change,
-        slots: SlotAllocator,
-        check_owned: Callable[[Any, str], Sequence],
-        free: Callable[[Sequence], None],
-        end: Callable[[], None],
-    ) -> None:
-        """check_owned, free, end: calls of the manager; `end` ends a change and, in debug mode, checks all."""
-        self._change = change
-        self._slots = slots
-        self._check_owned = check_owned
-        self._free = free
-        self._end = end
+    def __init__(self, link: ManagerLink) -> None:
+        self._link = link
+        self._change = link.change
+        self._slots = link.slots
         self._holds: dict[BlockHold, None] = {}
 
     def __len__(self) -> int:
@@ -98,7 +88,7 @@ class BlockHolds(Closed):
         manager's sequence) and InvalidArgumentError. O(blocks).
         """
         given = None if num_tokens is None else asked_once(num_tokens)
-        own = self._check_owned(sequence, "holds.read")
+        own = self._link.check_owned(sequence, "holds.read")
         most = own.num_written_tokens
         return self._hold_full(own, most if given is None else check_count("num_tokens", given, 0, most))
 
@@ -109,7 +99,7 @@ class BlockHolds(Closed):
         `sequence.num_computed_tokens`; None: all of these.
         """
         given = None if num_tokens is None else asked_once(num_tokens)
-        own = self._check_owned(sequence, "holds.write")
+        own = self._link.check_owned(sequence, "holds.write")
         most = own.num_computed_tokens
         return self._hold_full(own, most if given is None else check_count("num_tokens", given, 0, most))
 
@@ -120,11 +110,11 @@ class BlockHolds(Closed):
         sequence may be allocated again at once, with other blocks after its hit. Call `evict_blocks` for blocks that
         must not stay cached. Raises what `free` raises. O(blocks).
         """
-        own = self._check_owned(sequence, "holds.detach")
+        own = self._link.check_owned(sequence, "holds.detach")
         hold = self._hold(own, own.num_computed_tokens, is_whole=True)
         try:
             self._change.end()
-            self._free(own)
+            self._link.free(own)
         except BaseException:
             if own.owner is not None and self._change.state != CHANGING:
                 self.release(hold)  # nothing was freed, for example since the id's hash raised
@@ -150,7 +140,7 @@ class BlockHolds(Closed):
         own.is_released = True
         for table in own.tables:
             self._slots.pool.release_table(table)
-        self._end()
+        self._link.end()
 
     def owned(self) -> list[list[KVCacheBlock]]:
         """Return the held blocks, each as many times as it is held. Only for the manager. O(holds)."""
@@ -159,7 +149,7 @@ class BlockHolds(Closed):
     def _hold_full(self, sequence: Sequence, num_tokens: int) -> BlockHold:
         """Hold the blocks that a sequence's first tokens fill."""
         hold = self._hold(sequence, num_tokens, is_whole=False)
-        self._end()
+        self._link.end()
         return hold
 
     def _hold(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> BlockHold:

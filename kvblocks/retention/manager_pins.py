@@ -1,13 +1,12 @@
 """`ManagerPins`, which is `manager.pins`: the calls about pins. `retention.pins` says what a pin is and does."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, SupportsFloat, final
 
 from kvblocks.arguments import Given, Text, check_number, is_a, wrong
 from kvblocks.closed import Closed
-from kvblocks.core.change import Change
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing.extra_keys import PositionKey
@@ -21,23 +20,11 @@ class ManagerPins(Closed):
     Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
-    def __init__(
-        self,
-        change: Change,
-        slots: SlotAllocator,
-        pins: Pins,
-        tell_time: Callable[[Any], None],
-        end: Callable[[], None],
-        *,
-        caches: bool,
-    ) -> None:
-        """tell_time: sets the manager's clock. end: ends a change. caches: whether the manager caches anything."""
-        self._change = change
-        self._slots = slots
+    def __init__(self, link: ManagerLink, pins: Pins) -> None:
+        self._link = link
+        self._change = link.change
+        self._slots = link.slots
         self._pins = pins
-        self._tell_time = tell_time
-        self._end = end
-        self._caches = caches
 
     @property
     def max_blocks(self) -> int:
@@ -76,7 +63,7 @@ class ManagerPins(Closed):
         or lost an owner since the last such call.
         """
         self._change.check_whole()
-        if not self._caches:
+        if not self._link.caches:
             raise InvalidArgumentError("pins.pin: expected enable_caching=True when the manager was made, got False")
         end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
         prefix = Sequence("pin", token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
@@ -84,7 +71,7 @@ class ManagerPins(Closed):
         self._change.begin()
         self._slots.soft_holds = self._pins
         self._pins.add(pin)
-        self._end()
+        self._link.end()
         return pin
 
     def unpin(self, pin: Given[Pin]) -> None:
@@ -106,7 +93,7 @@ class ManagerPins(Closed):
         """
         self._change.check_whole()
         time = check_number("now", now)
-        self._tell_time(time)
+        self._link.set_time(time)
         expired = self._pins.expired(time)
         self._change.begin()
         self._remove(expired)
@@ -118,4 +105,4 @@ class ManagerPins(Closed):
             self._pins.remove(pin)
         if not self._pins.pins:
             self._slots.soft_holds = None
-        self._end()
+        self._link.end()

@@ -1,12 +1,11 @@
 """`ManagerQuotas`, which is `manager.quotas`: the calls about quotas. `retention.quotas` says what a quota does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import SupportsIndex, final
 
 from kvblocks.arguments import Text, check_count, check_name
 from kvblocks.closed import Closed
-from kvblocks.core.change import Change
-from kvblocks.core.pool import BlockPool
+from kvblocks.core.link import ManagerLink
 from kvblocks.retention.eviction import Eviction
 from kvblocks.retention.quotas import QuotaOrder, TenantQuotas, charge
 from kvblocks.stats import QuotaUsage
@@ -20,20 +19,11 @@ class ManagerQuotas(Closed):
     anything cached: O(salts). Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
-    def __init__(
-        self,
-        change: Change,
-        pool: BlockPool,
-        eviction: Eviction | None,
-        check_has_primary: Callable[[str], None],
-        end: Callable[[], None],
-    ) -> None:
-        """check_has_primary: raises unless a group has full attention. end: ends a change of the manager."""
-        self._change = change
-        self._pool = pool
+    def __init__(self, link: ManagerLink, eviction: Eviction | None) -> None:
+        self._link = link
+        self._change = link.change
+        self._pool = link.slots.pool
         self._eviction = eviction
-        self._check_has_primary = check_has_primary
-        self._end = end
         self._quotas: TenantQuotas | None = None
 
     def __len__(self) -> int:
@@ -50,7 +40,7 @@ class ManagerQuotas(Closed):
         others: the least recently used ones, or with an eviction policy those that it chooses among them. Owned blocks
         count, and are never evicted. Raises InvalidArgumentError, also without a group of full attention. O(pool).
         """
-        self._check_has_primary("quotas.set")
+        self._link.check_has_primary("quotas.set")
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = self._made()
@@ -63,7 +53,7 @@ class ManagerQuotas(Closed):
 
         max_blocks: as in `set`. Raises InvalidArgumentError. O(pool).
         """
-        self._check_has_primary("quotas.set_default")
+        self._link.check_has_primary("quotas.set_default")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = self._made()
         self._change.begin()
@@ -85,4 +75,4 @@ class ManagerQuotas(Closed):
             self._eviction.use_quotas(in_force)
         else:
             self._pool.chooser = None if in_force is None else QuotaOrder(in_force)
-        self._end()
+        self._link.end()

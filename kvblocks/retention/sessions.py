@@ -4,12 +4,12 @@ A request names its session (`Sequence(session=...)`). Between a session's reque
 and why, or that it has ended. A session belongs to a tenant: the same name with another salt is another session.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, final
 
 from kvblocks.arguments import Text, check_id, check_name, check_text, is_a, plain_text, wrong
 from kvblocks.closed import Closed
-from kvblocks.core.change import Change
+from kvblocks.core.link import ManagerLink
 from kvblocks.retention.eviction import Eviction
 
 
@@ -20,11 +20,10 @@ class Sessions(Closed):
     Made by a manager. As with the manager's own calls, one that raises has changed nothing.
     """
 
-    def __init__(self, change: Change, eviction: Eviction | None, end: Callable[[], None]) -> None:
-        """end: the manager's call that ends a change and, in debug mode, checks all."""
-        self._change = change
+    def __init__(self, link: ManagerLink, eviction: Eviction | None) -> None:
+        self._link = link
+        self._change = link.change
         self._eviction = eviction
-        self._end = end
 
     def pause(self, session: Hashable, reason: Text, salt: Text | None = None) -> None:
         """Report that a session's latest request has ended, and why: its stop reason.
@@ -37,7 +36,7 @@ class Sessions(Closed):
         if self._eviction is not None:
             self._change.begin()
             self._eviction.pause(own, tenant, why)
-            self._end()
+            self._link.end()
 
     def end(self, session: Hashable, salt: Text | None = None) -> None:
         """Report that a session will have no more requests. If another request comes, the session begins again.
@@ -48,7 +47,7 @@ class Sessions(Closed):
         if self._eviction is not None:
             self._change.begin()
             self._eviction.end(own, tenant)
-            self._end()
+            self._link.end()
 
     def _check(self, session: Hashable) -> Hashable:
         self._change.check_whole()

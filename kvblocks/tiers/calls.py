@@ -1,4 +1,4 @@
-"""`ManagerCalls`: what tiers need of their manager."""
+"""`ManagerCalls`: what tiers do to their manager's sequences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +11,17 @@ from kvblocks.tiers.hit import TierHit
 
 
 class ManagerCalls:
-    """What `Tiers` needs of its manager.
-
-    check_owned: the manager's check of a sequence. commit: caches what `prepare_commit` returned. rewind: releases a
-    sequence's slots after a token; called inside a change of the manager. start: gives a sequence blocks for its hit,
-    for loads, and for tokens after them; called with what `allocate` has checked. end: ends a change, and runs `check`
-    if the manager checks after each change.
-    """
+    """The manager's own ways of changing a sequence, for loads that begin and end."""
 
     def __init__(
         self,
-        check_owned: Callable[[Any, str], Sequence],
         commit: Callable[[Commit], None],
         rewind: Callable[[Sequence, int], None],
         start: Callable[[Sequence, CacheHit | None, list[TierHit], Any], list[KVCacheBlock] | None],
-        end: Callable[[], None],
     ) -> None:
-        self.check_owned = check_owned
         self.commit = commit
+        """Caches what `prepare_commit` returned."""
         self.rewind = rewind
+        """Releases a sequence's slots after a token. Called inside a change of the manager."""
         self.start = start
-        self.end = end
+        """Gives a sequence blocks for its hit, for loads, and for tokens after them, as `allocate` has checked."""

@@ -28,8 +28,8 @@ from kvblocks.arguments import (
 )
 from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit, check_start
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence, not_a_sequence
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.retention.quotas import TenantQuotas
@@ -53,9 +53,10 @@ class Tiers(Closed):
     called for a transfer that had already ended.
     """
 
-    def __init__(self, change: Change, transfers: Transfers, calls: ManagerCalls) -> None:
+    def __init__(self, link: ManagerLink, transfers: Transfers, calls: ManagerCalls) -> None:
         """transfers: what calls delegate to. calls: what this class needs of the manager."""
-        self._change = change
+        self._link = link
+        self._change = link.change
         self._transfers = transfers
         self._calls = calls
         self._compute_rate = Rate()
@@ -155,7 +156,7 @@ class Tiers(Closed):
         """
         self._change.begin()
         transfers = self._transfers.take()
-        self._calls.end()
+        self._link.end()
         return transfers
 
     @property
@@ -190,7 +191,7 @@ class Tiers(Closed):
         if own.is_load and not is_ok and took is not None:
             own.pool.rate.note_failed(own.num_bytes, took)
         ended = self._transfers.end(own, job, commits, took, ok=is_ok)
-        self._calls.end()
+        self._link.end()
         return ended
 
     def give_up(self, sequence: Given[Sequence]) -> int:
@@ -200,12 +201,12 @@ class Tiers(Closed):
         SequenceStateError if the sequence isn't loading. O(blocks).
         """
         self._change.check_whole()
-        own = self._calls.check_owned(sequence, "tiers.give_up")
+        own = self._link.check_owned(sequence, "tiers.give_up")
         if not self._transfers.is_loading(own):
             raise SequenceStateError(f"tiers.give_up: expected a sequence that is loading, got {own}")
         self._change.begin()
         self._transfers.give_up(own)
-        self._calls.end()
+        self._link.end()
         return own.num_computed_tokens
 
     def is_loading(self, sequence: Given[Sequence]) -> bool:
@@ -249,7 +250,7 @@ class Tiers(Closed):
         names = first_digests(pool, prefix, number)
         self._change.begin()
         found = note_found(pool, prefix, number, columns, names)
-        self._calls.end()
+        self._link.end()
         return found
 
     # Persistent tiers.
@@ -264,7 +265,7 @@ class Tiers(Closed):
         self._change.begin()
         noted = {pool.name: pool.changes for pool in self._transfers.pools}
         changes = {name: of_tier.take() for name, of_tier in noted.items() if of_tier is not None}
-        self._calls.end()
+        self._link.end()
         return changes
 
     def take_uses(self) -> dict[str, list[int]]:
@@ -277,7 +278,7 @@ class Tiers(Closed):
         """
         self._change.begin()
         uses = {pool.name: pool.changes.take_used() for pool in self._transfers.pools if pool.changes is not None}
-        self._calls.end()
+        self._link.end()
         return uses
 
     def empty_slots(self, tier: Text) -> list[int]:
@@ -308,7 +309,7 @@ class Tiers(Closed):
         self._change.begin()
         number = restore_slots(pool, remembered)
         self._transfers.note_restored(pool)
-        self._calls.end()
+        self._link.end()
         return number
 
     # Quotas.
@@ -326,7 +327,7 @@ class Tiers(Closed):
         self._change.begin()
         quotas.set_quota(name, number)
         pool.charge(quotas)
-        self._calls.end()
+        self._link.end()
 
     def set_default_quota(self, tier: Text, max_blocks: SupportsIndex | None) -> None:
         """`set_quota` for every salt that has none of its own in this tier, except None (no salt). O(slots)."""
@@ -336,7 +337,7 @@ class Tiers(Closed):
         self._change.begin()
         quotas.set_default(number)
         pool.charge(quotas)
-        self._calls.end()
+        self._link.end()
 
     def quota_of(self, tier: Text, salt: Text | None) -> int | None:
         """Return the quota of a salt in a tier, its own or the default; None if it has none.

@@ -11,16 +11,15 @@ Sources: pools of ids, one below the other, are a memory hierarchy. Holding a bl
 blocks as pending, are from vLLM's KV connectors.
 """
 
-from collections.abc import Hashable, Mapping
 from typing import Any
 
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.change import Change
 from kvblocks.core.hit import CacheHit
+from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import Commit, SlotAllocator
+from kvblocks.core.slots import Commit
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.events import note_restored, record_tiers
@@ -43,18 +42,12 @@ class Transfers:
     the transfers that have begun and aren't over, in that order, with their jobs; read-only.
     """
 
-    def __init__(
-        self,
-        tiers: tuple[Tier, ...],
-        change: Change,
-        slots: SlotAllocator,
-        sequences: Mapping[Hashable, Sequence],
-        calls: ManagerCalls,
-    ) -> None:
-        """sequences: the manager's, by id. calls: what this needs of the manager."""
-        self._change = change
+    def __init__(self, tiers: tuple[Tier, ...], link: ManagerLink, calls: ManagerCalls) -> None:
+        """calls: what this needs of the manager."""
+        slots = link.slots
+        self._change = link.change
         self._slots = slots
-        self._sequences = sequences
+        self._sequences = link.sequences
         self._calls = calls
         self.index = slots.pool.index
         self._attached = slots.pool.index.attached

@@ -78,7 +78,7 @@ FAULTS: dict[str, list[Change]] = {
         (MANAGER, "lost.setdefault(block, first)", "found = {**lost, block: first}")
     ],
     "who started after an abort loses nothing by the next": [
-        (MANAGER, "        self._owners = None\n        self._slots.num_started", "        self._slots.num_started")
+        (MANAGER, "        self._owners = None\n        self._link.num_started", "        self._link.num_started")
     ],
     "delayed tokens are found at once": [
         (

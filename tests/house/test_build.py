@@ -31,16 +31,16 @@ def test_the_compiled_build_compiles_the_whole_core() -> None:
         if path.is_dir() and path.name not in {"engine", "server", "cli", "integrations", "verify", "gate", "kernels"}
     ]
     core = [*(ROOT / "kvblocks").glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))]
-    plain = {"errors.py", "events.py", "stats.py", "version.py", "metrics.py", "groups/kinds.py"}
-    plain |= {"__main__.py", "groups/plan.py", "observe/explanation.py", "tiers/tier.py", "tiers/sealing.py"}
+    plain = {"errors.py", "events.py", "stats.py", "version.py", "metrics.py", "core/kinds.py"}
+    plain |= {"__main__.py", "core/plan.py", "observe/explanation.py", "tiers/tier.py", "tiers/sealing.py"}
     plain |= {
         "retention/policies/check.py",
         "retention/policies/policy.py",
-        "groups/states/copies.py",
-        "groups/states/kind.py",
+        "core/state_copy.py",
+        "core/recurrent.py",
     }
     plain |= {
-        "groups/states/in_place.py",
+        "core/in_place.py",
         "prefix_cache/protocol.py",
         "prefix_cache/evicted.py",
     }

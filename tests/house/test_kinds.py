@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2] / "kvblocks"
 KINDS = "|".join(kind.__name__ for kind in Group.__subclasses__() if kind.__module__ == Group.__module__)
 SIZES = "window|chunk_size|window_tokens|chunk_tokens"
 ASKS = re.compile(rf"\b(?:{SIZES}) is (?:not )?None|isinstance\([^()]*\b(?:{KINDS})\b")
-KNOWS = "groups/kinds.py"
+KNOWS = "core/kinds.py"
 
 
 def questions() -> dict[str, list[str]]:

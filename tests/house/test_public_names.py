@@ -43,7 +43,7 @@ def test_there_is_one_door_for_one_thing(made, most):
 
 
 def test_modules_are_attributes_as_if_they_had_been_imported():
-    program = "import kvblocks; print(kvblocks.errors.KVBlocksError, kvblocks.metrics.CacheMetrics, kvblocks.groups)"
+    program = "import kvblocks; print(kvblocks.errors.KVBlocksError, kvblocks.metrics.CacheMetrics, kvblocks.observe)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
 
 

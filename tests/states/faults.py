@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.faults import Change, find_all
 
-SLOTS, LIVE = "states/slots.py", "groups/states/live.py"
-CHECKPOINT, HIT, INDEX = "groups/states/checkpoint.py", "groups/hit.py", "groups/index.py"
-LAYOUT, MANAGER, GROUP_SLOTS = "groups/layout.py", "manager.py", "groups/slots.py"
-ARRIVING, HOLDERS, JOBS = "states/arriving.py", "tiers/grouped/holders.py", "tiers/grouped/jobs.py"
-TIER_POOL, TIER_PREFIX = "tiers/grouped/pool.py", "tiers/grouped/prefix.py"
+SLOTS, LIVE, ALLOCATOR = "core/states.py", "core/live_states.py", "core/slots.py"
+CHECKPOINT, HIT, INDEX = "core/checkpoints.py", "core/longest_hit.py", "core/attached.py"
+LAYOUT, MANAGER, TABLES = "core/layout.py", "manager.py", "core/tables.py"
+ARRIVING, HOLDERS, JOBS = "core/arriving_states.py", "tiers/holders.py", "tiers/jobs.py"
+TIER_POOL, TIER_PREFIX, PREFIX_INDEX = "tiers/pool.py", "tiers/prefix.py", "core/prefix_index.py"
 
 TESTS = tuple(
     f"tests/states/test_{name}.py"
@@ -35,10 +35,10 @@ FAULTS: dict[str, list[Change]] = {
         (INDEX, "checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)", "checkpoint = None")
     ],
     "the other pages of an evicted checkpoint aren't reused next": [
-        (INDEX, "self.detached += others[:-1] if", "self.detached += [] if True or")
+        (INDEX, "self._index.detached += others[:-1] if", "self._index.detached += [] if True or")
     ],
     "an abort leaves a checkpoint that was not written, where a copy keeps the K and V": [
-        (INDEX, "            self._detach(block.run, block.index, block.index + 1)\n", "")
+        (PREFIX_INDEX, "            attached.detach(block.run, block.index, block.index + 1)\n", "")
     ],
     "a hit may end at the last token": [(HIT, "end = min(end, (num_tokens - 1) // alignment * alignment)", "pass")],
     "a hit needs no checkpoint": [
@@ -73,7 +73,7 @@ FAULTS: dict[str, list[Change]] = {
         (LIVE, "        self.pending[origin] = None\n", "        self.pending = {origin: None, **self.pending}\n")
     ],
     "a twin doesn't own the checkpoint that it is restored from": [
-        (SLOTS, "self.pool.touch(copy.restoring)", "copy.restoring = []")
+        (SLOTS, "self._pool.touch(copy.restoring)", "copy.restoring = []")
     ],
     "a copy to the slot of a sequence that ended is made": [
         (LIVE, "        self.drop_origin(state)\n        del", "        del")
@@ -90,7 +90,7 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints are found when they are allocated": [
         (
             SLOTS,
-            "            self.states.wanted[sequence] = end\n",
+            "            self.live.wanted[sequence] = end\n",
             (
                 "            saved: list[Checkpoint] = []\n"
                 "            self._save(sequence, end, self.early, saved)\n"
@@ -101,8 +101,8 @@ FAULTS: dict[str, list[Change]] = {
         (SLOTS, "after: list[StateCopy] = []\n        saved", "after, self.early = self.early, []\n        saved"),
         (
             SLOTS,
-            "        self._checkpoints = checkpoints\n",
-            "        self._checkpoints, self.early = checkpoints, []\n",
+            "        self._checkpoints = attached.checkpoints\n",
+            "        self._checkpoints, self.early = attached.checkpoints, []\n",
         ),
     ],
     "a checkpoint is attached to the block before": [
@@ -115,13 +115,11 @@ FAULTS: dict[str, list[Change]] = {
     "a delayed checkpoint is found at once": [
         (SLOTS, "waits = sequence.delayed_from is not None and sequence.delayed_from < position", "waits = False")
     ],
-    "a save that waits survives a rewind": [
-        (SLOTS, "        self._drop_waiting(state, sequence.num_computed_tokens)\n", "")
-    ],
+    "a save that waits survives a rewind": [(SLOTS, "        self._drop_waiting(state, num_computed)\n", "")],
     "an untaken save of a sequence that ended is made": [(LIVE, "        self.wanted.pop(sequence, None)\n", "")],
     # Room.
     "saves take blocks without looking whether they are free": [
-        (SLOTS, "if self.pool.queue.num_free_blocks < states.num_blocks:", "if False:")
+        (SLOTS, "if self._pool.queue.num_free_blocks < states.num_blocks:", "if False:")
     ],
     "a checkpoint of the step may be evicted by the next one": [
         (SLOTS, "        saved.append(checkpoint)\n", "        self._release(blocks, is_landmark=is_landmark)\n")
@@ -129,20 +127,22 @@ FAULTS: dict[str, list[Change]] = {
     "checkpoints aren't queued behind their sequence's blocks": [
         (SLOTS, "        for checkpoint in state.made:\n", "        for checkpoint in state.made[:0]:\n")
     ],
-    "a pin doesn't hold the checkpoint at its end": [(SLOTS, "self.soft_holds.extend(sequence)  # now", "pass  # now")],
+    "a pin doesn't hold the checkpoint at its end": [
+        (SLOTS, "self._slots.soft_holds.extend(sequence)  # now", "pass  # now")
+    ],
     # Going back.
     "a rewind goes back to where no checkpoint is": [
-        (MANAGER, "            end = self._state_slots.floor_of(own, end)\n", "            pass\n"),
+        (MANAGER, "            end = self._recurrent.floor_of(own, end)\n", "            pass\n"),
         (SLOTS, '            assert found is not None, f"{sequence}: went back to where no checkpoint is"\n', ""),
     ],
-    "a rewind restores nothing": [(MANAGER, "self._state_slots.go_back(sequence, num_tokens)", "pass")],
+    "a rewind restores nothing": [(MANAGER, "self._recurrent.go_back(sequence, num_tokens)", "pass")],
     "a state may go back any number of tokens": [(SLOTS, "        if num_tokens < least:\n", "        if False:\n")],
     "a state may go back one token too many": [(SLOTS, "if num_tokens < least:", "if num_tokens + 1 < least:")],
     "pins don't hold what decoded tokens fill": [
-        (SLOTS, "        if self.soft_holds is not None and is_cached:", "        if False:")
+        (ALLOCATOR, "        if self.soft_holds is not None and is_cached:", "        if False:")
     ],
     "a state may go back twice": [
-        (SLOTS, "        state.start = max(state.start, sequence.num_computed_tokens - self.states.num_kept)\n", "")
+        (SLOTS, "        state.start = max(state.start, sequence.num_computed_tokens - self.live.num_kept)\n", "")
     ],
     # Tiers.
     "a tier's hit needs no checkpoint": [
@@ -177,15 +177,15 @@ FAULTS: dict[str, list[Change]] = {
         (ARRIVING, "    if num_tokens == arriving.start:\n", "    if False:\n"),
         (
             SLOTS,
-            "        self.states.restart(state, num_tokens, blocks)\n",
+            "        self.live.restart(state, num_tokens, blocks)\n",
             "        self.pool.release_table(blocks)\n        state.restoring = []\n",
         ),
     ],
     "the hit's checkpoint isn't owned while a load may fail": [
-        (GROUP_SLOTS, "for checkpoint in (hit.checkpoint, hit.arriving):", "for checkpoint in (hit.arriving,):"),
+        (ALLOCATOR, "for checkpoint in (parts.checkpoint, loads.arriving):", "for checkpoint in (loads.arriving,):"),
         (
             ARRIVING,
-            "fallback = [] if hit.checkpoint is None else hit.checkpoint.blocks",
+            "fallback = [] if parts.checkpoint is None else parts.checkpoint.blocks",
             "fallback: list[KVCacheBlock] = []",
         ),
     ],
@@ -196,24 +196,28 @@ FAULTS: dict[str, list[Change]] = {
         (JOBS, "return self.end_token if all(arrived) else self.start_for(sequence)", "return self.end_token")
     ],
     "pages are stored in another order": [
-        (TIER_PREFIX, "            self.blocks += blocks\n", "            self.blocks += blocks[::-1]\n")
+        (
+            TIER_PREFIX,
+            "            self.blocks = self.blocks + blocks\n",
+            "            self.blocks = self.blocks + blocks[::-1]\n",
+        )
     ],
     "pages are restored from a disk in another order": [
         (TIER_POOL, "for column in sorted(slots)]", "for column in sorted(slots)[::-1]]")
     ],
     # Places.
     "marks aren't rounded to the alignment": [
-        (SLOTS, "place = position // self.alignment * self.alignment", "place = position")
+        (SLOTS, "place = position // self._alignment * self._alignment", "place = position")
     ],
     "only the prompt's end is saved after a preemption": [
         (
             SLOTS,
-            "step, num_tokens = self.alignment, sequence.num_tokens",
-            "step, num_tokens = self.alignment, sequence.num_prompt_tokens",
+            "step, num_tokens = self._alignment, sequence.num_tokens",
+            "step, num_tokens = self._alignment, sequence.num_prompt_tokens",
         )
     ],
     "where two prompts part nothing is saved": [
-        (SLOTS, "places.add(min(last, max(hit.num_matched_tokens, hit.num_tier_tokens) // step * step))", "pass")
+        (SLOTS, "places.add(min(last, max(hit.num_matched_tokens, hit.parts.num_tier_tokens) // step * step))", "pass")
     ],
     "a chunk may end behind what the scheduler asked for": [
         (SLOTS, "        return min(place, max_end)\n", "        return place if place < 1 << 60 else max_end\n")

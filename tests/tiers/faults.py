@@ -11,13 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.faults import Change, find_all
 
-TRAFFIC, POOL, JOBS, WISHES = "tiers/traffic.py", "tiers/pool.py", "tiers/jobs.py", "tiers/wishes.py"
-RESTORING, CHANGES, GROUP_JOBS, GROUP_POOL = (
-    "tiers/restoring.py",
-    "tiers/changes.py",
-    "tiers/grouped/jobs.py",
-    "tiers/grouped/pool.py",
-)
+TRANSFERS, POOL, JOBS, QUEUE = "tiers/transfers.py", "tiers/pool.py", "tiers/jobs.py", "tiers/store_queue.py"
+RESTORING, CHANGES, HIT, PREFIX = "tiers/restoring.py", "tiers/changes.py", "tiers/hit.py", "tiers/prefix.py"
 
 TESTS = tuple(
     f"tests/tiers/test_{name}.py"
@@ -30,20 +25,24 @@ TESTS = tuple(
 
 FAULTS: dict[str, list[Change]] = {
     # What may be loaded, and by whom.
-    "a lookup that is out of date is loaded": [(TRAFFIC, "if not self._is_stored(load):", "if False:")],
+    "a lookup that is out of date is loaded": [(TRANSFERS, "if not load.is_there():", "if False:")],
     "loads are taken behind a hit whose last token is computed again": [
-        (TRAFFIC, "if given and hit is not None and hit.num_tokens != start:", "if False:")
+        (TRANSFERS, "if given and hit is not None and hit.num_tokens != start:", "if False:")
     ],
     "a twin of a sequence that loads doesn't wait": [
-        (TRAFFIC, "if job is not None and twin.num_computed_tokens > job.start:", "if False:")
+        (TRANSFERS, "if job is not None and twin.num_computed_tokens > job.start:", "if False:")
     ],
     "a cut within a load keeps a part of a block": [
-        (TRAFFIC, "elif num_left < job.start + len(job.blocks) * self._block_size and num_left %", "elif False and 0 %")
+        (JOBS, "return num_left // size * size if is_inside else num_left", "return num_left")
     ],
     "a sequence that lost its hit waits for the load behind it": [
-        (TRAFFIC, "if start < job.start or num_left <= job.start:", "if False:")
+        (
+            JOBS,
+            "return self.start_for(sequence) < self.start or sequence.num_computed_tokens <= self.start",
+            "return False",
+        )
     ],
-    "a sequence keeps the slots of what didn't arrive": [(TRAFFIC, "if not is_whole:", "if False:")],
+    "a sequence keeps the slots of what didn't arrive": [(TRANSFERS, "if not is_whole:", "if False:")],
     "a transfer that failed counts as arrived": [
         (JOBS, "        if ok:\n            self._note_arrived", "        if True:\n            self._note_arrived")
     ],
@@ -57,63 +56,65 @@ FAULTS: dict[str, list[Change]] = {
         (JOBS, "return self.start if lost_from is None else min", "return self.start if True else min")
     ],
     # Who holds what while it moves.
-    "the device's blocks aren't held while they are stored": [(TRAFFIC, "self._slots.pool.touch(job.blocks)", "pass")],
+    "the device's blocks aren't held while they are stored": [
+        (TRANSFERS, "self._slots.pool.touch(job.blocks)", "pass")
+    ],
     "the device's blocks aren't held while they are loaded": [
-        (TRAFFIC, "self._slots.pool.touch(job.held)", "job.held = []")
+        (TRANSFERS, "self._slots.pool.touch(job.held)", "job.held = []")
     ],
     "a store holds its blocks until its last transfer is answered": [
         (
-            TRAFFIC,
+            TRANSFERS,
             "if not (isinstance(job, LoadJob) and job.sequences):",
             "if isinstance(job, LoadJob) and not job.sequences:",
         ),
         (
-            TRAFFIC,
+            TRANSFERS,
             "        for table in tables:  # in order",
             "        for table in [job.blocks, *tables]:  # in order",
         ),
-        (TRAFFIC, "and job.sequences else job.open_blocks() for", "and job.sequences else job.blocks for"),
+        (TRANSFERS, "and job.sequences else job.open_blocks() for", "and job.sequences else job.blocks for"),
     ],
     "a load that was given up holds its blocks until its last transfer is answered": [
-        (TRAFFIC, "if not (isinstance(job, LoadJob) and job.sequences):", "if isinstance(job, StoreJob):"),
-        (TRAFFIC, "still = {*job.open_blocks()}", "still = {*job.blocks}"),
-        (TRAFFIC, "        job.held = []\n", "        job.held = job.blocks\n"),
-        (TRAFFIC, "if isinstance(job, LoadJob) and job.sequences else", "if isinstance(job, LoadJob) else"),
+        (TRANSFERS, "if not (isinstance(job, LoadJob) and job.sequences):", "if isinstance(job, StoreJob):"),
+        (TRANSFERS, "still = {*job.open_blocks()}", "still = {*job.blocks}"),
+        (TRANSFERS, "        job.held = []\n", "        job.held = job.blocks\n"),
+        (TRANSFERS, "if isinstance(job, LoadJob) and job.sequences else", "if isinstance(job, LoadJob) else"),
     ],
     "slots aren't held while they are loaded": [
-        (TRAFFIC, "        for pool, slots in job.parts:\n            pool.hold(slots)\n", "        job.parts = []\n")
+        (TRANSFERS, "        for pool, slots in job.parts:\n            pool.hold(slots)\n", "        job.parts = []\n")
     ],
     "a block is in two stores of one tier": [
-        (TRAFFIC, "if first < len(prefix.blocks) and pool.is_in_store(prefix.blocks[first]):", "if False:"),
+        (TRANSFERS, "if first < len(prefix.blocks) and pool.is_in_store(prefix.blocks[first]):", "if False:"),
         (
-            TRAFFIC,
+            TRANSFERS,
             "moving = [n for n in range(number) if pool.is_in_store(prefix.blocks[first + n])]",
             "moving = [number]",
         ),
     ],
     "stores hold any number of blocks": [
-        (TRAFFIC, "room = pool.max_storing - len(pool.storing)", "room = len(run.blocks)"),
+        (TRANSFERS, "room = pool.max_storing - len(pool.storing)", "room = len(run.blocks)"),
     ],
     # What is lost, or forgotten.
-    "loads aren't told of lost blocks": [(TRAFFIC, "job.note_lost(lost, prefixes)", "pass")],
+    "loads aren't told of lost blocks": [(TRANSFERS, "job.note_lost(lost, prefixes)", "pass")],
     "stores aren't told of lost blocks": [
-        (TRAFFIC, "pool.lost.update([block for block in blocks if pool.is_in_store(block)])", "pass")
+        (TRANSFERS, "pool.lost.update([block for block in blocks if pool.is_in_store(block)])", "pass")
     ],
     "bad blocks stay in tiers": [
-        (TRAFFIC, "pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))", "pass")
+        (TRANSFERS, "pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))", "pass")
     ],
     "what was stored of a dead step stays": [
-        (TRAFFIC, "prefixes += [prefix for owner in owners for prefix in pool.drop_copies(owner, left)]", "pass")
+        (TRANSFERS, "prefixes += [prefix for owner in owners for prefix in pool.drop_copies(owner, left)]", "pass")
     ],
     "a dead step takes what the tier had before": [
         (POOL, "if block in lost and self.copies.get(block) is slot:", "if block in lost:")
     ],
-    "a reset leaves the tiers": [(TRAFFIC, "        for pool in self.pools:\n            pool.clear()\n", "")],
+    "a reset leaves the tiers": [(TRANSFERS, "        for pool in self.pools:\n            pool.clear()\n", "")],
     "a salt is forgotten on the device alone": [
-        (TRAFFIC, "return sum([pool.forget_salt(salt) for pool in self.pools])", "return 0")
+        (TRANSFERS, "return sum([pool.forget_salt(salt) for pool in self.pools])", "return 0")
     ],
     "slots whose load failed are found again": [
-        (TRAFFIC, 'pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots], "aborted")', "pass")
+        (TRANSFERS, 'pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots], "aborted")', "pass")
     ],
     "blocks that changed while they were stored are cached": [
         (
@@ -131,7 +132,7 @@ FAULTS: dict[str, list[Change]] = {
     "stores forget what is lost of blocks that wait for earlier ones": [
         (POOL, "return block in self.storing or block in self.arrived", "return block in self.storing")
     ],
-    "a lost prefix is lost under every salt": [(WISHES, "return keys == (other.extra_keys or {})", "return True")],
+    "a lost prefix is lost under every salt": [(PREFIX, "return keys == (other.extra_keys or {})", "return True")],
     # Quotas.
     "a tenant beyond its quota takes any slot": [
         (POOL, "if tenant.num_excess_blocks > 0 and not self._has_spare():", "if False:")
@@ -161,30 +162,27 @@ FAULTS: dict[str, list[Change]] = {
     # Several groups.
     "a store of several groups is cached behind slots that were taken": [
         (
-            GROUP_JOBS,
-            "return super()._slot_before(min(number, self._num_primary))",
-            "return None if number else super()._slot_before(0)",
+            JOBS,
+            "        number = min(number, self._num_primary)\n        if number:\n",
+            "        if number >= self._num_primary:\n            return None\n        if number:\n",
         )
     ],
     "a load relies on blocks of a window that were lost": [
-        (GROUP_JOBS, "if brought or is_same or not blocks.isdisjoint(self._relied_on):", "if brought or is_same:")
+        (JOBS, "if brought or is_same or not blocks.isdisjoint(self._relied_on):", "if brought or is_same:")
     ],
-    "bad blocks of one group count as arrived": [(GROUP_JOBS, "if self.num_good < len(self.blocks):", "if False:")],
+    "bad blocks of one group count as arrived": [(JOBS, "if self.num_good < len(self.blocks):", "if False:")],
     "a sequence goes on where its window lacks a block": [
-        (GROUP_JOBS, "if side_group.kind.first_needed(end) < first:", "if False:")
+        (JOBS, "if side_group.kind.first_needed(end) < first:", "if False:")
     ],
     "a sequence with windows keeps a part of its hit": [
         (
-            GROUP_JOBS,
+            JOBS,
             "return self.start if super().start_for(sequence) == self.start else 0",
             "return super().start_for(sequence)",
         )
     ],
     "what was stored of a dead step's windows stays": [
-        (GROUP_POOL, "if slot is not None and self.copies[block] is slot:", "if False:")
-    ],
-    "slots of several groups that were evicted are told as they were": [
-        (GROUP_POOL, "        self._changes.note_unstored(self.index.detached)\n", "")
+        (POOL, "if found is not None and self.copies[block] is found:", "if False:")
     ],
 }
 
