@@ -63,10 +63,16 @@ class AttachedBlocks:
 
     def rows(self, primaries: list[KVCacheBlock], first: int, end: int) -> list[Row]:
         """Return the rows of cached primary blocks first to end - 1. A row is empty if nothing is attached. O(rows)."""
-        found: list[Row] = []
-        run: Run | None = None
-        rows: dict[int, Row] = {}
         empty = self._empty_row
+        run = primaries[first].run if first < end else None
+        if run is not None and primaries[end - 1].run is run:  # mostly: then they are consecutive in that run
+            of_run, start = self._rows.get(run), primaries[first].index
+            if of_run is None:
+                return [empty] * (end - first)
+            return [of_run.get(position, empty) for position in range(start, start + end - first)]
+        found: list[Row] = []
+        run = None
+        rows: dict[int, Row] = {}
         for primary in primaries[first:end]:
             if primary.run is not run:
                 run = primary.run

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from kvblocks.arguments import is_a, listed, wrong
+from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.kinds import Group
 from kvblocks.core.recurrent import RecurrentState
 from kvblocks.errors import InvalidArgumentError
@@ -73,6 +74,7 @@ class GroupLayout:
         "groups",
         "has_gaps",
         "has_scratch",
+        "no_blocks",
         "primary",
         "row_size",
         "side_groups",
@@ -89,6 +91,8 @@ class GroupLayout:
         self.has_gaps = any(group.has_gaps for group in groups)
         self.has_scratch = not all(group.has_tokens for group in groups)
         self.smallest_block_size = min([group.block_size for group in groups if group.has_table], default=min(sizes))
+        self.no_blocks: list[list[KVCacheBlock]] = [[]] * len(groups)
+        """By group, no new blocks: one constant for all calls that give none."""
         self.primary: int | None = None
         self.state: int | None = None
         for number, group in enumerate(groups):

@@ -192,13 +192,12 @@ def _longest_end(
                     rows[first] = attached.rows(matched, first, last)
                 column = side_group.first_column
                 found = [row[column] for row in rows[first]]
-            held = [block for block in found if block is not None]
-            if len(held) < len(found):
+            if None in found:
                 missing = first + max([i for i, block in enumerate(found) if block is None])
                 limit = limit or _Limit(side_group, missing)
                 end = missing * side_group.block_size // alignment * alignment
                 break
-            tables.append((first, held))
+            tables.append((first, found))  # type: ignore[arg-type]  # none of them is None
         if len(tables) == len(attached.layout.side_groups):
             return end, tables, limit
 

@@ -53,6 +53,8 @@ LostBlocks = dict[KVCacheBlock, int]
 GAP = KVCacheBlock(-1)
 """A placeholder in a new table for a block that is taken right after."""
 
+_NO_BLOCKS: list[KVCacheBlock] = []
+
 Commit = tuple[Sequence, int, int, Digests | None]
 """What `commit` caches: (sequence, how many tokens are reported as written, first block that isn't cached, digests)."""
 
@@ -274,12 +276,16 @@ class SlotAllocator:
         side = sequence.side_tables
         num_tokens = len(sequence.tokens) + 1
         if side is not None and side.tables:
-            side.plan(sequence, num_tokens - 1, num_tokens, 0)
-            if self._is_refused([side]):
+            num_wanted = side.plan_one(sequence, num_tokens - 1)
+            if num_wanted > self.pool.queue.num_free_blocks and self._is_refused([side]):
                 return None
             sequence.append_checked(token)
-            self._let_pass(side)
-            return self._finish(sequence, side, num_tokens, None)
+            if side.is_passing:
+                self._let_pass(side)
+            taken = self.take(num_wanted, sequence) if num_wanted else _NO_BLOCKS
+            self._fill_one(sequence, side, taken, 0, None)
+            self._end_one(sequence, side, num_tokens)
+            return taken if num_wanted else []
         block_size = self._block_size
         blocks: list[KVCacheBlock] = []
         if num_tokens > len(sequence.blocks) * block_size:
@@ -304,6 +310,39 @@ class SlotAllocator:
             side.note_primary(blocks)
             self._note_one(sequence, side)
         return blocks
+
+    def _fill_one(
+        self,
+        sequence: Sequence,
+        side: SideTables,
+        blocks: list[KVCacheBlock],
+        step_index: int,
+        changes: list[TableChange] | None,
+    ) -> None:
+        """`_fill` for the plan of one token."""
+        if blocks or side.missing or side.shared is not None:
+            self._fill(sequence, side, blocks, step_index, changes)
+        else:
+            side.new_blocks = side.layout.no_blocks
+            sequence.tail_owner = sequence.owner
+
+    def _end_one(self, sequence: Sequence, side: SideTables, num_tokens: int) -> None:
+        """`_end_slots` for one token. No digest may be needed."""
+        sequence.num_computed_tokens = num_tokens
+        size = self.smallest_block_size
+        offset = num_tokens % size
+        if offset:
+            sequence.fits_below = num_tokens - offset + size - 1  # `_count`, inlined
+        if side.layout.has_gaps:
+            for table in side.tables:
+                table.note_end(num_tokens)
+        if not num_tokens % self._block_size:
+            first = sequence.num_cached_blocks
+            cache_filled_blocks(self._index, [sequence])
+            if sequence.num_cached_blocks > first:
+                self._note_cached(sequence, side, first)
+        if self.states is not None:
+            self.states.note_slots(sequence, side)
 
     def _note_one(self, sequence: Sequence, side: SideTables) -> None:
         """Record a decoded token of a sequence without a table but the primary one."""
@@ -386,28 +425,38 @@ class SlotAllocator:
         delayed: bool,
     ) -> list[TableChange] | None:
         """`append_step` where sequences have side tables."""
-        sides = [side_tables_of(sequence) for sequence in at_boundary]
-        for sequence, side in zip(at_boundary, sides, strict=True):
-            side.plan(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + 1, 0)
-        keep_for_last(at_boundary)
-        num_taken = self._num_taken_for(sides)
-        if num_taken > self.pool.queue.num_free_blocks and self._note_step_refusal(num_taken, tokens):
-            return None
+        sides: list[SideTables] = []
+        num_wanted, is_unsure = 0, False
+        for sequence in at_boundary:
+            side = side_tables_of(sequence)
+            sides.append(side)
+            is_unsure = is_unsure or sequence.tail_owner is None
+            num_wanted += side.plan_one(sequence, sequence.num_computed_tokens)
+        if is_unsure:
+            keep_for_last(at_boundary)
+        if is_unsure or num_wanted > self.pool.queue.num_free_blocks:
+            num_wanted = self._num_taken_for(sides)
+            if num_wanted > self.pool.queue.num_free_blocks and self._note_step_refusal(num_wanted, tokens):
+                return None
         append_each(self._change, sequences, tokens)
         if delayed:
             for sequence in sequences:
                 self._delay(sequence, sequence.num_computed_tokens - 1)
         digests = self._digests_of_step(sequences, at_boundary) if self._index.needs_digests else {}
         for side in sides:
-            self._let_pass(side)
+            if side.is_passing:
+                self._let_pass(side)
         changes: list[TableChange] = []
         # All are taken before a fill gives back what it copies from.
         taken = [self.take(side.num_planned(), s) for s, side in zip(at_boundary, sides, strict=True)]
         for sequence, side, blocks in zip(at_boundary, sides, taken, strict=True):
-            self._fill(sequence, side, blocks, indices[sequence], changes)
+            self._fill_one(sequence, side, blocks, indices[sequence], changes)
         for sequence, side in zip(at_boundary, sides, strict=True):
-            self._count(sequence, sequence.num_computed_tokens)
-            self._end_slots(sequence, side, digests.get(sequence))
+            if digests:
+                self._count(sequence, sequence.num_computed_tokens)
+                self._end_slots(sequence, side, digests[sequence])
+            else:
+                self._end_one(sequence, side, sequence.num_computed_tokens)
         return changes
 
     # Sequences that part, go back and end.
@@ -677,14 +726,18 @@ class SlotAllocator:
         if sequence.num_computed_tokens // self._block_size > first:
             cache_full_blocks(self._index, sequence, digests)
             if sequence.num_cached_blocks > first:
-                self._attach(sequence, side, first)
-                if self._index.detached:
-                    self.pool.requeue_detached()
-                if self.soft_holds is not None:
-                    # Now, since blocks that a pin lacks may have left the window before the sequence is freed.
-                    self.soft_holds.extend(sequence)
+                self._note_cached(sequence, side, first)
         if self.states is not None:
             self.states.note_slots(sequence, side)
+
+    def _note_cached(self, sequence: Sequence, side: SideTables, first: int) -> None:
+        """Cache in other groups what ends in a sequence's primary blocks from `first` on, which were just cached."""
+        self._attach(sequence, side, first)
+        if self._index.detached:
+            self.pool.requeue_detached()
+        if self.soft_holds is not None:
+            # Now, since blocks that a pin lacks may have left the window before the sequence is freed.
+            self.soft_holds.extend(sequence)
 
     def _fill(
         self,

@@ -226,6 +226,7 @@ class SideTables:
 
     __slots__ = (
         "fallback",
+        "is_passing",
         "landmarks",
         "layout",
         "live_state",
@@ -257,6 +258,8 @@ class SideTables:
         """Planned: the index of the shared block of the primary table that must not be written to; None: none."""
         self.num_slots = 0
         """Planned: for how many tokens there are slots then."""
+        self.is_passing = False
+        """Planned for one token: whether blocks leave windows."""
 
     def plan(self, sequence: Sequence, start: int, num_slots: int, num_in_flight: int) -> None:
         """Plan slots for the sequence's first `num_slots` tokens, in all groups, with writing from `start` on.
@@ -277,6 +280,39 @@ class SideTables:
                 table.plan_copy(start)
             if start % size and sequence.blocks[start // size].is_shared:
                 self.shared = start // size
+
+    def plan_one(self, sequence: Sequence, start: int) -> int:
+        """`plan` for the one token at `start`. Returns how many blocks of the pool it takes. O(groups)."""
+        if sequence.tail_owner is None:
+            self.plan(sequence, start, start + 1, 0)
+            self.is_passing = True
+            return self.num_planned()
+        self.num_slots = start + 1
+        passed_at = start
+        if sequence.delayed_from is not None and sequence.delayed_from < start:
+            passed_at = sequence.delayed_from
+        is_passing, number = False, 0
+        for table in self.tables:
+            side_group, num_dead, num_live = table.side_group, table.num_dead, len(table.blocks)
+            table.shared = None
+            table.missing = 0
+            if start >= (num_dead + num_live) * side_group.block_size:
+                table.missing = 1
+                number += 1
+            passing = side_group.kind.first_needed(passed_at) - num_dead
+            if passing > 0:
+                table.passing = passing if passing < num_live else num_live
+                is_passing = True
+            else:
+                table.passing = 0
+        self.is_passing = is_passing
+        self.shared = None
+        self.missing = 0
+        if start >= len(sequence.blocks) * self.layout.block_size:
+            self.missing = 1
+            if self.layout.primary is not None:
+                number += 1
+        return number
 
     def plan_start(self, num_held: int, start: int, num_slots: int) -> None:
         """`plan` for a sequence that starts with `num_held` blocks in its primary table. O(groups)."""
@@ -406,6 +442,8 @@ class SideTables:
     def is_landmark(self, table: GroupTable, index: int) -> bool:
         """Whether a hit that ends at a landmark needs the block at this index of the table. O(landmarks)."""
         side_group = table.side_group
+        if not self.landmarks or index * side_group.block_size >= self.landmarks[-1]:
+            return False
         for landmark in self.landmarks:
             # The last token of a full hit is computed again, hence - 1.
             if side_group.kind.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):

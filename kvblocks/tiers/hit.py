@@ -160,8 +160,9 @@ class TierHit(Closed):
             None if number else checkpoint,
             len(checkpoint.blocks) if number and checkpoint is not None else 0,
         )
-        num_tokens, source = len(held) * device.index.block_size, self.hit.source
-        loading = CacheHit(self.sequence, held, num_tokens, self.sequence.num_tokens, source, parts)
+        own = self.hit if hit is None else hit
+        num_tokens = len(held) * device.index.block_size
+        loading = CacheHit(own.sequence, held, num_tokens, own.sequence.num_tokens, own.source, parts)
         if hit is not None:
             loading.version = hit.version
         return loading

@@ -189,7 +189,7 @@ class StateHistory(GroupHistory):
     def is_stale(self, model: ModelSequence, hit: Any) -> bool:
         """A checkpoint that went, and was saved anew in the same blocks, is another one. The model sees only blocks."""
         end = len(hit.blocks) * self.model.block_size
-        if hit.checkpoint is not None and not hit.checkpoint.is_cached:
+        if hit.parts is not None and hit.parts.checkpoint is not None and not hit.parts.checkpoint.is_cached:
             return True
         return super().is_stale(model, hit) or list(hit.checkpoint_block_ids) != self.model.checkpoint(model, end)
 

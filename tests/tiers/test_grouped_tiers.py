@@ -347,7 +347,7 @@ def attached(index, position):
     """What is attached to a block of the prompt."""
     return [
         block
-        for block in index.row(index.match(memoryview(array("I", PROMPT)), None, position + 1)[position])
+        for block in index.attached.row(index.match(memoryview(array("I", PROMPT)), None, position + 1)[position])
         if block is not None
     ]
 

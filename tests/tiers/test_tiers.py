@@ -114,7 +114,7 @@ def test_what_a_reset_forgot_is_not_stored():
 
 
 def test_a_prefix_is_dropped_whoever_holds_it():
-    pool = make_pool(Tier("host", 4, 100), 4, 1)
+    pool = make_pool(Tier("host", 4, 100), 4, None, 1)
     tokens = array("I", range(4))
     for _ in range(2):
         blocks = pool.pool.take(1)  # both stay owned, as by two jobs
