@@ -6,14 +6,14 @@ An attached block can therefore be found exactly as long as its whole prefix can
 cached, its attached blocks can never be hit again. They stop being cached and are put into `detached`, and the pool has
 them reused first.
 
-A node has a row with a column for each attached block that ends in it. A column holds one block. If a second sequence
+A node has a column for each attached block that ends in it, together its row. A column holds one block. If a second sequence
 brings another block for it, the newer one takes the place of the older one, which is detached, unless the older one has
 an owner. In that case the newer block isn't cached. An attached block has the `run` and `index` of its node, so it
 counts as cached.
 
 Checkpoints of recurrent states (`checkpoints`) are attached to nodes in the same way, each as one object.
 
-Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
+Invariants: blocks are attached to cached positions alone; an attached block leads back to its node.
 """
 
 from collections.abc import Hashable
@@ -30,7 +30,18 @@ from kvblocks.hashing.extra_keys import decode_salt_and_lora
 if TYPE_CHECKING:
     from kvblocks.core.prefix_index import PrefixIndex
 
-Row = list[KVCacheBlock | None]
+Column = list[KVCacheBlock | None]
+"""The blocks attached in one column of a run, by position. Positions behind its end have none."""
+
+
+class Columns:
+    """The blocks that are attached to a run, by column. num_blocks: how many there are."""
+
+    __slots__ = ("columns", "num_blocks")
+
+    def __init__(self, num_columns: int) -> None:
+        self.columns: list[Column] = [[] for _ in range(num_columns)]
+        self.num_blocks = 0
 
 
 class AttachedBlocks:
@@ -43,49 +54,46 @@ class AttachedBlocks:
         """Where states are saved; None where no group keeps a state."""
         self.num_blocks = 0
         """How many blocks are attached, including those of checkpoints."""
-        self._rows: dict[Run, dict[int, Row]] = {}
-        self._empty_row: Row = [None] * layout.row_size
+        self._columns: dict[Run, Columns] = {}
         self._gone: list[bytes] = []  # removal keys of attached blocks that this call stops caching
 
-    def row(self, block: KVCacheBlock) -> Row | None:
-        """Return the row of a cached primary block, None if nothing is attached. Don't change it. O(1)."""
-        rows = None if block.run is None else self._rows.get(block.run)
-        return None if rows is None else rows.get(block.index)
-
-    def rows_of(self, run: Run) -> dict[int, Row]:
-        """Return the rows of a run, by position. Don't change them. O(1)."""
-        return self._rows.get(run, {})
+    def row(self, block: KVCacheBlock) -> Column:
+        """Return what is attached to a cached primary block, by column. O(columns)."""
+        found = None if block.run is None else self._columns.get(block.run)
+        if found is None:
+            return [None] * self.layout.row_size
+        index = block.index
+        return [column[index] if index < len(column) else None for column in found.columns]
 
     def at(self, primary: KVCacheBlock, column: int) -> KVCacheBlock | None:
-        """Return the block in a column of the row of a cached primary block, None if there is none. O(1)."""
-        row = self.row(primary)
-        return None if row is None else row[column]
+        """Return the block in a column of a cached primary block, None if there is none. O(1)."""
+        found = None if primary.run is None else self._columns.get(primary.run)
+        if found is None:
+            return None
+        blocks = found.columns[column]
+        return blocks[primary.index] if primary.index < len(blocks) else None
 
-    def rows(self, primaries: list[KVCacheBlock], first: int, end: int) -> list[Row]:
-        """Return the rows of cached primary blocks first to end - 1. A row is empty if nothing is attached. O(rows)."""
-        empty = self._empty_row
-        run = primaries[first].run if first < end else None
-        if run is not None and primaries[end - 1].run is run:  # mostly: then they are consecutive in that run
-            of_run, start = self._rows.get(run), primaries[first].index
-            if of_run is None:
-                return [empty] * (end - first)
-            return [of_run.get(position, empty) for position in range(start, start + end - first)]
-        found: list[Row] = []
-        run = None
-        rows: dict[int, Row] = {}
-        for primary in primaries[first:end]:
-            if primary.run is not run:
-                run = primary.run
-                rows = {} if run is None else self._rows.get(run, {})
-            found.append(rows.get(primary.index, empty))
-        return found
+    def stretch(self, primaries: list[KVCacheBlock], column: int, first: int, end: int) -> Column:
+        """Return the blocks in a column of primary blocks first to end - 1 of a cached prefix, None where there are
+        none.
+
+        O(runs), where a run's blocks cost one slice.
+        """
+        if first >= end:
+            return []
+        run = primaries[first].run
+        if run is None or primaries[end - 1].run is not run:
+            return [self.at(primary, column) for primary in primaries[first:end]]
+        found, start, number = self._columns.get(run), primaries[first].index, end - first
+        part = [] if found is None else found.columns[column][start : start + number]
+        return part if len(part) == number else part + [None] * (number - len(part))
 
     def column_of(self, block: KVCacheBlock) -> int | None:
         """Return the column in which a cached block is attached; None for one of the primary group. O(columns).
 
         For a part of a checkpoint, this is the first column after those of a row.
         """
-        for column, other in enumerate(self.row(block) or []):
+        for column, other in enumerate(self.row(block)):
             if other is block:
                 return column
         is_part = self.checkpoints is not None and self.checkpoints.of(block) is not None
@@ -119,17 +127,23 @@ class AttachedBlocks:
         """
         run = primary.run
         assert run is not None and run.epoch.is_current, f"{primary}: nothing can be attached to it"
-        row = self._rows.setdefault(run, {}).setdefault(primary.index, [None] * self.layout.row_size)
-        older = row[column]
+        columns = self._columns.get(run)
+        if columns is None:
+            columns = self._columns[run] = Columns(self.layout.row_size)
+        blocks, index = columns.columns[column], primary.index
+        if index >= len(blocks):
+            blocks += [None] * (index + 1 - len(blocks))
+        older = blocks[index]
         if older is not None and older.ref_cnt:
             return False
-        row[column] = block
-        block.run, block.index = run, primary.index
+        blocks[index] = block
+        block.run, block.index = run, index
         if older is not None:
             older.run = None
             self._index.version += 1
             self._index.detached.append(older)
             return False
+        columns.num_blocks += 1
         self._count(run, 1)
         return True
 
@@ -238,11 +252,12 @@ class AttachedBlocks:
 
         The other blocks of a checkpoint are detached. O(blocks of a checkpoint).
         """
-        if self._rows:
-            row = self.row(block)
-            if row is not None and block in row:
-                self._let_go(block)
-                return True
+        columns = None if block.run is None else self._columns.get(block.run)
+        if columns is not None and block.run is not None:
+            for column, blocks in enumerate(columns.columns):
+                if block.index < len(blocks) and blocks[block.index] is block:
+                    self._let_go(block.run, columns, column, block)
+                    return True
         checkpoint = None if self.checkpoints is None else self.checkpoints.of(block)
         if checkpoint is None:
             return False
@@ -253,7 +268,7 @@ class AttachedBlocks:
 
     def is_bare(self, run: Run) -> bool:
         """Whether no block is attached to a run, apart from checkpoints. O(1)."""
-        return run not in self._rows
+        return run not in self._columns
 
     def num_with_last_checkpoint(self, run: Run) -> int:
         """Return how many blocks of a run, from the first, end with its last checkpoint; 0: none. O(checkpoints)."""
@@ -267,13 +282,16 @@ class AttachedBlocks:
                 checkpoint = found[position]
                 self._let_checkpoint_go(checkpoint)
                 self._index.detached += checkpoint.blocks
-        rows = self._rows.get(run)
-        if rows is None:
+        columns = self._columns.get(run)
+        if columns is None:
             return
+        end = min(end, max([len(blocks) for blocks in columns.columns]))
         for position in range(end - 1, first - 1, -1):
-            for block in rows.get(position, ())[::-1]:
+            for column in range(len(columns.columns) - 1, -1, -1):
+                blocks = columns.columns[column]
+                block = blocks[position] if position < len(blocks) else None
                 if block is not None:
-                    self._let_go(block)
+                    self._let_go(run, columns, column, block)
                     self._index.detached.append(block)
 
     def tell_gone(self, cause: RemovalCause) -> None:
@@ -285,14 +303,15 @@ class AttachedBlocks:
 
     def clear(self) -> None:
         """Forget all attached blocks, after a reset. O(1)."""
-        self._rows = {}
+        self._columns = {}
         if self.checkpoints is not None:
             self.checkpoints.clear()
         self.num_blocks = 0
 
     def num_in_run(self, run: Run) -> int:
         """Return how many blocks are attached to a run. O(rows + checkpoints of the run)."""
-        number = sum([sum([block is not None for block in row]) for row in self._rows.get(run, {}).values()])
+        columns = self._columns.get(run)
+        number = 0 if columns is None else columns.num_blocks
         if self.checkpoints is not None:
             number += sum([len(found.blocks) for found in self.checkpoints.in_run(run).values()])
         return number
@@ -300,11 +319,10 @@ class AttachedBlocks:
     def num_cached_by_group(self) -> list[int]:
         """Return how many blocks of each group are cached. O(rows)."""
         counts = [0] * len(self.layout.groups)
-        for rows in self._rows.values():
-            for row in rows.values():
-                for side_group in self.layout.side_groups:
-                    columns = row[side_group.first_column : side_group.first_column + side_group.num_columns]
-                    counts[side_group.group] += sum([block is not None for block in columns])
+        for found in self._columns.values():
+            for side_group in self.layout.side_groups:
+                for blocks in found.columns[side_group.first_column : side_group.first_column + side_group.num_columns]:
+                    counts[side_group.group] += len(blocks) - blocks.count(None)
         if self.checkpoints is not None and self.layout.state is not None:
             counts[self.layout.state] = self.checkpoints.num_blocks
         if self.layout.primary is not None:
@@ -314,14 +332,14 @@ class AttachedBlocks:
     def check(self) -> None:
         """Raise AssertionError unless the module's invariants hold. O(attached blocks)."""
         num_blocks = 0
-        for run, rows in self._rows.items():
-            assert run.epoch is self._index.epoch and rows, f"{run}: blocks are attached to what isn't cached"
-            for position, row in rows.items():
-                blocks = [block for block in row if block is not None]
-                assert blocks and position < len(run.blocks), f"{run}: a row of nothing at {position}"
-                for block in blocks:
-                    assert block.run is run and block.index == position, f"{block}: doesn't lead to its row"
-                num_blocks += len(blocks)
+        for run, columns in self._columns.items():
+            assert run.epoch is self._index.epoch and columns.num_blocks, f"{run}: attached to what isn't cached"
+            held = [(i, block) for blocks in columns.columns for i, block in enumerate(blocks) if block is not None]
+            for position, block in held:
+                assert position < len(run.blocks), f"{run}: {block} is attached to nothing at {position}"
+                assert block.run is run and block.index == position, f"{block}: doesn't lead to its column"
+            assert len(held) == columns.num_blocks, f"{run}: {len(held)} attached, {columns.num_blocks} counted"
+            num_blocks += len(held)
         if self.checkpoints is not None:
             self.checkpoints.check()
             num_blocks += self.checkpoints.num_blocks
@@ -339,19 +357,17 @@ class AttachedBlocks:
         self.checkpoints.remove(checkpoint)
         self._count(run, -len(checkpoint.blocks))
 
-    def _let_go(self, block: KVCacheBlock) -> None:
-        run = block.run
-        assert run is not None
-        rows = self._rows[run]
-        row = rows[block.index]
-        column = row.index(block)
+    def _let_go(self, run: Run, columns: Columns, column: int, block: KVCacheBlock) -> None:
         if self._index.needs_digests:
             self._note_gone(block, column)
-        row[column] = None
-        if not any(row):
-            del rows[block.index]
-            if not rows:
-                del self._rows[run]
+        blocks = columns.columns[column]
+        if block.index == len(blocks) - 1:
+            blocks.pop()
+        else:
+            blocks[block.index] = None
+        columns.num_blocks -= 1
+        if not columns.num_blocks:
+            del self._columns[run]
         block.run = None
         self._count(run, -1)
 

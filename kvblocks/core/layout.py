@@ -82,6 +82,7 @@ class GroupLayout:
         "state",
         "table_groups",
         "table_numbers",
+        "tables_in_order",
     )
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
@@ -111,6 +112,8 @@ class GroupLayout:
         self.table_groups = [side_group.group for side_group in self.side_groups]
         self.table_groups += [] if self.primary is None else [self.primary]
         self.table_numbers = {group: self.table_groups.index(group) for group in sorted(self.table_groups)}
+        self.tables_in_order = tuple(self.table_numbers.items())
+        """(group, number of its table), by group: the order in which new blocks are handed out."""
 
     @property
     def state_kind(self) -> RecurrentState | None:

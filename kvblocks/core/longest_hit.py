@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
-from kvblocks.core.attached import AttachedBlocks, Row, removal_key
+from kvblocks.core.attached import AttachedBlocks, removal_key
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.checkpoints import Checkpoint
@@ -177,7 +177,6 @@ def _longest_end(
                 limit = limit or _NoState(with_state, end)
                 end = with_state
         tables: Tables = []
-        rows: dict[int, list[Row]] = {}  # by first index: groups of the same kind need the same rows
         for side_group in attached.layout.side_groups:
             first, last = side_group.kind.needed_blocks(end, num_tokens)
             found: list[KVCacheBlock | None]
@@ -185,13 +184,10 @@ def _longest_end(
                 found = []
             elif side_group.block_size != size:
                 found = _find(attached, side_group, matched, first, last)
-            elif first not in rows and last > first and attached.at(matched[last - 1], side_group.first_column) is None:
+            elif last > first and attached.at(matched[last - 1], side_group.first_column) is None:
                 first, found = last - 1, [None]  # so that stretches without attached blocks cost O(1) a block
             else:
-                if first not in rows:
-                    rows[first] = attached.rows(matched, first, last)
-                column = side_group.first_column
-                found = [row[column] for row in rows[first]]
+                found = attached.stretch(matched, side_group.first_column, first, last)
             if None in found:
                 missing = first + max([i for i, block in enumerate(found) if block is None])
                 limit = limit or _Limit(side_group, missing)

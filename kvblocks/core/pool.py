@@ -216,7 +216,8 @@ class BlockPool(Closed):
         """
         if empty:
             self.queue.release_empty(empty[::-1])
-        self.queue.release_passed(passed)
+        if passed:
+            self.queue.release_passed(passed)
         if self.detached:
             self._drop_detached(empty + passed)
         for watcher in self.index.watchers:

@@ -184,12 +184,12 @@ class SlotAllocator:
                     touched += parts.checkpoint.blocks
                 if hit.num_tokens:
                     side.note_start(hit.num_tokens)
-        in_pool = held + touched if self.pool.virtual is None else touched
-        in_pool = in_pool if loads is None else [*dict.fromkeys(in_pool)]
         side.plan_start(len(held), num_hit * self._block_size, num_slots)
         num_taken = side.num_planned() + num_gaps
-        if num_taken + len(in_pool) > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
-            return None
+        if num_taken + len(held) + len(touched) > self.pool.queue.num_free_blocks:
+            in_pool = dict.fromkeys(touched if self.pool.virtual is not None else held + touched)
+            if self._note_refusal(num_taken, [*in_pool]):
+                return None
         digests = None
         if self._index.needs_digests and not delayed:
             digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
@@ -320,11 +320,32 @@ class SlotAllocator:
         changes: list[TableChange] | None,
     ) -> None:
         """`_fill` for the plan of one token."""
-        if blocks or side.missing or side.shared is not None:
+        layout = side.layout
+        if sequence.tail_owner is None or layout.has_gaps or layout.primary is None:
             self._fill(sequence, side, blocks, step_index, changes)
-        else:
-            side.new_blocks = side.layout.no_blocks
-            sequence.tail_owner = sequence.owner
+            return
+        if not blocks:
+            side.new_blocks = layout.no_blocks
+            return
+        first, num_tables = 0, len(side.tables)
+        new_blocks = side.new_blocks = [*layout.no_blocks]
+        for group, number in layout.tables_in_order:
+            if number == num_tables:
+                if not side.missing:
+                    continue
+                block, index = blocks[first], len(sequence.blocks)
+                sequence.blocks.append(block)
+            else:
+                table = side.tables[number]
+                if not table.missing:
+                    continue
+                block, index = blocks[first], table.num_dead + len(table.blocks)
+                table.blocks.append(block)
+                table.block_ids.append(block.block_id)
+            first += 1
+            new_blocks[group] = [block]
+            if changes is not None:
+                changes.append((step_index, group, index, block.block_id))
 
     def _end_one(self, sequence: Sequence, side: SideTables, num_tokens: int) -> None:
         """`_end_slots` for one token. No digest may be needed."""
@@ -426,14 +447,18 @@ class SlotAllocator:
     ) -> list[TableChange] | None:
         """`append_step` where sequences have side tables."""
         sides: list[SideTables] = []
+        numbers: list[int] = []
         num_wanted, is_unsure = 0, False
         for sequence in at_boundary:
             side = side_tables_of(sequence)
             sides.append(side)
             is_unsure = is_unsure or sequence.tail_owner is None
-            num_wanted += side.plan_one(sequence, sequence.num_computed_tokens)
+            number = side.plan_one(sequence, sequence.num_computed_tokens)
+            numbers.append(number)
+            num_wanted += number
         if is_unsure:
             keep_for_last(at_boundary)
+            numbers = [side.num_planned() for side in sides]
         if is_unsure or num_wanted > self.pool.queue.num_free_blocks:
             num_wanted = self._num_taken_for(sides)
             if num_wanted > self.pool.queue.num_free_blocks and self._note_step_refusal(num_wanted, tokens):
@@ -448,7 +473,7 @@ class SlotAllocator:
                 self._let_pass(side)
         changes: list[TableChange] = []
         # All are taken before a fill gives back what it copies from.
-        taken = [self.take(side.num_planned(), s) for s, side in zip(at_boundary, sides, strict=True)]
+        taken = [self.take(n, s) if n else _NO_BLOCKS for s, n in zip(at_boundary, numbers, strict=True)]
         for sequence, side, blocks in zip(at_boundary, sides, taken, strict=True):
             self._fill_one(sequence, side, blocks, indices[sequence], changes)
         for sequence, side in zip(at_boundary, sides, strict=True):
@@ -694,6 +719,17 @@ class SlotAllocator:
 
     def _let_pass_of(self, side: SideTables, table: GroupTable) -> None:
         first = table.num_dead
+        if table.passing == 1:
+            block = table.drop_first(1)[0]
+            if block is EMPTY:
+                return
+            if not block.is_cached:
+                self.pool.release_passed(_NO_BLOCKS, [block])
+            elif table.side_group.kind.keeps_passed or side.is_landmark(table, first):
+                self.pool.release_table([block])
+            else:
+                self.pool.release_passed([block], _NO_BLOCKS)
+            return
         kept: list[KVCacheBlock] = []
         passed: list[KVCacheBlock] = []
         empty: list[KVCacheBlock] = []

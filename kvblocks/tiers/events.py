@@ -67,22 +67,20 @@ def note_restored(pool: TierPool) -> None:
             if pool.index.events is not None:
                 pool.index.events.note_stored(run, 0)
         if pool.index.attached is not None and pool.index.events is not None:
-            _note_restored_rows(pool.index, pool.index.attached)
+            _note_restored_attached(pool.index, pool.index.attached)
 
 
-def _note_restored_rows(index: PrefixIndex, attached: AttachedBlocks) -> None:
+def _note_restored_attached(index: PrefixIndex, attached: AttachedBlocks) -> None:
     """Record all blocks that are attached in a tier as stored just now. O(blocks of the prefixes that have some)."""
     for run in index.runs():
-        rows = attached.rows_of(run)
+        if not attached.num_in_run(run):
+            continue
         checkpoints = {} if attached.checkpoints is None else attached.checkpoints.in_run(run)
-        prefix = prefix_of(run, len(run.blocks)) if rows or checkpoints else None
+        prefix = prefix_of(run, len(run.blocks))
+        above = len(prefix.blocks) - len(run.blocks)
         for position, checkpoint in sorted(checkpoints.items()):
-            if prefix is not None:
-                chain = prefix.blocks[: len(prefix.blocks) - len(run.blocks) + position + 1]
-                attached.note_checkpoint_at_end(chain, checkpoint, prefix.tokens)
-        for position, row in sorted(rows.items()):
-            if prefix is not None:
-                chain = prefix.blocks[: len(prefix.blocks) - len(run.blocks) + position + 1]
-                for column, slot in enumerate(row):
-                    if slot is not None:
-                        attached.note_column(chain, prefix.tokens, column)
+            attached.note_checkpoint_at_end(prefix.blocks[: above + position + 1], checkpoint, prefix.tokens)
+        for position, primary in enumerate(run.blocks):
+            for column, slot in enumerate(attached.row(primary)):
+                if slot is not None:
+                    attached.note_column(prefix.blocks[: above + position + 1], prefix.tokens, column)

@@ -752,7 +752,7 @@ class TierMachine:
             before, after = old.index.attached, new.index.attached
             if before is not None and after is not None:
                 for there, here in list(pairs):
-                    rows = [attached.rows([slot], 0, 1)[0] for attached, slot in ((before, there), (after, here))]
+                    rows = [attached.row(slot) for attached, slot in ((before, there), (after, here))]
                     assert [slot is None for slot in rows[0]] == [slot is None for slot in rows[1]]
                     if before.checkpoints is not None and after.checkpoints is not None:
                         states = [before.checkpoints.at(there), after.checkpoints.at(here)]
