@@ -70,9 +70,9 @@ def schedule() -> list[tuple[Sequence, int]]:
 def sample(sequence: Sequence, token: int) -> None:
     """Add a sampled token, or end the sequence. After the prompt, fork it into as many samples as requested."""
     for number in range(1, num_samples.pop(sequence.sequence_id, 1)):
-        twin = manager.fork(sequence, f"{sequence.sequence_id}/{number}")
-        running.append(twin)
-        twin.append_tokens([token + number])
+        child = manager.fork(sequence, f"{sequence.sequence_id}/{number}")
+        running.append(child)
+        child.append_tokens([token + number])
     sequence.append_tokens([token])
     if sequence.num_tokens == sequence.num_prompt_tokens + MAX_NEW_TOKENS:
         answers[sequence.sequence_id] = sequence.token_ids(sequence.num_prompt_tokens)

@@ -570,14 +570,14 @@ class KVCacheManager(Closed):
             self._recurrent.check_fork(sequence)
         if sequence.side_tables is not None:
             sequence.side_tables.check_back(sequence.num_computed_tokens, sequence, "fork")
-        twin = sequence.fork(sequence_id)
-        self._claim(twin, "fork")
-        self._slots.fork(sequence, twin)
-        self._in_flight.note(twin)
+        child = sequence.fork(sequence_id)
+        self._claim(child, "fork")
+        self._slots.fork(sequence, child)
+        self._in_flight.note(child)
         if self._transfers is not None:
-            self._transfers.note_fork(sequence, twin)
+            self._transfers.note_fork(sequence, child)
         self._link.end()
-        return twin
+        return child
 
     def truncate(
         self, sequence: Given[Sequence], num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None

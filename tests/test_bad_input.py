@@ -268,7 +268,7 @@ CALLS: dict[str, Call] = dict(
         of_manager("cache_blocks", sequence=RUNNING, num_computed_tokens=INT),
         of_manager("free", sequence=RUNNING),
         of_manager("abort", sequence=RUNNING, num_computed_tokens=INT),
-        of_manager("fork", sequence=RUNNING, sequence_id=constant("twin", "id")),
+        of_manager("fork", sequence=RUNNING, sequence_id=constant("child", "id")),
         of_manager(
             "truncate", sequence=RUNNING, num_tokens=constant(6, "int"), num_computed_tokens=constant(None, "none")
         ),
@@ -393,7 +393,7 @@ CALLS: dict[str, Call] = dict(
         of_sequence("first_live_block", group=constant(0, "int")),
         of_sequence("token_ids", start=INT, end=MAYBE_INT),
         of_sequence("append_tokens", token_ids=TOKENS, extra_keys=constant([], "empty")),
-        of_sequence("fork", sequence_id=constant("twin", "id")),
+        of_sequence("fork", sequence_id=constant("child", "id")),
         ("CacheHit.cut", Call(lambda world: world.hit.cut, {"max_tokens": INT})),
         ("CacheHit.group_blocks", Call(lambda world: world.hit.group_blocks, {"group": constant(0, "int")})),
         (

@@ -60,31 +60,31 @@ class TestFork:
     def test_a_fork_where_a_block_is_full_copies_nothing(self) -> None:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(8))
-        twin = manager.fork(first, 1)
+        child = manager.fork(first, 1)
         assert ids(manager.append_slots(first, [1]) or []) == [2]
-        assert ids(manager.append_slots(twin, [1]) or []) == [3]
+        assert ids(manager.append_slots(child, [1]) or []) == [3]
         assert manager.take_copies() == []
 
-    def test_a_twin_has_the_keys_and_hits_what_they_say(self) -> None:
+    def test_a_child_has_the_keys_and_hits_what_they_say(self) -> None:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(9), salt="a", lora="l", extra_keys=[(1, 3, "image")])
-        twin = manager.fork(first, 1)
-        assert (twin.salt, twin.lora, twin.extra_keys) == ("a", "l", first.extra_keys)
-        manager.append_slots(twin, [1, 2, 3])
-        manager.free(twin)
-        assert manager.get_computed_blocks(twin).num_tokens == 11  # a full hit of twelve
-        assert manager.get_computed_blocks(Sequence(2, twin.token_ids(), salt="a")).num_tokens == 0
+        child = manager.fork(first, 1)
+        assert (child.salt, child.lora, child.extra_keys) == ("a", "l", first.extra_keys)
+        manager.append_slots(child, [1, 2, 3])
+        manager.free(child)
+        assert manager.get_computed_blocks(child).num_tokens == 11  # a full hit of twelve
+        assert manager.get_computed_blocks(Sequence(2, child.token_ids(), salt="a")).num_tokens == 0
 
     def test_reserved_slots_are_not_shared_and_reserving_copies(self) -> None:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(6))
         manager.allocate_slots(first, 0, num_total_tokens=12)
-        twin = manager.fork(first, 1)
-        assert (first.block_ids, twin.block_ids) == ([0, 1, 2], [0, 1])
-        assert ids(manager.allocate_slots(twin, 0, num_total_tokens=7) or []) == [
+        child = manager.fork(first, 1)
+        assert (first.block_ids, child.block_ids) == ([0, 1, 2], [0, 1])
+        assert ids(manager.allocate_slots(child, 0, num_total_tokens=7) or []) == [
             3
         ]  # drafts are written before they are appended
-        assert twin.block_ids == [0, 3]
+        assert child.block_ids == [0, 3]
         assert manager.take_copies() == [(0, 1, 3)]
         assert manager.append_slots(first, [1]) == []
         manager.check()
@@ -93,9 +93,9 @@ class TestFork:
         manager = KVCacheManager(16, 4)
         first = Sequence(0, range(10))
         manager.allocate_slots(first, 6)
-        twin = manager.fork(first, 1)
-        assert ids(manager.allocate_slots(twin) or []) == [2, 3]
-        assert twin.block_ids == [0, 2, 3]
+        child = manager.fork(first, 1)
+        assert ids(manager.allocate_slots(child) or []) == [2, 3]
+        assert child.block_ids == [0, 2, 3]
         assert manager.take_copies() == [(0, 1, 2)]
         assert ids(manager.allocate_slots(first) or []) == [4]
         manager.check()
@@ -103,24 +103,24 @@ class TestFork:
     def test_without_a_block_to_copy_to_nothing_changes(self) -> None:
         manager = KVCacheManager(3, 4)
         first = started(manager, 0, range(10))
-        twin = manager.fork(first, 1)
-        before = manager.inspect.free_block_ids(), manager.stats, twin.block_ids[:], twin.token_ids()
-        assert manager.append_slots(twin, [1]) is None
-        assert manager.append_step([first, twin], [1, 1]) is None
-        assert manager.allocate_slots(twin, 0, num_total_tokens=11) is None
-        assert (manager.inspect.free_block_ids(), manager.stats, twin.block_ids, twin.token_ids()) == before
+        child = manager.fork(first, 1)
+        before = manager.inspect.free_block_ids(), manager.stats, child.block_ids[:], child.token_ids()
+        assert manager.append_slots(child, [1]) is None
+        assert manager.append_step([first, child], [1, 1]) is None
+        assert manager.allocate_slots(child, 0, num_total_tokens=11) is None
+        assert (manager.inspect.free_block_ids(), manager.stats, child.block_ids, child.token_ids()) == before
         assert manager.take_copies() == []
         manager.free(first)
-        assert manager.append_slots(twin, [1]) == []  # it has the block to itself now
+        assert manager.append_slots(child, [1]) == []  # it has the block to itself now
         manager.check()
 
     def test_tokens_given_in_a_buffer_are_the_callers(self) -> None:
         manager = KVCacheManager(16, 4)
         prompt = array.array("I", range(6))
         first = started(manager, 0, prompt)
-        twin = manager.fork(first, 1)
-        manager.append_slots(twin, [9])
-        assert (list(prompt), first.num_tokens, twin.token_ids()) == (list(range(6)), 6, [*range(6), 9])
+        child = manager.fork(first, 1)
+        manager.append_slots(child, [9])
+        assert (list(prompt), first.num_tokens, child.token_ids()) == (list(range(6)), 6, [*range(6), 9])
 
     def test_the_last_of_a_step_to_leave_a_block_keeps_it(self) -> None:
         manager = KVCacheManager(16, 4)
@@ -132,11 +132,11 @@ class TestFork:
 
     def test_reserving_nothing_copies_nothing(self) -> None:
         manager = KVCacheManager(16, 4)
-        twin = manager.fork(started(manager, 0, range(5)), 1)
-        assert manager.allocate_slots(twin, 0, num_total_tokens=twin.num_tokens) == []
+        child = manager.fork(started(manager, 0, range(5)), 1)
+        assert manager.allocate_slots(child, 0, num_total_tokens=child.num_tokens) == []
         assert manager.take_copies() == []
 
-    def test_what_a_twin_must_not_write(self) -> None:
+    def test_what_a_child_must_not_write(self) -> None:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(10))
         assert (first.num_readonly_tokens, manager.fork(first, 1).num_readonly_tokens) == (0, 8)
@@ -314,7 +314,7 @@ class TestRenew:
         manager = KVCacheManager(32, 4, pin_budget=1.0, debug=True)
         first = started(manager, "first", range(4))
         manager.append_slots(first, [4, 5, 6, 7])
-        twin = manager.fork(first, "twin")
+        child = manager.fork(first, "child")
         manager.reset_prefix_cache()
         started(manager, "other", range(4))
         manager.renew(first)
@@ -322,16 +322,16 @@ class TestRenew:
         manager.abort(first, 0)
         started(manager, "longer", range(13))
         pin = manager.pins.pin(range(12))
-        manager.renew(twin)
+        manager.renew(child)
         assert pin.num_held_blocks == 3
         assert manager.get_computed_blocks(Sequence("probe", range(13))).num_tokens == 12
 
     def test_forks_of_whole_blocks(self) -> None:
         manager = KVCacheManager(16, 4, debug=True)
         first = started(manager, 0, range(8))
-        twin = manager.fork(first, 1)
+        child = manager.fork(first, 1)
         manager.reset_prefix_cache()
-        manager.renew(twin)
+        manager.renew(child)
         manager.renew(first)
         assert manager.stats.num_cached_blocks == 2
 
@@ -376,38 +376,38 @@ class TestWhatNobodyComputedIsNotHit:
         manager.abort(sequence, 7)  # 70 was never computed
         assert manager.get_computed_blocks(Sequence("t", self.PROBE)).num_tokens == 4
 
-    def test_so_is_a_twins_that_its_parent_left(self) -> None:
+    def test_so_is_a_childs_that_its_parent_left(self) -> None:
         manager = KVCacheManager(8, 4, debug=True)
         parent = started(manager, "a", range(5))
         manager.append_slots(parent, [5, 6, 7])
-        twin = manager.fork(parent, "b")
+        child = manager.fork(parent, "b")
         manager.abort(parent, 7)
-        manager.truncate(twin, 5)
-        assert twin.num_readonly_tokens == 4
-        manager.append_slots(twin, [50, 60])
-        manager.append_slots(twin, [70])
-        manager.abort(twin, 7)
+        manager.truncate(child, 5)
+        assert child.num_readonly_tokens == 4
+        manager.append_slots(child, [50, 60])
+        manager.append_slots(child, [70])
+        manager.abort(child, 7)
         assert manager.get_computed_blocks(Sequence("t", self.PROBE)).num_tokens == 4
 
     def test_with_a_window_too(self) -> None:
         manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 8)], debug=True)
         parent = started(manager, "a", range(5))
         manager.append_slots(parent, [5, 6, 7])
-        twin = manager.fork(parent, "b")
+        child = manager.fork(parent, "b")
         manager.abort(parent, 7)
-        manager.truncate(twin, 5)
-        manager.append_slots(twin, [50, 60])
-        manager.append_slots(twin, [70])
-        manager.abort(twin, 7)
+        manager.truncate(child, 5)
+        manager.append_slots(child, [50, 60])
+        manager.append_slots(child, [70])
+        manager.abort(child, 7)
         assert manager.get_computed_blocks(Sequence("t", self.PROBE)).num_tokens == 4
 
-    def test_an_abort_takes_back_what_a_renewed_twin_cached_of_it(self) -> None:
+    def test_an_abort_takes_back_what_a_renewed_child_cached_of_it(self) -> None:
         manager = KVCacheManager(8, 4, debug=True)
         parent = started(manager, "a", range(7))
         manager.reset_prefix_cache()
         manager.append_slots(parent, [7])  # of before the reset, so not cached
-        twin = manager.fork(parent, "b")
-        manager.renew(twin)  # now it is
-        for sequence in (twin, parent):  # the step that was to compute 7 dies
+        child = manager.fork(parent, "b")
+        manager.renew(child)  # now it is
+        for sequence in (child, parent):  # the step that was to compute 7 dies
             manager.abort(sequence, 7)
         assert manager.get_computed_blocks(Sequence("t", range(9))).num_tokens == 4

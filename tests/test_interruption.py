@@ -85,7 +85,7 @@ def start(manager: KVCacheManager, name: Any, tokens: list[int]) -> Sequence:
         lambda manager, running: manager.allocate_slots(running, 0, num_total_tokens=running.num_tokens + 9),
         lambda manager, running: manager.free(running),
         lambda manager, running: manager.abort(running, 0),
-        lambda manager, running: manager.fork(running, "twin"),
+        lambda manager, running: manager.fork(running, "child"),
         lambda manager, running: manager.pins.pin(PROMPT[:4]),
     ],
 )

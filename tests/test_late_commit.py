@@ -139,9 +139,9 @@ def test_a_refused_call_delays_nothing():
 
 def test_a_fork_before_the_commit_caches_each_block_once(manager):
     sequence = start(manager, "a", 10)
-    twin = manager.fork(sequence, "twin")
-    assert twin.num_written_tokens == 0
-    assert manager.cache_blocks(twin, 10) == 8
+    child = manager.fork(sequence, "child")
+    assert child.num_written_tokens == 0
+    assert manager.cache_blocks(child, 10) == 8
     assert manager.stats.num_cached_blocks == 2
     assert manager.cache_blocks(sequence, 10) == 8
     assert manager.stats.num_cached_blocks == 2
@@ -149,11 +149,11 @@ def test_a_fork_before_the_commit_caches_each_block_once(manager):
 
 def test_what_two_committed_in_parts_is_found_when_both_are_gone(manager):
     sequence = start(manager, "a", 10)
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     manager.cache_blocks(sequence, 4)
-    manager.cache_blocks(twin, 8)
+    manager.cache_blocks(child, 8)
     manager.free(sequence)
-    manager.free(twin)
+    manager.free(child)
     assert num_hit(manager, PROMPT) == 2
 
 

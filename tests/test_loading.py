@@ -86,10 +86,10 @@ class TestLoads:
     def test_rewinding_takes_back_what_was_cached_behind(self, manager):
         sequence = Sequence("a", PROMPT)
         manager.allocate_slots(sequence)
-        twin = manager.fork(sequence, "twin")
+        child = manager.fork(sequence, "child")
         assert manager.rewind(sequence, 10) == 8
         assert num_hit(manager, PROMPT) == 8
-        assert (twin.num_computed_tokens, manager.cache_blocks(twin, 20), num_hit(manager, PROMPT)) == (20, 8, 8)
+        assert (child.num_computed_tokens, manager.cache_blocks(child, 20), num_hit(manager, PROMPT)) == (20, 8, 8)
 
     def test_blocks_of_a_hit_are_given_back_and_stay_cached(self, manager):
         cached(manager, PROMPT[:12])
@@ -209,10 +209,10 @@ class TestTotals:
     def test_room_in_a_shared_block_is_copied(self, manager):
         sequence = Sequence("a", PROMPT[:6])
         manager.allocate_slots(sequence)
-        twin = manager.fork(sequence, "twin")
+        child = manager.fork(sequence, "child")
         assert manager.allocate_slots(sequence, num_total_tokens=6) == []
         assert len(manager.allocate_slots(sequence, num_total_tokens=7)) == 1
-        assert manager.take_copies() == [(0, twin.block_ids[1], sequence.block_ids[1])]
+        assert manager.take_copies() == [(0, child.block_ids[1], sequence.block_ids[1])]
 
     def test_a_total_that_does_not_fit_changes_nothing(self, manager):
         sequence = Sequence("a", PROMPT)
@@ -230,7 +230,7 @@ class TestTotals:
         found = manager.get_computed_blocks(other)
         assert manager.get_num_blocks_to_allocate(other, 20, hit=found) == 3
         assert manager.get_num_blocks_to_allocate(sequence, 20) == 2
-        manager.fork(sequence, "twin")
+        manager.fork(sequence, "child")
         assert manager.get_num_blocks_to_allocate(sequence, 20) == 3
         assert manager.get_num_blocks_to_allocate(sequence, 9) == 0
         with pytest.raises(SequenceStateError, match="expected no hit"):
@@ -351,16 +351,16 @@ class TestEvictingById:
         manager.allocate_slots(sequence)
         manager.evict_blocks(sequence.block_ids[:1])
         manager.append_slots(sequence, [4, 5, 6, 7])
-        twin = manager.fork(sequence, "twin")
-        assert manager.cache_blocks(twin, 8) == 0, "its parent was to write them"
+        child = manager.fork(sequence, "child")
+        assert manager.cache_blocks(child, 8) == 0, "its parent was to write them"
         assert manager.cache_blocks(sequence, 8) == 8
         manager.append_slots(sequence, [8, 9, 10, 11])
         assert (manager.stats.num_cached_blocks, num_hit(manager, PROMPT)) == (3, 12)
-        manager.append_slots(twin, [8, 9, 10, 11])
-        assert manager.cache_blocks(twin, 12) == 0
+        manager.append_slots(child, [8, 9, 10, 11])
+        assert manager.cache_blocks(child, 12) == 0
         assert (manager.stats.num_cached_blocks, num_hit(manager, PROMPT)) == (3, 12)
         manager.free(sequence)
-        manager.free(twin)
+        manager.free(child)
         assert manager.evict_blocks(range(16)) == []
         assert manager.stats.num_cached_blocks == 0
 

@@ -643,9 +643,9 @@ def test_leaks_are_the_sequences_that_nobody_freed_with_their_ages():
         manager.allocate_slots(passing)
         manager.free(passing)
     manager.allocate_slots(kept)
-    twin = manager.fork(kept, "twin")
-    assert manager.sequences() == [lost, kept, twin]
-    assert manager.inspect.leaks() == [HeldBlocks(lost, 2, 5), HeldBlocks(kept, 1, 1), HeldBlocks(twin, 1, 0)]
+    child = manager.fork(kept, "child")
+    assert manager.sequences() == [lost, kept, child]
+    assert manager.inspect.leaks() == [HeldBlocks(lost, 2, 5), HeldBlocks(kept, 1, 1), HeldBlocks(child, 1, 0)]
     assert [held.sequence for held in manager.inspect.leaks(min_age=2)] == [lost]
     for sequence in manager.sequences():
         manager.free(sequence)

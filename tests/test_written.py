@@ -102,8 +102,8 @@ def test_what_was_lost_before_its_step_died_is_not_kept_by_others(manager, hidde
 
 def test_a_tail_that_was_never_written_is_lost_to_a_fork(manager):
     one = allocate(manager, "one", range(5))
-    twin = manager.fork(one, "twin")
-    manager.append_slots(twin, [5])
+    child = manager.fork(one, "child")
+    manager.append_slots(child, [5])
     assert num_hit(manager, range(6)) == 6
     other = manager.fork(one, "other")
     manager.abort(one, 4)
@@ -157,9 +157,9 @@ def test_a_truncation_inside_a_block_keeps_what_is_written_before():
     one = Sequence("one", range(3))
     manager.allocate_slots(one)
     manager.append_slots(one, range(3, 12))
-    twin = manager.fork(one, "twin")
+    child = manager.fork(one, "child")
     manager.truncate(one, 6, num_computed_tokens=6)
-    assert (one.num_written_tokens, twin.num_written_tokens) == (6, 6)
+    assert (one.num_written_tokens, child.num_written_tokens) == (6, 6)
     manager.append_slots(one, [60, 70])
     assert num_hit(manager, [0, 1, 2, 3, 4, 5, 60, 70]) == 8
 
@@ -201,11 +201,11 @@ def test_nobody_goes_back_to_where_a_group_that_is_not_cached_computed_nothing()
 def test_who_was_given_a_tail_by_a_fork_can_not_lose_it_for_others(cut):
     manager = KVCacheManager(60, 4, debug=True)
     one = allocate(manager, "one", range(6))
-    twin = manager.fork(one, "twin")
+    child = manager.fork(one, "child")
     if cut == "abort":
-        manager.abort(twin, 5)
+        manager.abort(child, 5)
     else:
-        manager.rewind(twin, 4)
+        manager.rewind(child, 4)
     assert (one.num_written_tokens, one.lost_from) == (6, None)
     manager.append_slots(one, [6, 7, 8])
     assert num_hit(manager, range(9)) == 8
@@ -214,9 +214,9 @@ def test_who_was_given_a_tail_by_a_fork_can_not_lose_it_for_others(cut):
 def test_who_was_given_a_block_and_went_back_into_it_can_not_lose_it_for_others():
     manager = KVCacheManager(60, 4, debug=True)
     one = allocate(manager, "one", range(13))
-    twin = manager.fork(one, "twin")
-    manager.append_slots(twin, [50])
-    manager.abort(twin, 13)
+    child = manager.fork(one, "child")
+    manager.append_slots(child, [50])
+    manager.abort(child, 13)
     hitting = Sequence("hitting", range(5))
     hitting.append_tokens(range(5, 10))
     manager.allocate_slots(hitting, hit=manager.get_computed_blocks(hitting))
@@ -228,11 +228,11 @@ def test_who_was_given_a_block_and_went_back_into_it_can_not_lose_it_for_others(
 def test_what_a_fork_wrote_behind_a_given_tail_is_its_own_to_lose():
     manager = KVCacheManager(60, 4, debug=True)
     one = allocate(manager, "one", range(6))
-    twin = manager.fork(one, "twin")
+    child = manager.fork(one, "child")
     manager.free(one)
-    manager.append_slots(twin, [6, 7])  # the last owner keeps the block, and fills it
-    third = manager.fork(twin, "third")
-    manager.abort(twin, 0)
+    manager.append_slots(child, [6, 7])  # the last owner keeps the block, and fills it
+    third = manager.fork(child, "third")
+    manager.abort(child, 0)
     assert (third.num_written_tokens, num_hit(manager, range(8))) == (6, 4)
 
 
@@ -249,9 +249,9 @@ def test_the_end_of_a_transfer_says_nothing_of_the_hit_before_it(manager, loss):
     writer = allocate(manager, "writer", range(4))
     waits = Sequence("waits", range(13))
     manager.allocate_slots(waits, 0, hit=manager.get_computed_blocks(waits), num_external_computed_tokens=8)
-    twin = manager.fork(waits, "twin")
+    child = manager.fork(waits, "child")
     LOSSES[loss](manager, writer)
-    for sequence in (waits, twin):
+    for sequence in (waits, child):
         if loss == "abort after a reset":
             manager.renew(sequence)
         assert manager.cache_blocks(sequence, 12) == 0
@@ -260,39 +260,39 @@ def test_the_end_of_a_transfer_says_nothing_of_the_hit_before_it(manager, loss):
     assert manager.rewind(waits, waits.num_written_tokens) == 0
     manager.allocate_slots(waits)
     assert (waits.num_written_tokens, num_hit(manager, range(12))) == (13, 12)
-    assert manager.cache_blocks(twin, 12) == 0
+    assert manager.cache_blocks(child, 12) == 0
 
 
 def test_a_copy_of_what_was_lost_is_lost(manager):
     """The fork copies the tail that it was given, which nobody wrote. Of two sizes of blocks one may not be copied."""
     one = allocate(manager, "one", range(5))
-    twins = [manager.fork(one, name) for name in "ab"]
+    children = [manager.fork(one, name) for name in "ab"]
     manager.abort(one, 4)
-    for twin in twins:
-        assert manager.append_slots(twin, [5, 6, 7], delay_cache_blocks=True)
-        assert manager.cache_blocks(twin, 8) == 4
-        assert (twin.lost_from, num_hit(manager, range(8))) == (4, 4)
+    for child in children:
+        assert manager.append_slots(child, [5, 6, 7], delay_cache_blocks=True)
+        assert manager.cache_blocks(child, 8) == 4
+        assert (child.lost_from, num_hit(manager, range(8))) == (4, 4)
 
 
 def test_a_side_block_that_was_given_stays_lost_though_the_primary_one_was_copied():
     manager = KVCacheManager(40, groups=[FullAttention(8), SlidingWindow(4, 12)], debug=True)
     one = allocate(manager, "one", range(4))
-    twin = manager.fork(one, "twin")
+    child = manager.fork(one, "child")
     other = manager.fork(one, "other")
-    manager.append_slots(twin, range(4, 9), delay_cache_blocks=True)  # it copies the block of 8
+    manager.append_slots(child, range(4, 9), delay_cache_blocks=True)  # it copies the block of 8
     manager.abort(one, 0)
-    assert manager.cache_blocks(twin, 9) == 0
-    assert (twin.lost_from, other.lost_from, num_hit(manager, range(9))) == (0, 0, 0)
+    assert manager.cache_blocks(child, 9) == 0
+    assert (child.lost_from, other.lost_from, num_hit(manager, range(9))) == (0, 0, 0)
 
 
 def test_a_block_that_turns_out_to_be_bad_before_it_is_there_is_not_vouched_for_by_a_fork(manager):
     waits = Sequence("waits", range(9))
     manager.allocate_slots(waits, 0, num_external_computed_tokens=8)
-    twin = manager.fork(waits, "twin")
+    child = manager.fork(waits, "child")
     assert manager.evict_blocks(waits.block_ids[1:2]) == []
-    assert manager.cache_blocks(twin, 8) == 2
+    assert manager.cache_blocks(child, 8) == 2
     assert manager.cache_blocks(waits, 8) == 8, "its own block, which it says is written now"
-    assert twin.lost_from == 2
+    assert child.lost_from == 2
 
 
 def test_bad_kv_takes_along_all_that_was_computed_from_it(manager):
@@ -322,17 +322,17 @@ def test_who_shares_blocks_is_looked_up_once_for_the_aborts_of_a_step():
     """So they cost the same in any order. Once somebody starts, the tables are looked through again."""
     manager = KVCacheManager(400, 2)
     writers = [allocate(manager, i, [i, 0, i, 1, 2]) for i in range(20)]
-    twins = [manager.fork(writer, f"twin {writer.sequence_id}") for writer in writers]
+    children = [manager.fork(writer, f"child {writer.sequence_id}") for writer in writers]
     manager.abort(writers[0], 2)
     owners = manager._owners  # noqa: SLF001
     assert owners is not None
     for writer in writers[1:]:
         manager.abort(writer, 2)
         assert manager._owners is owners  # noqa: SLF001
-    assert [twin.lost_from for twin in twins] == [2] * 20
-    later = manager.fork(twins[0], "later")
+    assert [child.lost_from for child in children] == [2] * 20
+    later = manager.fork(children[0], "later")
     assert manager._owners is None  # noqa: SLF001
-    manager.append_slots(twins[0], [7, 8])
-    again = manager.fork(twins[0], "again")
-    manager.abort(twins[0], 5)
+    manager.append_slots(children[0], [7, 8])
+    again = manager.fork(children[0], "again")
+    manager.abort(children[0], 5)
     assert (later.lost_from, again.lost_from) == (2, 2)

@@ -294,7 +294,7 @@ def copy_on_write() -> Picture:
         picture.text(x, 28, title, "bold")
     for x in (20, 400):
         picture.text(x, 78, "first")
-        picture.text(x, 198, "twin")
+        picture.text(x, 198, "child")
         picture.box(x + 90, 118, 90, "a b c d", "shared")
         picture.text(x + 135, 166, "block 0", "small", "middle")
         picture.arrow((x + 45, 78), (x + 88, 122))

@@ -27,15 +27,15 @@ def begin_arriving(
     state = states.begin_arriving(sequence, ArrivingState(loads.start, loads.end, there, fallback))
     if blocks:
         pool.touch(blocks)
-        state.waiting.append(WaitingSave(loads.end, blocks, is_landmark=True))
+        state.waiting.append(WaitingSave(loads.end, blocks, is_likely_end=True))
     for checkpoint in (parts.checkpoint, loads.arriving):
         if checkpoint is not None:
-            checkpoint.is_landmark = True
+            checkpoint.is_likely_end = True
             state.made.append(checkpoint)
     return state
 
 
-def check_twin(sequence: Sequence, state: LiveState) -> None:
+def check_child(sequence: Sequence, state: LiveState) -> None:
     """Raise SequenceStateError if a sequence that loads can't be forked: tokens after the loads aren't computed yet."""
     if state.arriving is not None and sequence.num_computed_tokens != state.arriving.end:
         raise SequenceStateError(
@@ -44,15 +44,15 @@ def check_twin(sequence: Sequence, state: LiveState) -> None:
         )
 
 
-def fork_arriving(pool: BlockPool, states: States, state: LiveState, twin: Sequence) -> LiveState:
-    """Give the twin of a sequence that loads a slot of its own, to be restored from the same checkpoint. O(blocks)."""
+def fork_arriving(pool: BlockPool, states: States, state: LiveState, child: Sequence) -> LiveState:
+    """Give the child of a sequence that loads a slot of its own, to be restored from the same checkpoint. O(blocks)."""
     arriving = state.arriving
     assert arriving is not None, "no state is on its way"
     copy = states.begin_arriving(
-        twin, ArrivingState(arriving.start, arriving.end, [*arriving.blocks], [*arriving.fallback])
+        child, ArrivingState(arriving.start, arriving.end, [*arriving.blocks], [*arriving.fallback])
     )
     copy.waiting += [
-        WaitingSave(save.position, save.blocks, is_landmark=save.is_landmark)
+        WaitingSave(save.position, save.blocks, is_likely_end=save.is_likely_end)
         for save in state.waiting
         if save.position == arriving.end
     ]

@@ -6,10 +6,10 @@ An attached block can therefore be found exactly as long as its whole prefix can
 cached, its attached blocks can never be hit again. They stop being cached and are put into `detached`, and the pool has
 them reused first.
 
-A node has a column for each attached block that ends in it, together its row. A column holds one block. If a second sequence
-brings another block for it, the newer one takes the place of the older one, which is detached, unless the older one has
-an owner. In that case the newer block isn't cached. An attached block has the `run` and `index` of its node, so it
-counts as cached.
+A node has a column for each attached block that ends in it, together its row. A column holds one block. If a second
+sequence brings another block for it, the newer one takes the place of the older one, which is detached, unless the
+older one has an owner. In that case the newer block isn't cached. An attached block has the `run` and `index` of its
+node, so it counts as cached.
 
 Checkpoints of recurrent states (`checkpoints`) are attached to nodes in the same way, each as one object.
 

@@ -14,16 +14,16 @@ class Checkpoint:
     """A copy of the state after the tokens of a node (run, index). run: None once it is no longer cached.
 
     blocks: where the copy lies, in the order of its parts. position: how many tokens it is after; 0 if nobody needs to
-    know. is_landmark: whether hits will probably end here. A landmark is reused in order of last use, not before other
-    cached blocks.
+    know. is_likely_end: whether hits will probably end here. Such a checkpoint is reused in order of last use, not
+    before other cached blocks.
     """
 
-    __slots__ = ("blocks", "index", "is_landmark", "position", "run")
+    __slots__ = ("blocks", "index", "is_likely_end", "position", "run")
 
-    def __init__(self, blocks: list[KVCacheBlock], position: int = 0, *, is_landmark: bool) -> None:
+    def __init__(self, blocks: list[KVCacheBlock], position: int = 0, *, is_likely_end: bool) -> None:
         self.blocks = blocks
         self.position = position
-        self.is_landmark = is_landmark
+        self.is_likely_end = is_likely_end
         self.run: Run | None = None
         self.index = 0
 

@@ -1,8 +1,8 @@
 """What follows from an engine's groups: which is the primary group, and what the side groups' blocks are attached to.
 
 The *primary* group is the first one with full attention. The prefix index knows its cached prefixes, and the blocks of
-the side groups are attached to these. Where no group has full attention, anchors stand in for the primary group
-(`anchors`).
+the side groups are attached to these. Where no group has full attention, virtual blocks stand in for the primary group
+(`virtual blocks`).
 
 Invariant: of any two block sizes the smaller one divides the larger one. So hits, which every group must be able to
 serve, are multiples of the largest block size. Groups whose blocks hold no tokens have no part in this.

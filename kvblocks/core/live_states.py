@@ -19,12 +19,12 @@ NOWHERE = 1 << 62
 class WaitingSave:
     """A save that the engine has taken, of a state whose prefix isn't cached yet."""
 
-    __slots__ = ("blocks", "is_landmark", "position")
+    __slots__ = ("blocks", "is_likely_end", "position")
 
-    def __init__(self, position: int, blocks: list[KVCacheBlock], *, is_landmark: bool) -> None:
+    def __init__(self, position: int, blocks: list[KVCacheBlock], *, is_likely_end: bool) -> None:
         self.position = position
         self.blocks = blocks
-        self.is_landmark = is_landmark
+        self.is_likely_end = is_likely_end
 
 
 class ArrivingState:
@@ -121,7 +121,7 @@ class LiveState:
         place = self.places[index] if index < len(self.places) else NOWHERE
         return min(place, (num_tokens // self.every + 1) * self.every) if self.every else place
 
-    def is_landmark(self, position: int) -> bool:
+    def is_likely_end(self, position: int) -> bool:
         """Whether a place is more than just a multiple of `every`. O(log places)."""
         index = bisect_left(self.places, position)
         return index < len(self.places) and self.places[index] == position
@@ -164,14 +164,14 @@ class States:
         state.arriving = arriving
         return state
 
-    def fork(self, state: LiveState, twin: Sequence, position: int) -> LiveState:
+    def fork(self, state: LiveState, child: Sequence, position: int) -> LiveState:
         """Give a sequence a slot with the same state. A slot must be free. O(blocks).
 
-        If the state isn't in its slot yet, the copy that brings it there stays until the twin's copy is made, even if
-        the state's own sequence ends before that. The twin also owns what that copy reads.
+        If the state isn't in its slot yet, the copy that brings it there stays until the child's copy is made, even if
+        the state's own sequence ends before that. The child also owns what that copy reads.
         """
         copy = StateCopy("fork", position, self.free_slots.pop(), state.slot)
-        return self._begin(twin, copy, [*state.restoring], state.origin)
+        return self._begin(child, copy, [*state.restoring], state.origin)
 
     def restart(self, state: LiveState, position: int, restoring: list[KVCacheBlock]) -> None:
         """Bring another state into a slot. The blocks of its earlier origin must have been released. O(copies)."""

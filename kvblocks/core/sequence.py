@@ -376,12 +376,12 @@ class Sequence(Closed):
         Raises InvalidArgumentError.
         """
         own = self.tokens
-        twin = Sequence(sequence_id, own, copy=isinstance(own, array))  # a buffer that was lent is lent to both
-        twin.session = self.session
-        twin.keys = self.keys
-        twin.state_marks = self.state_marks
-        twin.num_prompt_tokens = self.num_prompt_tokens
-        return twin
+        child = Sequence(sequence_id, own, copy=isinstance(own, array))  # a buffer that was lent is lent to both
+        child.session = self.session
+        child.keys = self.keys
+        child.state_marks = self.state_marks
+        child.num_prompt_tokens = self.num_prompt_tokens
+        return child
 
     def packed_tokens(self) -> memoryview:
         """Return a view of the known tokens as bytes, packed u32, without a copy."""

@@ -15,7 +15,7 @@ docs/design/core/when-cached.md has the rules.
 
 A block that left a window is worth less than one that was freed at a sequence's end, since only a hit that ends just
 after it needs it. It is therefore reused before other cached blocks. The exceptions are blocks that a hit will probably
-need, at the sequence's landmarks: where its own hit ended, where its prefix differs from what was cached, and where its
+need, at the sequence's likely hit ends: where its own hit ended, where its prefix differs from what was cached, and where its
 prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the states at the
 points where sequences begin to differ.
 
@@ -486,37 +486,37 @@ class SlotAllocator:
 
     # Sequences that part, go back and end.
 
-    def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Make `twin` an owner of all blocks that hold the sequence's computed tokens. O(blocks)."""
+    def fork(self, sequence: Sequence, child: Sequence) -> None:
+        """Make `child` an owner of all blocks that hold the sequence's computed tokens. O(blocks)."""
         num_tokens, block_size = sequence.num_computed_tokens, self._block_size
-        twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
-        self.pool.touch(twin.blocks)
-        twin.epoch = sequence.epoch
-        twin.num_computed_tokens = num_tokens
-        twin.num_cached_blocks = sequence.num_cached_blocks
-        twin.delayed_from, twin.lost_from = sequence.delayed_from, sequence.lost_from
-        twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
-        twin.num_given_tokens = twin.first_own_token = num_tokens
-        twin.owner = self._change
+        child.blocks += sequence.blocks[: -(-num_tokens // block_size)]
+        self.pool.touch(child.blocks)
+        child.epoch = sequence.epoch
+        child.num_computed_tokens = num_tokens
+        child.num_cached_blocks = sequence.num_cached_blocks
+        child.delayed_from, child.lost_from = sequence.delayed_from, sequence.lost_from
+        child.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
+        child.num_given_tokens = child.first_own_token = num_tokens
+        child.owner = self._change
         if self._parts_in_block(num_tokens):
             sequence.tail_owner = None
             sequence.fits_below = 0
         else:
-            twin.tail_owner = self._change
+            child.tail_owner = self._change
         if sequence.side_tables is not None:
-            self._fork_side_tables(sequence.side_tables, sequence, twin)
+            self._fork_side_tables(sequence.side_tables, sequence, child)
 
-    def _fork_side_tables(self, side: SideTables, sequence: Sequence, twin: Sequence) -> None:
-        copied = twin.side_tables = SideTables(side.layout, side.landmarks)
-        for table, twin_table in zip(side.tables, copied.tables, strict=True):
-            twin_table.begin_as(table, twin.num_computed_tokens)
-            self.pool.touch(twin_table.held)
+    def _fork_side_tables(self, side: SideTables, sequence: Sequence, child: Sequence) -> None:
+        copied = child.side_tables = SideTables(side.layout, side.likely_ends)
+        for table, child_table in zip(side.tables, copied.tables, strict=True):
+            child_table.begin_as(table, child.num_computed_tokens)
+            self.pool.touch(child_table.held)
         if side.fallback is not None:
             copied.fallback = side.fallback
             for _, blocks in side.fallback.tables:
                 self.pool.touch(blocks)
         if self.states is not None:
-            self.states.fork(sequence, twin, copied)
+            self.states.fork(sequence, child, copied)
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Release the blocks that the first `num_tokens` tokens don't need. All tokens stay. O(blocks released).
@@ -725,7 +725,7 @@ class SlotAllocator:
                 return
             if not block.is_cached:
                 self.pool.release_passed(_NO_BLOCKS, [block])
-            elif table.side_group.kind.keeps_passed or side.is_landmark(table, first):
+            elif table.side_group.kind.keeps_passed or side.is_likely_end(table, first):
                 self.pool.release_table([block])
             else:
                 self.pool.release_passed([block], _NO_BLOCKS)
@@ -738,7 +738,7 @@ class SlotAllocator:
                 continue
             if not block.is_cached:
                 empty.append(block)
-            elif table.side_group.kind.keeps_passed or side.is_landmark(table, index):
+            elif table.side_group.kind.keeps_passed or side.is_likely_end(table, index):
                 kept.append(block)
             else:
                 passed.append(block)

@@ -13,7 +13,7 @@ The rules that this module keeps:
 
 from typing import TYPE_CHECKING
 
-from kvblocks.core.arriving_states import begin_arriving, check_twin, end_arriving, fork_arriving, leave_arriving
+from kvblocks.core.arriving_states import begin_arriving, check_child, end_arriving, fork_arriving, leave_arriving
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.checkpoints import Checkpoint
 from kvblocks.core.hit import CacheHit
@@ -66,7 +66,7 @@ class RecurrentStates:
             start = 0 if hit is None else hit.num_tokens
             state = self.live.begin(sequence, start, [] if checkpoint is None else checkpoint.blocks)
             if checkpoint is not None:
-                checkpoint.is_landmark = True
+                checkpoint.is_likely_end = True
                 state.made.append(checkpoint)
         if epoch is not None:
             state.plan(self._places(sequence, hit), self.live.every, start)
@@ -85,17 +85,17 @@ class RecurrentStates:
             self.live.wanted[sequence] = end
             state.go_to(end)
 
-    def fork(self, sequence: Sequence, twin: Sequence, side: SideTables) -> None:
+    def fork(self, sequence: Sequence, child: Sequence, side: SideTables) -> None:
         """Give the fork of a sequence a slot, and a copy of the state. side: the fork's. O(blocks of checkpoints)."""
         state = self._state_of(sequence)
         if state.arriving is not None:
-            copy = fork_arriving(self._pool, self.live, state, twin)
+            copy = fork_arriving(self._pool, self.live, state, child)
         else:
-            copy = self.live.fork(state, twin, sequence.num_computed_tokens)
+            copy = self.live.fork(state, child, sequence.num_computed_tokens)
             self._pool.touch(copy.restoring)
         copy.made += state.made
         copy.start = state.start
-        copy.plan(state.places, state.every, twin.num_computed_tokens)
+        copy.plan(state.places, state.every, child.num_computed_tokens)
         side.live_state = copy
 
     def note_rewinding(self, sequence: Sequence) -> None:
@@ -142,9 +142,9 @@ class RecurrentStates:
                 state.waiting.append(save)
                 continue
             if self._can_attach(sequence, save.position):
-                checkpoint = Checkpoint(save.blocks, save.position, is_landmark=save.is_landmark)
+                checkpoint = Checkpoint(save.blocks, save.position, is_likely_end=save.is_likely_end)
                 self._attach(sequence, state, save.position, checkpoint)
-            self._release(save.blocks, is_landmark=save.is_landmark)
+            self._release(save.blocks, is_likely_end=save.is_likely_end)
 
     def end_loads(self, sequence: Sequence) -> None:
         """Have a sequence's slot restored from the checkpoint that its loads brought. O(blocks + copies)."""
@@ -157,7 +157,7 @@ class RecurrentStates:
             self._pool.release_table(blocks)
         state.restoring, state.arriving = [], None
         for checkpoint in state.made:
-            if checkpoint.is_cached and checkpoint.is_landmark and not checkpoint.blocks[0].ref_cnt:
+            if checkpoint.is_cached and checkpoint.is_likely_end and not checkpoint.blocks[0].ref_cnt:
                 self._pool.touch(checkpoint.blocks)
                 self._pool.release_table(checkpoint.blocks)
         self.live.end(sequence, state)
@@ -187,7 +187,7 @@ class RecurrentStates:
         state = self._state_of(sequence)
         if not self.live.free_slots:
             raise SequenceStateError("fork: expected a free slot for the state of the new sequence, got none")
-        check_twin(sequence, state)
+        check_child(sequence, state)
         if self._slots.is_debugging and state.arriving is None and sequence.num_computed_tokens != state.num_taken:
             raise SequenceStateError(
                 f"fork: expected a sequence whose tokens are all computed, since its state is copied before the next"
@@ -228,7 +228,7 @@ class RecurrentStates:
         self._pool.release_table(state.restoring)
         self.live.restart(state, num_tokens, blocks)
         if found is not None:
-            found.is_landmark = True
+            found.is_likely_end = True
             if found not in state.made:
                 state.made.append(found)
         self.live.wanted.pop(sequence, None)
@@ -277,7 +277,7 @@ class RecurrentStates:
         for sequence, position in wanted.items():
             self._save(sequence, position, after, saved)
         for checkpoint in saved:  # last, so that no save takes the blocks of another one in the same step
-            self._release(checkpoint.blocks, is_landmark=checkpoint.is_landmark)
+            self._release(checkpoint.blocks, is_likely_end=checkpoint.is_likely_end)
         if self._slots.is_debugging:
             for sequence, state in states.running.items():
                 state.num_taken = sequence.num_computed_tokens
@@ -327,12 +327,12 @@ class RecurrentStates:
         if self._pool.queue.num_free_blocks < states.num_blocks:
             states.num_without_room += 1
             return
-        blocks, is_landmark = self._slots.take(states.num_blocks, sequence), state.is_landmark(position)
+        blocks, is_likely_end = self._slots.take(states.num_blocks, sequence), state.is_likely_end(position)
         after.append(StateCopy("save", position, state.slot, -1, tuple([block.block_id for block in blocks])))
         if waits:
-            state.waiting.append(WaitingSave(position, blocks, is_landmark=is_landmark))
+            state.waiting.append(WaitingSave(position, blocks, is_likely_end=is_likely_end))
             return
-        checkpoint = Checkpoint(blocks, position, is_landmark=is_landmark)
+        checkpoint = Checkpoint(blocks, position, is_likely_end=is_likely_end)
         self._attach(sequence, state, position, checkpoint)
         saved.append(checkpoint)
 
@@ -359,10 +359,10 @@ class RecurrentStates:
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.extend(sequence)  # now, since nobody owns the checkpoint later
 
-    def _release(self, blocks: list[KVCacheBlock], *, is_landmark: bool) -> None:
+    def _release(self, blocks: list[KVCacheBlock], *, is_likely_end: bool) -> None:
         if not blocks[0].is_cached:
             self._pool.release_table(blocks)
-        elif is_landmark:
+        elif is_likely_end:
             self._pool.release_table(blocks, len(blocks))
         else:
             self._pool.release_passed(blocks, [])

@@ -227,7 +227,7 @@ class SideTables:
     __slots__ = (
         "fallback",
         "is_passing",
-        "landmarks",
+        "likely_ends",
         "layout",
         "live_state",
         "missing",
@@ -238,9 +238,9 @@ class SideTables:
     )
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
-        """ends: numbers of tokens at which hits may end. Rounded down to the alignment, they are the landmarks."""
+        """ends: numbers of tokens at which hits may end. Rounded down to the alignment, they are the likely ends."""
         self.layout = layout
-        self.landmarks = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
+        self.likely_ends = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
         """Numbers of tokens at which a later sequence's hit will probably end. Blocks that such a hit needs are kept
         longer than other blocks that leave a window.
         """
@@ -439,14 +439,14 @@ class SideTables:
             expected = [DEAD_BLOCK_ID] * table.num_dead + [block.block_id for block in table.blocks]
             assert table.block_ids == expected, f"group {group}: its ids"
 
-    def is_landmark(self, table: GroupTable, index: int) -> bool:
-        """Whether a hit that ends at a landmark needs the block at this index of the table. O(landmarks)."""
+    def is_likely_end(self, table: GroupTable, index: int) -> bool:
+        """Whether a hit that ends at a likely end needs the block at this index of the table. O(likely ends)."""
         side_group = table.side_group
-        if not self.landmarks or index * side_group.block_size >= self.landmarks[-1]:
+        if not self.likely_ends or index * side_group.block_size >= self.likely_ends[-1]:
             return False
-        for landmark in self.landmarks:
+        for end in self.likely_ends:
             # The last token of a full hit is computed again, hence - 1.
-            if side_group.kind.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
+            if side_group.kind.first_needed(end - 1) <= index < -(-end // side_group.block_size):
                 return True
         return False
 

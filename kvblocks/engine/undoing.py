@@ -59,9 +59,9 @@ def undo(scheduler: Scheduler, written: Written, requests: Iterable[Request] = (
 def _abort(scheduler: Scheduler, request: Request, written: Written) -> None:
     """Free a request's blocks, and those of a fork that it had not got yet."""
     own, manager = request.sequence, scheduler.manager
-    twin = manager.sequence(own.sequence_id)
-    if twin is not None and twin is not own:
-        manager.abort(twin, 0)
+    child = manager.sequence(own.sequence_id)
+    if child is not None and child is not own:
+        manager.abort(child, 0)
     if own.is_allocated:
         manager.abort(own, written.get((request, request.num_preemptions), 0))
 

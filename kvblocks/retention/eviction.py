@@ -189,7 +189,7 @@ class Eviction(Chooser):
     def note_hit(self, blocks: Items[KVCacheBlock]) -> None:
         """A sequence has hit these blocks. O(blocks)."""
         for block in blocks:
-            if block.block_id < self._end_block_id:  # not an anchor
+            if block.block_id < self._end_block_id:  # not a virtual one
                 self._hits[block.block_id] = self._hits.get(block.block_id, 0) + 1
 
     def note_passed(self, blocks: Items[KVCacheBlock]) -> None:

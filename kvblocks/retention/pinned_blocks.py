@@ -68,7 +68,7 @@ class PinnedBlocks:
         if known is not None:
             for block in blocks:
                 if not block.ref_cnt:
-                    self._num_going -= known.pop(block, False)  # 0 for an anchor
+                    self._num_going -= known.pop(block, False)  # 0 for a virtual block
 
     def check(self, pins: Iterable[Held]) -> None:
         """Raise AssertionError unless the kept answer is right. O(pinned blocks)."""

@@ -422,7 +422,7 @@ class StoreJob(Job):
             if first >= start:
                 chain = found[: prefix.homes[first][0] + 1]
                 if attached.checkpoints is not None and attached.checkpoints.at(chain[-1]) is None:
-                    checkpoint = Checkpoint(side[first : first + prefix.num_parts], is_landmark=True)
+                    checkpoint = Checkpoint(side[first : first + prefix.num_parts], is_likely_end=True)
                     attached.attach_checkpoint(chain[-1], checkpoint)
                     attached.note_checkpoint_at_end(chain, checkpoint, prefix.tokens)
 

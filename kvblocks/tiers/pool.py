@@ -297,7 +297,7 @@ class TierPool:
         if attached is None or not slots or len(slots) < len(self.part_columns) or self.parts_at(primary):
             return False
         parts = [slots[column] for column in sorted(slots)]
-        attached.attach_checkpoint(primary, Checkpoint(parts, is_landmark=True))
+        attached.attach_checkpoint(primary, Checkpoint(parts, is_likely_end=True))
         return True
 
     def is_attached(self, primary: KVCacheBlock, column: int) -> bool:

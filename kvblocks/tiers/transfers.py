@@ -231,12 +231,12 @@ class Transfers:
             if is_long or not (pool.stores_reused or pool.stores_computed):
                 pool.request(sequence.blocks[number - 1].node)
 
-    def note_fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Record that a sequence was forked: the twin waits for the same loads. O(1)."""
+    def note_fork(self, sequence: Sequence, child: Sequence) -> None:
+        """Record that a sequence was forked: the child waits for the same loads. O(1)."""
         job = self._loading.get(sequence)
-        if job is not None and twin.num_computed_tokens > job.start:
-            job.sequences[twin] = None
-            self._loading[twin] = job
+        if job is not None and child.num_computed_tokens > job.start:
+            job.sequences[child] = None
+            self._loading[child] = job
 
     def note_cut(self, sequence: Sequence) -> None:
         """Record a `truncate` or `rewind` of a sequence. If a part of its hit was lost, it keeps what comes before."""
@@ -431,7 +431,7 @@ class Transfers:
         for number in range(step, num_blocks + 1, step):
             end = number * layout.block_size
             found = places[1].checkpoint(end)
-            is_wanted = found is not None and (found.is_landmark or end == newest)
+            is_wanted = found is not None and (found.is_likely_end or end == newest)
             if found is not None and is_wanted and places[0].checkpoint(end) is None:
                 missing[number] = found.blocks
         last = places[0].checkpoint(places[0].last_checkpoint(num_blocks * layout.block_size))

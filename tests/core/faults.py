@@ -42,11 +42,11 @@ FAULTS: dict[str, list[Change]] = {
     "free blocks of a hit count as room": [
         (SLOTS, "- sum([block.ref_cnt == 0 for block in touched])\n        if num_blocks", "\n        if num_blocks")
     ],
-    "a twin writes to the block that it shares": [
+    "a child writes to the block that it shares": [
         (
             SLOTS,
             "            sequence.tail_owner = None\n            sequence.fits_below = 0\n        else:",
-            "            twin.tail_owner = self._change\n        else:",
+            "            child.tail_owner = self._change\n        else:",
         )
     ],
     "a cut sequence writes to blocks that are cached": [

@@ -23,13 +23,13 @@ def test_keys_of_appended_tokens_are_part_of_the_prefix_as_if_given_at_first():
     assert manager.inspect.block_hashes(grown) == manager.inspect.block_hashes(whole)
 
 
-def test_a_twin_keeps_its_own_keys():
+def test_a_child_keeps_its_own_keys():
     manager = KVCacheManager(20, 4)
     first = Sequence("first", [1] * 4)
     manager.allocate_slots(first)
-    twin = manager.fork(first, "twin")
+    child = manager.fork(first, "child")
     first.append_tokens([2] * 4, extra_keys=[(4, 8, "dog")])
-    assert twin.extra_keys == () and first.extra_keys == ((4, 8, "dog"),)
+    assert child.extra_keys == () and first.extra_keys == ((4, 8, "dog"),)
 
 
 @pytest.mark.parametrize("keys", [[(3, 6, "dog")], [(4, 9, "dog")], [(4, 4, "dog")], [(4, 6, "")], 7])

@@ -86,10 +86,10 @@ def test_a_first_block_that_is_free_while_a_copy_is_owned_stays_until_it_is_evic
 def test_a_shared_copy_stays_while_somebody_has_it() -> None:
     manager = KVCacheManager(8, 4, debug=True)
     first, copy = start(manager, "first", range(8)), start(manager, "copy", range(8))
-    twin = manager.fork(copy, "twin")
+    child = manager.fork(copy, "child")
     manager.free(copy)
     assert manager.stats.num_cached_blocks == 4
-    manager.free(twin)
+    manager.free(child)
     assert (manager.stats.num_cached_blocks, manager.inspect.free_block_ids()[:2]) == (2, [2, 3])
     manager.free(first)
 
@@ -167,7 +167,7 @@ def test_policies_are_told_that_the_first_block_was_used() -> None:
 
 @pytest.mark.parametrize("has_primary", [True, False])
 def test_what_is_attached_stays_when_a_copy_goes(has_primary: bool) -> None:
-    """Attached blocks belong to the node. Without a primary group the copies are anchors."""
+    """Attached blocks belong to the node. Without a primary group the copies are virtual blocks."""
     groups = [FullAttention(4), SlidingWindow(4, 8)] if has_primary else [SlidingWindow(4, 8)]
     manager = KVCacheManager(24, groups=groups, debug=True)
     first, copy = start(manager, "first", range(12)), start(manager, "copy", range(12))

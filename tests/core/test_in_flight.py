@@ -88,10 +88,10 @@ def test_truncated_and_forked_prefills() -> None:
     first = Sequence("first", range(20))
     manager.allocate_slots(first, 6)
     first.append_tokens(range(20, 40))
-    manager.fork(first, "twin")
+    manager.fork(first, "child")
     assert look_up(manager, range(40))[1] == 36
     manager.truncate(first, 24)
-    assert look_up(manager, range(40)) == (4, 36, "twin")
+    assert look_up(manager, range(40)) == (4, 36, "child")
 
 
 def test_nobody_waits_for_itself() -> None:
@@ -160,10 +160,10 @@ def test_what_is_rewound_will_be_computed_anew() -> None:
     hit = manager.get_computed_blocks(Sequence("b", range(8)))
     manager.rewind(sequence, 4)
     assert (hit.pending_tokens, hit.pending_sequence) == (4, sequence)
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     manager.free(sequence)
-    assert hit.pending_sequence is twin
-    manager.allocate_slots(twin)
+    assert hit.pending_sequence is child
+    manager.allocate_slots(child)
     assert (hit.pending_tokens, num_in_flight(manager)) == (0, 0)
 
 

@@ -131,7 +131,7 @@ def test_a_batch_is_looked_at_anew_when_its_sequences_have_changed() -> None:
     assert manager.append_step(batch, [1, 2]) == [(0, 0, 2, 4)]
     manager.truncate(two, 6)
     assert manager.append_step(batch, [1, 2]) == [(1, 0, 1, 5)]  # the block that it went back to is cached
-    twin = manager.fork(two, "twin")
+    child = manager.fork(two, "child")
     assert manager.append_step(batch, [1, 2]) == [(1, 0, 1, 6)]
     assert manager.take_copies() == [(0, 3, 5), (0, 5, 6)]
     manager.free(two)
@@ -139,7 +139,7 @@ def test_a_batch_is_looked_at_anew_when_its_sequences_have_changed() -> None:
         manager.append_step(batch, [1, 2])
     manager.allocate_slots(two)
     assert manager.append_step(batch, [1, 2]) is not None
-    manager.free(twin)
+    manager.free(child)
     manager.check()
 
 
@@ -232,12 +232,12 @@ def test_a_block_filled_after_a_reset_is_cached_for_nobody() -> None:
     manager = KVCacheManager(16, 4)
     manager.free(started(manager, "first", range(4)))
     (old,) = some(manager, 7)
-    twin = manager.fork(old, "twin")
+    child = manager.fork(old, "child")
     manager.reset_prefix_cache()
-    manager.renew(twin)  # caches the block that both hold anew
-    manager.append_step([old, twin], [1, 2])
+    manager.renew(child)  # caches the block that both hold anew
+    manager.append_step([old, child], [1, 2])
     assert [block.is_cached for block in old.blocks] == [True, False]
-    assert [block.is_cached for block in twin.blocks] == [True, True]
+    assert [block.is_cached for block in child.blocks] == [True, True]
     assert manager.get_computed_blocks(Sequence("probe", [*range(7), 1, 0])).num_tokens == 4
     manager.check()
 

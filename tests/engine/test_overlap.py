@@ -82,8 +82,8 @@ def run(engine):
 
 def cached_tokens(engine, generations):
     """How many tokens of each answer the cache has."""
-    twins = [one.request.sequence.fork(("twin", number)) for number, one in enumerate(generations)]
-    return [engine.manager.get_computed_blocks(twin).num_tokens for twin in twins]
+    children = [one.request.sequence.fork(("child", number)) for number, one in enumerate(generations)]
+    return [engine.manager.get_computed_blocks(child).num_tokens for child in children]
 
 
 # --- the same as without ---------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_walks_without_caching_agree_too() -> None:
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "num_kept_per_block"), [("one window", 1), ("windows only", 0)])
 @pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash"])
-def test_walks_agree_where_few_anchors_are_kept(
+def test_walks_agree_where_few_virtual_blocks_are_kept(
     name: str, num_kept_per_block: int, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvblocks.core.virtual_blocks.KEPT_PER_BLOCK", num_kept_per_block)
@@ -117,7 +117,7 @@ def test_walks_agree_where_few_anchors_are_kept(
     for seed in range(8, 11):
         history = GroupHistory(14, SETS[name], **VARIANTS[variant])
         walk(history, RandomChooser(seed), num_operations=3000)
-        assert len(history.model.anchors) < 50 and history.model.num_ids < 14 + 60  # a thousand were asked for
+        assert len(history.model.virtual) < 50 and history.model.num_ids < 14 + 60  # a thousand were asked for
         num_hits += history.num_hits
         causes |= history.causes
         has_history = history.has_history

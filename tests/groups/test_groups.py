@@ -172,12 +172,12 @@ class TestTables:
         manager = KVCacheManager(8, groups=[FULL, WINDOW], debug=True)
         sequence = Sequence("a", range(16))
         manager.allocate_slots(sequence)
-        twin = manager.fork(sequence, "twin")
+        child = manager.fork(sequence, "child")
         assert manager.num_free_blocks == 0
-        assert manager.append_slots(sequence, [7]) is None  # two blocks leave its window, and the twin's they stay
+        assert manager.append_slots(sequence, [7]) is None  # two blocks leave its window, and the child's they stay
         assert manager.append_step([sequence], [7]) is None
-        assert manager.append_step([sequence, twin], [7, 8]) is None  # together they free two, and need four
-        manager.free(twin)
+        assert manager.append_step([sequence, child], [7, 8]) is None  # together they free two, and need four
+        manager.free(child)
         assert manager.append_slots(sequence, [7]) is not None
 
     def test_append_step_says_the_group_of_each_change(self) -> None:
@@ -212,10 +212,10 @@ class TestTables:
         manager = KVCacheManager(30, groups=[SlidingWindow(2, 6), FULL])
         sequence = Sequence("a", range(7))
         manager.allocate_slots(sequence)
-        twin = manager.fork(sequence, "twin")
-        assert manager.append_step([sequence, twin], [1, 2]) == [(0, 0, 3, 6), (0, 1, 1, 7)]
+        child = manager.fork(sequence, "child")
+        assert manager.append_step([sequence, child], [1, 2]) == [(0, 0, 3, 6), (0, 1, 1, 7)]
         assert manager.take_copies() == [(0, 3, 6), (1, 5, 7)]
-        manager.free(twin)
+        manager.free(child)
         manager.free(sequence)
         manager.check()
 
@@ -223,8 +223,8 @@ class TestTables:
         manager = KVCacheManager(30, groups=[FULL, WINDOW])
         sequence = Sequence("a", range(6))
         manager.allocate_slots(sequence)
-        twin = manager.fork(sequence, "twin")
-        manager.append_slots(twin, [1])
+        child = manager.fork(sequence, "child")
+        manager.append_slots(child, [1])
         assert manager.take_copies() == [(0, 1, 4), (1, 3, 5)]
         assert manager.take_copies() == []
 
@@ -501,7 +501,7 @@ class TestAnswers:
         keys = {event.group_idx: event.extra_keys for event in events}
         assert keys[1][0][1] == keys[0][0][1]
 
-    def test_anchors_make_no_events(self) -> None:
+    def test_virtual_blocks_make_no_events(self) -> None:
         manager = KVCacheManager(40, groups=[WINDOW], enable_events=True)
         compute(manager, "a", list(range(8)))
         assert {event.group_idx for event in manager.take_events() if isinstance(event, BlockStored)} == {0}

@@ -115,7 +115,7 @@ class GroupHistory(History):
             self.memory.start(sequence, hit.num_tokens)
         return done
 
-    def allocate_twin(self, chooser: Chooser) -> None:
+    def allocate_child(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
         if pair is None:
             return
@@ -374,12 +374,12 @@ class GroupHistory(History):
 
     def told_contents(self) -> list[Prefix]:
         """What is cached, as far as events tell it."""
-        return [content for content in self.model.cached if len(content) == 6 or not self.model.has_anchors]
+        return [content for content in self.model.cached if len(content) == 6 or not self.model.has_virtual]
 
 
 _REPLACED = {
     name: getattr(GroupHistory, name)
-    for name in ("allocate", "allocate_twin", "preempt_and_resume", "append", "append_step", "truncate", "pin")
+    for name in ("allocate", "allocate_child", "preempt_and_resume", "append", "append_step", "truncate", "pin")
 }
 GROUP_OPERATIONS = tuple(
     [

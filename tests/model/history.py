@@ -236,7 +236,7 @@ class History(Transfers):
         with self.delayed(late, (model, model.num_computed)):
             self.grow(sequence, model, end, [], call, total - end)
 
-    def allocate_twin(self, chooser: Chooser) -> None:
+    def allocate_child(self, chooser: Chooser) -> None:
         """Start a sequence that shares the blocks of one that is running."""
         pair = self.pick(chooser, allocated=True)
         if pair is None:
@@ -369,9 +369,9 @@ class History(Transfers):
             return
         self.num_made += 1
         name = f"sequence-{self.num_made}"
-        twin = self.manager.fork(pair[0], name)
-        self.pairs.append((twin, self.model.fork(pair[1], name)))
-        self.memory.fork(pair[0], twin)
+        child = self.manager.fork(pair[0], name)
+        self.pairs.append((child, self.model.fork(pair[1], name)))
+        self.memory.fork(pair[0], child)
         for load in self.loads:
             if pair in load.pairs:
                 self.num_forked_loads += 1
@@ -583,7 +583,7 @@ class History(Transfers):
     def let_the_hash_fail(self, chooser: Chooser) -> None:
         if isinstance(self.hash, FragileHash):
             self.hash.is_about_to_fail = True
-            names = ["append", "append_step", "allocate", "allocate_chunk", "allocate_twin", "renew", "cache_blocks"]
+            names = ["append", "append_step", "allocate", "allocate_chunk", "allocate_child", "renew", "cache_blocks"]
             getattr(self, chooser.choose(names))(chooser)
             self.hash.is_about_to_fail = False
 
@@ -918,7 +918,7 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.new_like_another, 9),
     (History.look_up_all, 3),
     (History.allocate, 16),
-    (History.allocate_twin, 5),
+    (History.allocate_child, 5),
     (History.allocate_chunk, 6),
     (History.append, 12),
     (History.append_step, 5),

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sessions": {"eviction": "sessions"},
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
-    "anchors": {"groups": [SlidingWindow(4, 8)]},
+    "virtual blocks": {"groups": [SlidingWindow(4, 8)]},
     "tiers": {"tiers": _TIERS_BELOW, "enable_events": EventOptions(hits=True, tiers=True)},
     "grouped tiers": {
         "tiers": _TIERS_BELOW,
@@ -76,7 +76,7 @@ class World:
             self.manager.free(self.sequences[name])
         self.pin = self.manager.pins.pin(OLD, priority=50, expires_at=5)
         self.start("a", [*PROMPT[:8], 50, 51, 52, 53, 54, 55])
-        self.sequences["twin"] = self.manager.fork(self.sequences["a"], "twin")
+        self.sequences["child"] = self.manager.fork(self.sequences["a"], "child")
         self.start("chunked", list(range(300, 311)), 6)
         self.start("d", [400, 401, 402, 403, 404, 405, 406])
         self.start("e", [500, 501, 502, 503, 504])
@@ -212,7 +212,7 @@ class World:
             "start_sampling": lambda: manager._start_sampling(1, lambda: 0.0, (1.0,)),  # noqa: SLF001
             "stop_sampling": lambda: manager._stop_sampling(self.manager._sampler),  # noqa: SLF001  # type: ignore[arg-type]
         }
-        if self.kind != "anchors":
+        if self.kind != "virtual blocks":
             calls["prefix_rows"] = manager.inspect.prefix_rows
             calls["to_dot"] = manager.inspect.to_dot
             calls["shared_prefixes"] = lambda: manager.inspect.shared_prefixes([])
@@ -352,7 +352,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "allocate_slots of unknown tokens": lambda w: unknown(w, "e", 6),
     "allocate_slots of unknown tokens, copying": lambda w: unknown(w, "a", 3),
     "free": lambda w: w.manager.free(w.sequences["d"]),
-    "free of a twin": lambda w: w.manager.free(w.sequences["a"]),
+    "free of a child": lambda w: w.manager.free(w.sequences["a"]),
     "abort": lambda w: w.manager.abort(w.sequences["f"], 4),
     "abort of what others are attached to": lambda w: w.manager.abort(w.sequences["a"], 0),
     "fork": lambda w: w.manager.fork(w.sequences["e"], "fork of e"),
@@ -408,7 +408,7 @@ def names_of(kind: str) -> list[str]:
     if kind == "debug":
         return ["append_slots", "append_slots copying", "append_slots of nonsense", "free"]
     names = [*CALLS, "renew"]
-    if kind != "anchors":
+    if kind != "virtual blocks":
         names += _QUOTAS
     if KINDS[kind].get("enable_events"):
         names += _EVENTS
@@ -428,7 +428,7 @@ def make_case(kind: str, name: str) -> Case:
     world.add("big", list(range(700, 708)))
     world.add("huge", list(range(2000, 2200)))
     world.add("of tenant", [*range(200, 208), *range(240, 252)], salt=TENANT)
-    world.batch = [world.sequences[name] for name in ("a", "twin", "d", "e", "f")]
+    world.batch = [world.sequences[name] for name in ("a", "child", "d", "e", "f")]
     calls = {**CALLS, **_QUOTAS, **_EVENTS, **_TIERS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
     manager.check()
     return Case(lambda: calls[name](world), world.look, manager.check, world.calls(), world.salvage)

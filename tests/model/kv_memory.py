@@ -217,17 +217,17 @@ class KVMemory:
 
     # What becomes of sequences.
 
-    def fork(self, sequence: kvblocks.Sequence, twin: kvblocks.Sequence) -> None:
-        self.computed_with[twin] = self.computed_with[sequence][: twin.num_computed_tokens]
-        self.vouched[twin] = min(self.vouched[sequence], twin.num_computed_tokens)
+    def fork(self, sequence: kvblocks.Sequence, child: kvblocks.Sequence) -> None:
+        self.computed_with[child] = self.computed_with[sequence][: child.num_computed_tokens]
+        self.vouched[child] = min(self.vouched[sequence], child.num_computed_tokens)
         for noted in (self.computed_from, self.recomputing, self.awaited_from):
             if sequence in noted:
-                noted[twin] = noted[sequence]  # type: ignore[index]
+                noted[child] = noted[sequence]  # type: ignore[index]
         if sequence in self.loading:
-            self.loading[twin] = list(self.loading[sequence])
-        lost = min(self.first_unknown(twin, (LOST,)), self.lost_given.get(sequence, ENDLESS))
-        if lost < twin.num_computed_tokens:
-            self.lost_given[twin] = lost
+            self.loading[child] = list(self.loading[sequence])
+        lost = min(self.first_unknown(child, (LOST,)), self.lost_given.get(sequence, ENDLESS))
+        if lost < child.num_computed_tokens:
+            self.lost_given[child] = lost
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
         """Note that a sequence gave its blocks back."""

@@ -114,7 +114,7 @@ class Advised:
     """What a reference model does differently with policies."""
 
     def begin(self, make: Make, num_real: int, num_blocks: int) -> None:
-        """num_real: ids of blocks are below it; others are anchors'."""
+        """num_real: ids of blocks are below it; others are virtual blocks'."""
         self.make = make
         self.num_blocks_end = num_real
         self.num_failures = 0

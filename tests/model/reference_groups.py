@@ -7,7 +7,7 @@ that the node is below. Anchors have numbers behind those of the pool's blocks.
 from collections import Counter
 
 from kvblocks import Group
-from kvblocks.core import virtual_blocks as anchors
+from kvblocks.core import virtual_blocks
 from model.reference_model import ModelPin, ModelSequence, Prefix, ReferenceModel
 from model.sight import first_seen, sees, sees_all
 
@@ -34,10 +34,10 @@ class ReferenceGroups(ReferenceModel):
         self.others = [group for group in range(len(specs)) if group != self.primary]
         self.num_real = self.num_ids = first_block + num_blocks
         self.early, self.late = self.queue, []  # what holds nothing or left a window; what was freed at an end
-        self.anchors: list[int] = []
-        self.max_anchors = anchors.KEPT_PER_BLOCK * num_blocks
+        self.virtual: list[int] = []
+        self.max_virtual = virtual_blocks.KEPT_PER_BLOCK * num_blocks
         self.tables: dict[ModelSequence, dict[int, list[int | None]]] = {}
-        self.landmarks: dict[ModelSequence, set[int]] = {}
+        self.likely_ends: dict[ModelSequence, set[int]] = {}
         self.unsure: set[ModelSequence] = set()
         self.attached_blocks: dict[ModelPin, list[int]] = {}
         self.copy_groups: list[int] = []
@@ -45,7 +45,7 @@ class ReferenceGroups(ReferenceModel):
         self.new: list[list[int]] = []
 
     @property
-    def has_anchors(self) -> bool:
+    def has_virtual(self) -> bool:
         return self.primary is None
 
     def order(self) -> list[int]:
@@ -121,14 +121,14 @@ class ReferenceGroups(ReferenceModel):
         touched = [block for table in self.tables[sequence].values() for block in table if block is not None]
         touched += self.also_touched(sequence, hit_end)
         indices = self.wanted(sequence, None, end + num_lookahead)
-        if not self.can_take(self.num_taken(indices), touched if self.has_anchors else hit + touched):
+        if not self.can_take(self.num_taken(indices), touched if self.has_virtual else hit + touched):
             sequence.table = []
             return False
         position = 0 if not hit else hit_end - 1 if is_whole else hit_end
         self.computed_from[sequence] = {
             group: first_seen(self.specs[group], position) if hit else 0 for group in self.uncached
         }
-        self.landmarks[sequence] = {e // self.alignment * self.alignment for e in (*ends, sequence.num_prompt)} - {0}
+        self.likely_ends[sequence] = {e // self.alignment * self.alignment for e in (*ends, sequence.num_prompt)} - {0}
         sequence.is_allocated = sequence.is_of_this_epoch = True
         self.running.append(sequence)
         self.hold(hit)
@@ -225,13 +225,13 @@ class ReferenceGroups(ReferenceModel):
         return indices
 
     def num_taken(self, indices: dict[int | None, list[int]]) -> int:
-        return sum(len(found) for group, found in indices.items() if group is not None or not self.has_anchors)
+        return sum(len(found) for group, found in indices.items() if group is not None or not self.has_virtual)
 
     def let_pass(self, sequence: ModelSequence, start: int) -> None:
         passed = self.passed(sequence, start)
         for group in self.others:
             blocks = [(index, block) for g, index, block in passed if g == group]
-            stays = [i for i, _ in blocks if group in self.keeping or self.is_landmark(sequence, group, i)]
+            stays = [i for i, _ in blocks if group in self.keeping or self.is_likely_end(sequence, group, i)]
             kept = [block for index, block in blocks if block in self.content and index in stays]
             for index, _ in blocks:
                 self.tables[sequence][group][index] = None
@@ -242,18 +242,18 @@ class ReferenceGroups(ReferenceModel):
                     self.early.append(block)
             self.drop(kept)
 
-    def is_landmark(self, sequence: ModelSequence, group: int, index: int) -> bool:
-        return any(index in self.numbers(group, end - 1, end) for end in self.landmarks[sequence])
+    def is_likely_end(self, sequence: ModelSequence, group: int, index: int) -> bool:
+        return any(index in self.numbers(group, end - 1, end) for end in self.likely_ends[sequence])
 
     def fill(
         self, sequence: ModelSequence, indices: dict[int | None, list[int]], blocks: list[int]
     ) -> list[tuple[int, int, int]]:
         """Put the blocks that were taken where they are wanted, by group; (group, index, block) of each."""
-        if self.has_anchors:
-            anchors_taken = [self.take_anchor() for _ in indices[None]]
+        if self.has_virtual:
+            virtual_taken = [self.take_virtual() for _ in indices[None]]
             self.requeue_detached()
-            for index, anchor in zip(indices[None], anchors_taken, strict=True):
-                self.put_in(sequence, None, index, anchor)
+            for index, virtual in zip(indices[None], virtual_taken, strict=True):
+                self.put_in(sequence, None, index, virtual)
         changes = []
         self.new = []
         for group in range(len(self.specs)):
@@ -309,19 +309,19 @@ class ReferenceGroups(ReferenceModel):
         self.requeue_detached()
         return block
 
-    def take_anchor(self) -> int:
-        if self.anchors and (self.anchors[0] not in self.content or len(self.anchors) >= self.max_anchors):
-            anchor = self.anchors.pop(0)
-            self.owners[anchor] = 1
-            self.forget(anchor, "evicted")
-            return anchor
+    def take_virtual(self) -> int:
+        if self.virtual and (self.virtual[0] not in self.content or len(self.virtual) >= self.max_virtual):
+            virtual = self.virtual.pop(0)
+            self.owners[virtual] = 1
+            self.forget(virtual, "evicted")
+            return virtual
         self.num_ids += 1
         self.owners[self.num_ids - 1] = 1
         return self.num_ids - 1
 
     def hold(self, blocks: list[int]) -> None:
         for block in blocks:
-            for queue in (self.early, self.late, self.anchors):
+            for queue in (self.early, self.late, self.virtual):
                 if block in queue:
                     queue.remove(block)
             self.owners[block] += 1
@@ -329,25 +329,25 @@ class ReferenceGroups(ReferenceModel):
     def drop(self, blocks: list[int]) -> list[int]:
         empty: dict[bool, list[int]] = {False: [], True: []}
         for block in reversed(blocks):
-            is_anchor = block >= self.num_real
+            is_virtual = block >= self.num_real
             self.owners[block] -= 1
             if not self.owners[block]:
-                queue = self.anchors if is_anchor else self.late
-                (queue if block in self.content else empty[is_anchor]).append(block)
-        self.early[:0], self.anchors[:0] = empty[False], empty[True]
+                queue = self.virtual if is_virtual else self.late
+                (queue if block in self.content else empty[is_virtual]).append(block)
+        self.early[:0], self.virtual[:0] = empty[False], empty[True]
         return self.drop_duplicates(blocks)
 
     def renew_before(self, block: int, other: int) -> None:
-        queue = self.anchors if block >= self.num_real else self.late
+        queue = self.virtual if block >= self.num_real else self.late
         queue.remove(block)
         queue.insert(queue.index(other), block)
 
     def requeue_detached(self) -> None:
         for block in sorted(self.detached, reverse=True):
-            for queue in (self.early, self.late, self.anchors):
+            for queue in (self.early, self.late, self.virtual):
                 if block in queue:
                     queue.remove(block)
-                    (self.anchors if queue is self.anchors else self.early).insert(0, block)
+                    (self.virtual if queue is self.virtual else self.early).insert(0, block)
                     break
         self.detached.clear()
 
@@ -433,18 +433,18 @@ class ReferenceGroups(ReferenceModel):
             self.drop([block for block in tables[group] if block is not None])
 
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
-        twin = super().fork(sequence, name)
-        if twin.num_computed % self.alignment or not all(spec.has_tokens for spec in self.specs):
-            self.unsure |= {sequence, twin}
-        self.landmarks[twin] = self.landmarks[sequence]
-        self.computed_from[twin] = self.computed_from[sequence]
-        self.tables[twin] = {
-            group: self.tables[sequence][group][: -(-twin.num_computed // self.specs[group].block_size)]
+        child = super().fork(sequence, name)
+        if child.num_computed % self.alignment or not all(spec.has_tokens for spec in self.specs):
+            self.unsure |= {sequence, child}
+        self.likely_ends[child] = self.likely_ends[sequence]
+        self.computed_from[child] = self.computed_from[sequence]
+        self.tables[child] = {
+            group: self.tables[sequence][group][: -(-child.num_computed // self.specs[group].block_size)]
             for group in self.others
         }
-        for table in self.tables[twin].values():
+        for table in self.tables[child].values():
             self.hold([block for block in table if block is not None])
-        return twin
+        return child
 
     def can_truncate(self, sequence: ModelSequence, num_tokens: int) -> bool:
         """Whether the blocks that the next token sees are held, and the block of the sequence's own end.
@@ -474,7 +474,7 @@ class ReferenceGroups(ReferenceModel):
             max(0, -(-num_tokens // self.specs[g].block_size) - len(table)) for g, table in tables.items()
         )
         held = [block for table in tables.values() for block in table if block is not None]
-        if not self.has_anchors:
+        if not self.has_virtual:
             num_missing += max(0, -(-num_tokens // self.block_size) - len(hit))
             held += hit
         return num_missing + len([block for block in held if not self.owners[block]])
@@ -510,7 +510,7 @@ class ReferenceGroups(ReferenceModel):
         return [self.home(prefix, group, number) for group in groups for number in self.needed(group, end, end)]
 
     def num_wanted(self, prefix: ModelSequence, num_blocks: int) -> int:
-        return (0 if self.has_anchors else num_blocks) + len(self.attached_homes(prefix, num_blocks))
+        return (0 if self.has_virtual else num_blocks) + len(self.attached_homes(prefix, num_blocks))
 
     def pin(self, pin: ModelPin) -> None:
         self.attached_blocks[pin] = []

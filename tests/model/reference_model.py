@@ -470,7 +470,7 @@ class ReferenceModel:
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         table = sequence.table[: -(-sequence.num_computed // self.block_size)]
         self.hold(table)
-        twin = ModelSequence(
+        child = ModelSequence(
             name,
             list(sequence.tokens),
             sequence.salt,
@@ -489,8 +489,8 @@ class ReferenceModel:
             first_own=sequence.num_computed,
             session=sequence.session,
         )
-        self.running.append(twin)
-        return twin
+        self.running.append(child)
+        return child
 
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
         if num_computed is not None:

@@ -234,8 +234,8 @@ class ReferenceStates(ReferenceGroups):
 
     def queue_all(self, new: list[tuple[bool, list[int]]]) -> None:
         """Release new checkpoints, to where blocks go that left a window unless a hit probably ends there."""
-        for is_landmark, blocks in new:
-            if is_landmark:
+        for is_likely_end, blocks in new:
+            if is_likely_end:
                 self.drop(blocks)
                 continue
             for block in blocks:
@@ -271,9 +271,9 @@ class ReferenceStates(ReferenceGroups):
         """Cache the saved checkpoints whose tokens are written. Returns them, with whether hits probably end there."""
         live, new = self.live[sequence], []
         waiting, live.waiting = live.waiting, []
-        for end, blocks, is_landmark in waiting:
+        for end, blocks, is_likely_end in waiting:
             if sequence.num_registered * self.block_size < end:
-                live.waiting.append((end, blocks, is_landmark))
+                live.waiting.append((end, blocks, is_likely_end))
             elif not self.has_node(sequence, end):
                 self.num_taken_back += 1
                 self.drop(blocks)
@@ -289,11 +289,11 @@ class ReferenceStates(ReferenceGroups):
                 self.attached_as[pages[0]] = self.num_attached
                 live.made.append((pages[0], blocks, self.num_attached))
                 self.landmark_pages.discard(pages[0])
-                if is_landmark:
+                if is_likely_end:
                     self.landmark_pages.add(pages[0])
                 self.num_saved += 1
                 self.extend_pins(sequence)
-                new.append((is_landmark, blocks))
+                new.append((is_likely_end, blocks))
         return new
 
     def is_landmark_end(self, sequence: ModelSequence, end: int) -> bool:
@@ -396,18 +396,18 @@ class ReferenceStates(ReferenceGroups):
 
     def fork_state(self, sequence: ModelSequence, name: str, slot: int) -> ModelSequence:
         """Fork a sequence whose live state is in `slot`."""
-        twin = self.fork(sequence, name)
+        child = self.fork(sequence, name)
         live = self.live[sequence]
-        copy = Copy("fork", twin, twin.num_computed, source=slot, brings=live.before)
+        copy = Copy("fork", child, child.num_computed, source=slot, brings=live.before)
         if live.before is not None:
             live.before.slot = slot
             copy.blocks = list(live.before.blocks)
             self.hold(copy.blocks)
-        self.live[twin] = Live(live.start, set(live.wanted), copy, live.highest)
-        self.live[twin].made = list(live.made)
-        self.marks[twin] = set(self.marks.get(sequence, set()))
+        self.live[child] = Live(live.start, set(live.wanted), copy, live.highest)
+        self.live[child].made = list(live.made)
+        self.marks[child] = set(self.marks.get(sequence, set()))
         self.before.append(copy)
-        return twin
+        return child
 
     def floor(self, sequence: ModelSequence, num_tokens: int) -> int:
         """Where a rewind to `num_tokens` ends: its last checkpoint up to there, 0 if there is none.

@@ -116,15 +116,15 @@ class StateHistory(GroupHistory):
         if len(self.model.live) == self.state.num_slots:
             self.num_forks_refused += 1
             with self.unchanged(), pytest.raises(SequenceStateError, match="slot"):
-                self.manager.fork(pair[0], "no twin")
+                self.manager.fork(pair[0], "no child")
             return
         self.num_made += 1
         name = f"sequence-{self.num_made}"
         slot = pair[0].state_slot
         assert slot is not None
-        twin = self.manager.fork(pair[0], name)
-        self.pairs.append((twin, self.model.fork_state(pair[1], name, slot)))
-        self.memory.fork(pair[0], twin)
+        child = self.manager.fork(pair[0], name)
+        self.pairs.append((child, self.model.fork_state(pair[1], name, slot)))
+        self.memory.fork(pair[0], child)
 
     def go_back(self, pair: Pair, number: int) -> None:
         """Rewind a sequence to its last checkpoint."""

@@ -209,7 +209,7 @@ class StateMachine(TierMachine):
             self.count("forks without a slot", is_computed)
             before = self.manager.inspect.free_block_ids(), self.manager.states.stats, self.manager.stats
             with pytest.raises(SequenceStateError):
-                self.manager.fork(sequence, "no twin")
+                self.manager.fork(sequence, "no child")
             assert (self.manager.inspect.free_block_ids(), self.manager.states.stats, self.manager.stats) == before
             return
         self.count("forks before a copy", sequence in self.memory.starting)

@@ -199,13 +199,13 @@ class StateMemory(TierMemory):
 
     # What becomes of sequences.
 
-    def fork(self, sequence: kvblocks.Sequence, twin: kvblocks.Sequence) -> None:
-        super().fork(sequence, twin)
-        assert twin.state_slot is not None and twin.state_slot != sequence.state_slot, (
-            f"{twin}: it has no slot of its own"
+    def fork(self, sequence: kvblocks.Sequence, child: kvblocks.Sequence) -> None:
+        super().fork(sequence, child)
+        assert child.state_slot is not None and child.state_slot != sequence.state_slot, (
+            f"{child}: it has no slot of its own"
         )
-        self.slot_of[twin] = twin.state_slot
-        self.starting.add(twin)
+        self.slot_of[child] = child.state_slot
+        self.starting.add(child)
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
         super().forget(sequence)

@@ -390,13 +390,13 @@ class TierMachine:
         if sequence is None or len(self.running) >= MAX_RUNNING:
             return
         self.num_made += 1
-        twin = self.manager.fork(sequence, self.num_made)
-        self.running.append(twin)
-        self.memory.fork(sequence, twin)
+        child = self.manager.fork(sequence, self.num_made)
+        self.running.append(child)
+        self.memory.fork(sequence, child)
         if sequence in self.waits_from:
             self.count("forks while loading")
-            self.waits_from[twin] = self.waits_from[sequence]
-            assert self.manager.tiers.is_loading(twin)
+            self.waits_from[child] = self.waits_from[sequence]
+            assert self.manager.tiers.is_loading(child)
         self.schedule()
 
     def do_truncate(self) -> None:

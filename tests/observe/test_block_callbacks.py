@@ -35,15 +35,15 @@ def test_what_is_taken_and_what_is_touched(manager):
     other = Sequence("b", PROMPT)
     manager.allocate_slots(other, hit=manager.get_computed_blocks(other))
     assert told.take() == [("touched", [0, 1]), ("taken", [3])]
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     assert told.take() == [("touched", [0, 1, 2])]
-    manager.append_slots(twin, [10])
+    manager.append_slots(child, [10])
     assert told.take() == [("taken", [4])]
     hold = manager.holds.read(sequence)
     assert told.take() == [("touched", [0, 1])]
     manager.append_step([other], [10])
     manager.holds.release(hold)
-    manager.free(twin)
+    manager.free(child)
     assert told.take() == []
 
 
@@ -69,7 +69,7 @@ def test_nor_of_what_has_no_memory():
     told = Told(manager)
     sequence = Sequence("a", PROMPT)
     manager.allocate_slots(sequence)
-    manager.fork(sequence, "twin")
+    manager.fork(sequence, "child")
     assert told.take() == [("taken", [0]), ("taken", [1]), ("taken", [2]), ("touched", [0, 1, 2])]
 
 

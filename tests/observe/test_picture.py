@@ -204,14 +204,14 @@ def test_last_accesses_and_pins_are_told() -> None:
 def test_duplicates_evictions_and_aborts_are_seen() -> None:
     manager = KVCacheManager(8, 4)
     first = start(manager, "first", [1] * 16)
-    twin = Sequence("twin", [1] * 8)
-    manager.allocate_slots(twin)  # without a hit: duplicates
+    child = Sequence("child", [1] * 8)
+    manager.allocate_slots(child)  # without a hit: duplicates
     assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.inspect.prefix_rows()] == [(4, 2, 6)]
     manager.free(first)
     assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.inspect.prefix_rows()] == [(4, 2, 2)]
     start(manager, "other", [2] * 12)  # takes the two that are not cached, then the first one's last block
     assert [row[3:7] for row in manager.inspect.prefix_rows()] == [(12, 3, 2, 2), (12, 3, 0, 3)]
-    manager.abort(twin, 4)  # its first block is a duplicate, which nobody needs now that it is free
+    manager.abort(child, 4)  # its first block is a duplicate, which nobody needs now that it is free
     assert [row[3:7] for row in manager.inspect.prefix_rows()] == [(12, 3, 0, 0), (12, 3, 0, 3)]
     manager.reset_prefix_cache()
     assert manager.inspect.prefix_rows() == []

@@ -104,7 +104,7 @@ class NamedGroupHistory(Named, GroupHistory):
     operations = named(GroupHistory.operations)
 
     def replay_events(self) -> None:
-        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_anchors]
+        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_virtual]
         self.replay(self.group_stored, contents, by_group=True)
 
 

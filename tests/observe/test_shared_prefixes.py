@@ -209,12 +209,12 @@ def test_of_a_fork_the_full_blocks_are_shared() -> None:
     manager = KVCacheManager(16, 4)
     first = start(manager, "first", [3] * 8)
     manager.append_slots(first, [4, 4])
-    twin = manager.fork(first, "twin")
-    assert first.blocks == twin.blocks  # the unfilled last one too
-    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, twin])] == [(0, 1)]
-    for sequence in (first, twin):  # one of them gets a copy
+    child = manager.fork(first, "child")
+    assert first.blocks == child.blocks  # the unfilled last one too
+    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, child])] == [(0, 1)]
+    for sequence in (first, child):  # one of them gets a copy
         manager.append_slots(sequence, [5, 5])
-    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, twin])] == [(0, 1)]
+    assert [group.block_ids for group in manager.inspect.shared_prefixes([first, child])] == [(0, 1)]
     third = manager.fork(first, "third")
     assert [group.block_ids for group in manager.inspect.shared_prefixes([first, third])] == [tuple(first.block_ids)]
     manager.truncate(third, 11)  # it reads no more than a part of what is full and shared

@@ -139,10 +139,10 @@ def test_detaching_that_raises_holds_nothing(manager, number):
 
 def test_a_fork_of_what_was_detached_copies_the_unfilled_block(manager):
     sequence = started(manager)
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     hold = manager.holds.detach(sequence)
-    manager.append_slots(twin, [10])
-    assert manager.take_copies() == [(0, hold.block_ids[2], twin.block_ids[2])]
+    manager.append_slots(child, [10])
+    assert manager.take_copies() == [(0, hold.block_ids[2], child.block_ids[2])]
 
 
 def test_holds_of_groups_are_of_what_is_live():

@@ -72,10 +72,10 @@ def test_whatever_gives_blocks_back_says_whose(call: str) -> None:
     elif call == "truncate":
         manager.truncate(sequence, 8)
     else:
-        twin = Sequence("twin", range(12), session="another")
-        assert manager.allocate_slots(twin, hit=manager.get_computed_blocks(twin), num_total_tokens=13) is not None
+        child = Sequence("child", range(12), session="another")
+        assert manager.allocate_slots(child, hit=manager.get_computed_blocks(child), num_total_tokens=13) is not None
         manager.free(sequence)
-        manager.rewind(twin, 8)  # its last block was a hit, so it stays cached
+        manager.rewind(child, 8)  # its last block was a hit, so it stays cached
         assert policy.told == [("free", last, "another", None)]
         return
     assert policy.told[0] == ("free", last, "chat", None)
@@ -85,7 +85,7 @@ def test_a_fork_is_of_the_same_session() -> None:
     manager, _ = make()
     sequence = Sequence("one", range(6), session="chat")
     assert manager.allocate_slots(sequence) is not None
-    assert manager.fork(sequence, "twin").session == "chat"
+    assert manager.fork(sequence, "child").session == "chat"
 
 
 def test_a_tenant_s_own_policy_is_told_of_its_sessions_alone() -> None:

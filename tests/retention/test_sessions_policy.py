@@ -296,7 +296,9 @@ def test_whatever_is_told_no_call_fails(actions: list[tuple[str, int, int]]) -> 
             sequence = running.pop(what % len(running))
             manager.free(sequence) if action == "free" else manager.abort(sequence, what)
         elif action == "fork" and 0 < len(running) < 3:
-            running.append(manager.fork(running[what % len(running)], ("twin", len(actions), chats.num_requests, what)))
+            running.append(
+                manager.fork(running[what % len(running)], ("child", len(actions), chats.num_requests, what))
+            )
             chats.num_requests += 1
         elif action == "pause":
             manager.sessions.pause(session or "nobody", ("stop", "tool_use")[what % 2], salt)

@@ -61,18 +61,18 @@ FAULTS: dict[str, list[Change]] = {
         (LIVE, "            del self.pending[origin]\n", "            self.pending.pop(origin, None)\n"),
     ],
     "a slot isn't given back": [(LIVE, "        self.free_slots.append(state.slot)\n", "")],
-    "a twin has its parent's slot": [
+    "a child has its parent's slot": [
         (LIVE, '("fork", position, self.free_slots.pop(), state.slot)', '("fork", position, state.slot, state.slot)'),
     ],
-    "what a twin's copy reads isn't there": [
+    "what a child's copy reads isn't there": [
         (LIVE, "            parent.num_readers += 1\n", "            pass\n"),
         (LIVE, "                origin.num_readers -= 1\n", "                pass\n"),
     ],
     "copies for nobody are made": [(LIVE, "                origin.num_readers -= 1\n", "                pass\n")],
-    "a twin's copy comes before those that were asked for earlier": [
+    "a child's copy comes before those that were asked for earlier": [
         (LIVE, "        self.pending[origin] = None\n", "        self.pending = {origin: None, **self.pending}\n")
     ],
-    "a twin doesn't own the checkpoint that it is restored from": [
+    "a child doesn't own the checkpoint that it is restored from": [
         (SLOTS, "self._pool.touch(copy.restoring)", "copy.restoring = []")
     ],
     "a copy to the slot of a sequence that ended is made": [
@@ -95,7 +95,7 @@ FAULTS: dict[str, list[Change]] = {
                 "            saved: list[Checkpoint] = []\n"
                 "            self._save(sequence, end, self.early, saved)\n"
                 "            for found in saved:\n"
-                "                self._release(found.blocks, is_landmark=found.is_landmark)\n"
+                "                self._release(found.blocks, is_likely_end=found.is_likely_end)\n"
             ),
         ),
         (SLOTS, "after: list[StateCopy] = []\n        saved", "after, self.early = self.early, []\n        saved"),
@@ -122,7 +122,7 @@ FAULTS: dict[str, list[Change]] = {
         (SLOTS, "if self._pool.queue.num_free_blocks < states.num_blocks:", "if False:")
     ],
     "a checkpoint of the step may be evicted by the next one": [
-        (SLOTS, "        saved.append(checkpoint)\n", "        self._release(blocks, is_landmark=is_landmark)\n")
+        (SLOTS, "        saved.append(checkpoint)\n", "        self._release(blocks, is_likely_end=is_likely_end)\n")
     ],
     "checkpoints aren't queued behind their sequence's blocks": [
         (SLOTS, "        for checkpoint in state.made:\n", "        for checkpoint in state.made[:0]:\n")

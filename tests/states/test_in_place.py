@@ -143,13 +143,13 @@ class Walk:
             starts[sequence] = start
 
     def fork(self, sequence: Sequence) -> None:
-        twin = self.manager.fork(sequence, ("twin", self.number))
+        child = self.manager.fork(sequence, ("child", self.number))
         self.number += 1
         self.num_forks += 1
         if sequence in self.stale:
-            self.stale.add(twin)
-        self.running.append(twin)
-        self.goals[twin] = self.goals[sequence]
+            self.stale.add(child)
+        self.running.append(child)
+        self.goals[child] = self.goals[sequence]
 
     def compute(self, starts: dict[Sequence, int]) -> None:
         for _, source, destination in self.manager.take_copies():
@@ -224,7 +224,7 @@ def test_a_token_that_is_not_known_yet_is_computed_nevertheless() -> None:
     with pytest.raises(SequenceStateError, match="expected to keep all 8 tokens"):
         manager.rewind(sequence, 7)
     with pytest.raises(SequenceStateError, match="fork: expected to keep all 8 tokens"):
-        manager.fork(sequence, "twin")
+        manager.fork(sequence, "child")
     sequence.append_tokens([7])
     assert manager.get_computed_blocks(Sequence("b", range(20))).num_tokens == 0
     manager.allocate_slots(sequence, 1, num_total_tokens=9)
@@ -244,20 +244,20 @@ def test_what_a_dead_step_should_have_written_is_not_found() -> None:
     assert manager.get_computed_blocks(Sequence("b", range(20))).num_tokens == 8
 
 
-def test_a_twin_caches_what_its_parent_computed() -> None:
-    """After a reset that only the twin is renewed for, and where blocks are cached after the step."""
+def test_a_child_caches_what_its_parent_computed() -> None:
+    """After a reset that only the child is renewed for, and where blocks are cached after the step."""
     for is_late in (False, True):
         manager = KVCacheManager(20, groups=SETS["full"], debug=True)
         sequence = Sequence("a", range(20))
         manager.allocate_slots(sequence, 8, delay_cache_blocks=is_late)
-        twin = manager.fork(sequence, "twin")
+        child = manager.fork(sequence, "child")
         if is_late:
-            manager.cache_blocks(twin, 8)
+            manager.cache_blocks(child, 8)
         else:
             manager.reset_prefix_cache()
-            manager.renew(twin)
+            manager.renew(child)
         manager.free(sequence)
-        manager.allocate_slots(twin, 3)
+        manager.allocate_slots(child, 3)
         assert manager.get_computed_blocks(Sequence("b", range(20))).num_tokens == 8
 
 

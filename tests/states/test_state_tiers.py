@@ -250,13 +250,13 @@ def test_a_fork_of_a_loading_sequence_waits_for_the_same_state() -> None:
     manager = stored()
     sequence, hit, loads = look_up(manager)
     manager.tiers.allocate(sequence, hit, loads)
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     settle(manager)
     before, _ = manager.states.take_copies()
     assert [(copy.kind, copy.position) for copy in before] == [("restore", 36)] * 2
-    assert {copy.slot for copy in before} == {sequence.state_slot, twin.state_slot}
+    assert {copy.slot for copy in before} == {sequence.state_slot, child.state_slot}
     manager.free(sequence)
-    manager.free(twin)
+    manager.free(child)
     later = Sequence("behind", range(50))
     hit = manager.get_computed_blocks(later)
     assert hit.num_tokens == 36
@@ -267,7 +267,7 @@ def test_a_fork_with_slots_behind_its_loads_is_refused() -> None:
     sequence, hit, loads = look_up(manager)
     manager.tiers.allocate(sequence, hit, loads, 4)
     with pytest.raises(SequenceStateError, match="end of its loads, at token 36"):
-        manager.fork(sequence, "twin")
+        manager.fork(sequence, "child")
     assert manager.states.num_free_slots == 3
 
 

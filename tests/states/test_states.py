@@ -124,8 +124,8 @@ def test_marks_stay_with_a_sequence_and_its_forks() -> None:
     start(manager, "a", sequence)
     assert sequence.num_computed_tokens == 12 and len(manager.states.take_copies()[1]) == 1
     assert manager.states.mark(sequence, 20) == 20 == manager.states.next_cut(sequence, 40)
-    twin = manager.fork(sequence, "b")
-    assert manager.states.next_cut(twin, 40) == 20
+    child = manager.fork(sequence, "b")
+    assert manager.states.next_cut(child, 40) == 20
     for position in (0, 41):
         with pytest.raises(InvalidArgumentError, match="position"):
             manager.states.mark(sequence, position)
@@ -226,9 +226,9 @@ def test_a_fork_copies_the_slot_only_between_steps() -> None:
     with pytest.raises(SequenceStateError, match="all computed"):
         manager.fork(sequence, "b")
     manager.states.take_copies()
-    twin = manager.fork(sequence, "b")
-    third = manager.fork(twin, "c")  # of a copy that isn't made yet
-    manager.free(twin)
+    child = manager.fork(sequence, "b")
+    third = manager.fork(child, "c")  # of a copy that isn't made yet
+    manager.free(child)
     first, second = manager.states.take_copies()[0]
     assert first == StateCopy("fork", 20, second.source, sequence.state_slot or 0)
     assert second == StateCopy("fork", 20, third.state_slot or 0, first.slot)
@@ -237,9 +237,9 @@ def test_a_fork_copies_the_slot_only_between_steps() -> None:
 def test_a_copy_that_nobody_needs_any_more_is_not_made() -> None:
     manager = make()
     sequence = prefill(manager, "a", range(22))
-    twin = manager.fork(sequence, "b")
-    third = manager.fork(twin, "c")
-    manager.free(twin)
+    child = manager.fork(sequence, "b")
+    third = manager.fork(child, "c")
+    manager.free(child)
     manager.free(third)
     assert manager.states.take_copies()[0] == []
 
@@ -248,27 +248,27 @@ def test_a_fork_behind_a_rewind_gets_the_same_checkpoint() -> None:
     manager = make()
     sequence = prefill(manager, "a", range(22))
     assert manager.rewind(sequence, 21) == 20
-    twin = manager.fork(sequence, "b")
+    child = manager.fork(sequence, "b")
     manager.free(sequence)
     num_free = manager.num_free_blocks
     restore, fork = manager.states.take_copies()[0]
     assert (restore.kind, fork.kind, fork.position) == ("restore", "fork", 20)
-    assert (fork.source, fork.slot) == (restore.slot, twin.state_slot)
+    assert (fork.source, fork.slot) == (restore.slot, child.state_slot)
     assert manager.num_free_blocks == num_free + 2, "it owned the checkpoint that the copy reads"
 
 
 def test_a_slot_that_a_copy_still_reads_is_written_behind_it() -> None:
-    """Its sequence has ended, and the slot is given to the twin of one whose own state isn't there yet."""
+    """Its sequence has ended, and the slot is given to the child of one whose own state isn't there yet."""
     manager = make()
     other, parent = prefill(manager, "other", range(100, 105)), prefill(manager, "a", range(22))
     assert manager.rewind(other, 0) == 0
-    twin = manager.fork(parent, "b")
+    child = manager.fork(parent, "b")
     slot = parent.state_slot
     manager.free(parent)
     late = manager.fork(other, "late")
     assert late.state_slot == slot
     copies = manager.states.take_copies()[0]
-    reads = [index for index, copy in enumerate(copies) if copy.kind == "fork" and copy.slot == twin.state_slot]
+    reads = [index for index, copy in enumerate(copies) if copy.kind == "fork" and copy.slot == child.state_slot]
     writes = [index for index, copy in enumerate(copies) if copy.slot == slot]
     assert len(reads) == len(writes) == 1 and reads < writes
 
@@ -322,14 +322,14 @@ def test_a_sequence_from_before_a_reset_goes_back_to_its_beginning() -> None:
     """Even if its blocks are cached again, since another sequence that shares them was renewed."""
     manager = make()
     first = prefill(manager, "a", range(40))
-    twin = manager.fork(first, "b")
+    child = manager.fork(first, "b")
     manager.reset_prefix_cache()
-    manager.renew(twin)
+    manager.renew(child)
     third = Sequence("c", range(40))
     manager.states.mark(third, 12)
     prefill(manager, "c", third)
     assert first.blocks[0].is_cached
-    assert manager.rewind(twin, 30) == 12
+    assert manager.rewind(child, 30) == 12
     assert manager.rewind(first, 30) == 0
 
 
@@ -353,8 +353,8 @@ def test_a_sequence_that_went_back_to_a_kept_state_can_be_forked() -> None:
     manager.append_slots(sequence, [1, 2])
     manager.states.take_copies()
     manager.truncate(sequence, 23)
-    twin = manager.fork(sequence, "b")
-    assert manager.states.take_copies()[0] == [StateCopy("fork", 23, twin.state_slot or 0, sequence.state_slot or 0)]
+    child = manager.fork(sequence, "b")
+    assert manager.states.take_copies()[0] == [StateCopy("fork", 23, child.state_slot or 0, sequence.state_slot or 0)]
     manager.append_slots(sequence, [3])
     with pytest.raises(SequenceStateError, match="all computed"):
         manager.fork(sequence, "c")
@@ -566,15 +566,15 @@ def test_a_plan_counts_the_blocks_and_slots_of_states() -> None:
         plan(kinds, layers, "bfloat16", 10**10)
 
 
-def test_a_twin_can_go_back_no_further_than_its_parent() -> None:
+def test_a_child_can_go_back_no_further_than_its_parent() -> None:
     manager = make(num_kept=2)
     manager.free(prefill(manager, "first", range(9)))
     parent = Sequence("parent", range(7))
     parent.append_tokens([7, 8])
     prefill(manager, "", parent)  # starts with the state after 8 tokens, so that the one after 7 was never there
-    twin = manager.fork(parent, "twin")
+    child = manager.fork(parent, "child")
     manager.states.take_copies()
-    for sequence in (parent, twin):
+    for sequence in (parent, child):
         with pytest.raises(SequenceStateError, match="at least 8 tokens"):
             manager.truncate(sequence, 7)
         manager.truncate(sequence, 8)

@@ -29,8 +29,8 @@ FAULTS: dict[str, list[Change]] = {
     "loads are taken behind a hit whose last token is computed again": [
         (TRANSFERS, "if given and hit is not None and hit.num_tokens != start:", "if False:")
     ],
-    "a twin of a sequence that loads doesn't wait": [
-        (TRANSFERS, "if job is not None and twin.num_computed_tokens > job.start:", "if False:")
+    "a child of a sequence that loads doesn't wait": [
+        (TRANSFERS, "if job is not None and child.num_computed_tokens > job.start:", "if False:")
     ],
     "a cut within a load keeps a part of a block": [
         (JOBS, "return num_left // size * size if is_inside else num_left", "return num_left")

@@ -76,10 +76,10 @@ def test_running_sequences_go_on_and_are_not_hit():
         manager.append_slots(one, list(range(500, 520)))
     assert [block.block_id for block in sequence.blocks][:3] == blocks
     assert (num_hit(manager, "ann", sequence.token_ids()), num_hit(manager, "ann", short.token_ids())) == (0, 0)
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     assert manager.get_computed_blocks(Sequence("probe", range(9), salt="ann")).pending_tokens == 0
     assert manager.cache_blocks(sequence, 30) == 0
-    for one in (sequence, twin, short):
+    for one in (sequence, child, short):
         manager.free(one)
     assert settle(manager) == []
     assert manager.stats.num_cached_blocks == 0
@@ -183,12 +183,12 @@ def test_a_pin_stands_and_holds_nothing():
 
 def test_two_blocks_of_one_prefix_are_both_forgotten():
     manager = make_manager(64)
-    twins = [Sequence(name, PROMPT, salt="ann") for name in "ab"]
-    for one in twins:
+    children = [Sequence(name, PROMPT, salt="ann") for name in "ab"]
+    for one in children:
         manager.allocate_slots(one)
     assert manager.stats.num_cached_blocks == 20
     assert manager.forget_salt("ann") == 20
-    for one in twins:
+    for one in children:
         manager.free(one)
 
 

@@ -601,14 +601,14 @@ def test_nobody_else_says_what_is_loading():
 
 def test_forks_wait_and_go_back_each():
     manager, sequence = behind_hit(max_transfer_blocks=1)
-    twin = manager.fork(sequence, "twin")
-    assert manager.tiers.is_loading(twin)
-    assert manager.rewind(twin, 36) == 32
+    child = manager.fork(sequence, "child")
+    assert manager.tiers.is_loading(child)
+    assert manager.rewind(child, 36) == 32
     assert manager.tiers.is_loading(sequence)
     third = manager.fork(sequence, "third")
     _, ended = settle(manager, fails={0})
     assert [(loaded.sequence, loaded.num_tokens) for loaded in ended] == [(sequence, 32), (third, 32)]
-    for one in (sequence, twin, third):
+    for one in (sequence, child, third):
         manager.allocate_slots(one)
         manager.free(one)
 

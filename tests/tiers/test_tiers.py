@@ -429,12 +429,12 @@ def test_a_load_that_takes_too_long_is_given_up():
 def test_a_fork_waits_too():
     manager, sequence, _ = loading_manager()
     (transfer,) = manager.tiers.take_transfers()
-    twin = manager.fork(sequence, "twin")
-    assert manager.tiers.is_loading(twin)
+    child = manager.fork(sequence, "child")
+    assert manager.tiers.is_loading(child)
     manager.free(sequence)
     (loaded,) = manager.tiers.complete(transfer, ok=True)
-    assert (loaded.sequence, loaded.num_tokens) == (twin, 36)
-    assert twin.num_cached_blocks == 9
+    assert (loaded.sequence, loaded.num_tokens) == (child, 36)
+    assert child.num_cached_blocks == 9
 
 
 def test_a_loading_sequence_that_goes_back_keeps_whole_blocks():
@@ -561,11 +561,11 @@ def test_nothing_is_stored_behind_what_a_load_found_to_be_wrong():
 def test_nothing_behind_a_failed_transfer_is_cached_for_a_fork_either():
     manager, sequence, _ = loading_manager(Tier("host", 64, 100, max_transfer_blocks=4))
     transfers = manager.tiers.take_transfers()
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     manager.free(sequence)
     for number, transfer in enumerate(transfers):
         ended = manager.tiers.complete(transfer, ok=number != 1)
-    assert [(loaded.sequence, loaded.num_tokens) for loaded in ended] == [(twin, 16)]
+    assert [(loaded.sequence, loaded.num_tokens) for loaded in ended] == [(child, 16)]
     assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 16
 
 
@@ -622,13 +622,13 @@ def test_a_reset_does_not_hide_what_an_abort_took_back(forget):
     manager, writer, sequence = loading_behind_a_writer()
     (transfer,) = manager.tiers.take_transfers()
     manager.abort(writer, 4)
-    twin = manager.fork(sequence, "twin")
+    child = manager.fork(sequence, "child")
     if forget == "reset":
         manager.reset_prefix_cache()
     else:
         manager.forget_salt(None)
     ended = {loaded.sequence: loaded for loaded in manager.tiers.complete(transfer, ok=True)}
-    for waited in (sequence, twin):
+    for waited in (sequence, child):
         assert (ended[waited].num_tokens, ended[waited].is_whole) == (4, False)
         assert (waited.num_computed_tokens, len(waited.block_ids)) == (4, 1)
 

@@ -174,7 +174,7 @@ def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
     """Blocks that pins never give up: those that they hold, and those that they get when a request frees them."""
     kept: set[KVCacheBlock] = set()
     for pin in manager.pins:
-        # A pin may hold more than can be hit, if a group lacks a block. It also holds anchors, which take no memory.
+        # A pin may hold more than can be hit, if a group lacks a block. It also holds virtual blocks, which take no memory.
         for blocks in (pin.blocks, manager.get_computed_blocks(pin.sequence).blocks):
             kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= KEEP)
         if all(priority >= KEEP for priority in pin.priorities):

@@ -137,10 +137,10 @@ class RememberedPrompts:
         if key is None or key not in self._prompts or not self._prompts[key].is_valid or not is_better:
             return None
         self._prompts.move_to_end(key)
-        twin = self.manager.fork(self._prompts[key].fork, own.sequence_id)
-        twin.session = own.session
-        twin.append_tokens(own.token_ids(own.num_prompt_tokens))
-        return twin
+        child = self.manager.fork(self._prompts[key].fork, own.sequence_id)
+        child.session = own.session
+        child.append_tokens(own.token_ids(own.num_prompt_tokens))
+        return child
 
     def give_up(self) -> bool:
         """Drop the least recently used prompt. Its blocks become free unless other sequences have them.

@@ -450,18 +450,18 @@ class Scheduler:
 
     def _start_remembered(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
         """Continue a waiting request from its remembered prompt, if that has more tokens than its hit; else None."""
-        twin = None if self.remembered is None else self.remembered.fork(request, hit.num_tokens)
-        if twin is None:
+        child = None if self.remembered is None else self.remembered.fork(request, hit.num_tokens)
+        if child is None:
             return None
-        start = twin.num_computed_tokens
+        start = child.num_computed_tokens
         num_tokens = capacity.fitting_tokens(
-            self.manager, request, min(self.limits.chunk_tokens(budget), twin.num_tokens - start)
+            self.manager, request, min(self.limits.chunk_tokens(budget), child.num_tokens - start)
         )
-        if not make_room(self.manager, self.remembered, twin, num_tokens):
-            self.manager.free(twin)
+        if not make_room(self.manager, self.remembered, child, num_tokens):
+            self.manager.free(child)
             return None
         self.lookups.forget()
-        request.sequence, request.is_long = twin, twin.num_tokens - start > self.limits.num_step_tokens
+        request.sequence, request.is_long = child, child.num_tokens - start > self.limits.num_step_tokens
         if not request.num_computed_tokens:
             request.num_cached_tokens = start
         return chunk_of(self.manager, request, start)

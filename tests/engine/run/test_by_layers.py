@@ -179,7 +179,7 @@ def test_an_interrupted_slice_is_undone_and_computed_again(model, prompts, dies_
 
 
 def test_the_first_slice_copies_the_block_that_somebody_else_holds_too(model, prompts):
-    """The chunk begins in the middle of a block. A twin of the prompt's beginning must keep what is in it."""
+    """The chunk begins in the middle of a block. A child of the prompt's beginning must keep what is in it."""
     fresh = make(model)
     expected = Watch(fresh)
     answer(fresh, prompts[:1])
@@ -191,15 +191,15 @@ def test_the_first_slice_copies_the_block_that_somebody_else_holds_too(model, pr
     )
     engine.step()
     sequence, kv_cache = engine.scheduler.running[0].sequence, engine.runner.kv_cache
-    twin = engine.manager.fork(sequence, "twin")
-    shared = [block_id for group in range(len(engine.manager.groups)) for block_id in twin.group_block_ids(group)]
+    child = engine.manager.fork(sequence, "child")
+    shared = [block_id for group in range(len(engine.manager.groups)) for block_id in child.group_block_ids(group)]
     before = [part[shared] for part in kv_cache.parts]
     finish(engine)
     assert generation.completion is not None and slices.number > 0
     assert watch.logits.keys() == expected.logits.keys()
     assert all(torch.equal(watch.logits[tokens], logits) for tokens, logits in expected.logits.items())
     assert all(torch.equal(part[shared], then) for part, then in zip(kv_cache.parts, before, strict=True))
-    engine.manager.free(twin)
+    engine.manager.free(child)
 
 
 def test_another_number_of_threads_is_refused_in_the_middle_of_a_chunk(model, prompts):

@@ -267,16 +267,16 @@ def test_the_first_slice_copies_the_block_that_the_chunk_shares():
     scheduler, cache = make(80, **{**LAYERED, "max_num_chunk_tokens": 6}), FakeCache(BLOCK_SIZE)
     long = add(scheduler, "long", [0] * 60)
     step(scheduler, cache)
-    twin = scheduler.manager.fork(long.sequence, "twin")
-    assert long.sequence.block_ids[1] == twin.block_ids[1]
+    child = scheduler.manager.fork(long.sequence, "child")
+    assert long.sequence.block_ids[1] == child.block_ids[1]
     copies = []
     while long.num_computed_tokens == 6:
         chunks = scheduler.schedule()
         copies.append(chunks[0].copies)
         scheduler.complete(chunks, cache.run(chunks))
-    assert copies[0] == ((twin.block_ids[1], long.sequence.block_ids[1]),) and not any(copies[1:])
-    assert [cache.slots[cache.slot(twin, position)] for position in (4, 5)] == [(None, *[0] * 5), (None, *[0] * 6)]
-    scheduler.manager.free(twin)
+    assert copies[0] == ((child.block_ids[1], long.sequence.block_ids[1]),) and not any(copies[1:])
+    assert [cache.slots[cache.slot(child, position)] for position in (4, 5)] == [(None, *[0] * 5), (None, *[0] * 6)]
+    scheduler.manager.free(child)
     finish(scheduler, cache)
 
 

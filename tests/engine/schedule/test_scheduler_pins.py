@@ -211,10 +211,10 @@ def test_the_oldest_starts_anew_where_that_lets_it_share_what_a_pin_keeps():
     old = add(scheduler, "old", prompt, max_tokens=9)  # 5 blocks
     step(scheduler, cache)
     scheduler.manager.reset_prefix_cache()  # old caches nothing from here on
-    twin = add(scheduler, "twin", prompt, max_tokens=1)
-    assert step(scheduler, cache) == [("old", 12, 1), ("twin", 0, 12)]
-    assert twin.finish_reason == "length"
-    scheduler.manager.pins.pin(prompt, priority=100)  # twin's 3 blocks, beside old's 4
+    child = add(scheduler, "child", prompt, max_tokens=1)
+    assert step(scheduler, cache) == [("old", 12, 1), ("child", 0, 12)]
+    assert child.finish_reason == "length"
+    scheduler.manager.pins.pin(prompt, priority=100)  # child's 3 blocks, beside old's 4
     while scheduler.has_work:
         run_any_step(scheduler, cache)
     assert old.num_preemptions == 1

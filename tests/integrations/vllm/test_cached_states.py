@@ -134,7 +134,7 @@ def test_only_blocks_of_attention_are_zeroed():
 
 
 def test_a_model_of_states_alone_is_served():
-    """As Mamba. A hit has its states, and no anchors, which stand in for full attention."""
+    """As Mamba. A hit has its states, and no virtual blocks, which stand in for full attention."""
     config = make_vllm_config(STATES)
     spec = MambaSpec(block_size=BLOCK, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align")
     scheduler = make_scheduler(STATES, our_scheduler(STATES), config=config, groups=as_engine(config, [spec]))
