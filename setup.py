@@ -32,10 +32,8 @@ SINGLE = ("arguments.py", "closed.py", "manager.py")
 # These modules stay plain. Records gain nothing from being compiled, and people pickle and subclass them. For the same
 # reason errors, events and stats stay plain. A sealer hashes in C anyway. Only tests run the check of policies.
 PLAIN = (
-    "core/in_place.py",
     "core/kinds.py",
     "core/plan.py",
-    "core/recurrent.py",
     "core/state_copy.py",
     "observe/explanation.py",
     "prefix_cache/evicted.py",

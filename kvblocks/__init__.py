@@ -34,12 +34,19 @@ if TYPE_CHECKING:
     from kvblocks.core.block import KVCacheBlock
     from kvblocks.core.free_queue import FreeBlockQueue
     from kvblocks.core.hit import CacheHit
-    from kvblocks.core.in_place import StateInPlace
-    from kvblocks.core.kinds import ChunkedLocal, FullAttention, Group, Scratch, SlidingWindow, kind_of_layers
+    from kvblocks.core.kinds import (
+        ChunkedLocal,
+        FullAttention,
+        Group,
+        RecurrentState,
+        Scratch,
+        SlidingWindow,
+        StateInPlace,
+        kind_of_layers,
+    )
     from kvblocks.core.manager_states import ManagerStates
     from kvblocks.core.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
     from kvblocks.core.pool import BlockPool
-    from kvblocks.core.recurrent import RecurrentState
     from kvblocks.core.sequence import Sequence
     from kvblocks.core.state_copy import StateCopy
     from kvblocks.errors import (
@@ -117,12 +124,19 @@ _HOMES = {
         "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
-    "core.kinds": ("ChunkedLocal", "FullAttention", "Group", "Scratch", "SlidingWindow", "kind_of_layers"),
+    "core.kinds": (
+        "ChunkedLocal",
+        "FullAttention",
+        "Group",
+        "RecurrentState",
+        "Scratch",
+        "SlidingWindow",
+        "StateInPlace",
+        "kind_of_layers",
+    ),
     "core.plan": ("KVLayer", "LatentLayer", "Plan", "StateLayer", "plan"),
     "core.manager_states": ("ManagerStates",),
     "core.state_copy": ("StateCopy",),
-    "core.in_place": ("StateInPlace",),
-    "core.recurrent": ("RecurrentState",),
     "manager": ("KVCacheManager",),
     "observe.explanation": ("Explanation",),
     "observe.inspector": ("HeldBlocks", "Inspector"),

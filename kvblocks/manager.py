@@ -979,7 +979,7 @@ class KVCacheManager(Closed):
         transfers = self._transfers
         if transfers is None or not loads:
             return self.allocate_slots(sequence, num_new_tokens, hit)
-        found, num_loaded = transfers.with_loads(sequence, hit, loads), sum([load.num_tokens for load in loads])
+        found, num_loaded = transfers.with_loads(hit, loads), sum([load.num_tokens for load in loads])
         start = 0 if found is None else check_hit(self._index, sequence, found)
         room = self._find_room(sequence, found, start, num_loaded, None, num_new_tokens)
         assert room is not None, "only a sequence with blocks may have room already"

@@ -1,7 +1,7 @@
-"""Where the other rooms plug in: base classes whose methods do nothing, or are abstract.
+"""Where other packages plug in: base classes whose methods do nothing, or are abstract.
 
-The core never imports another room. It calls objects in attributes of these types. An attribute is None, or empty,
-until another room sets it:
+The core imports only the packages below it. It calls objects in attributes of these types. An attribute is None, or
+empty, until another package sets it:
 
 - `PrefixIndex.watchers`: told what happens to blocks and to cached prefixes (removal history, metrics, quotas);
 - `PrefixIndex.accounts`: who is charged for cached blocks (quotas);
@@ -9,7 +9,8 @@ until another room sets it:
 - `PrefixIndex.events`: where changes of the cached set are recorded;
 - `SlotAllocator.soft_holds`: owners of blocks other than sequences, which may give blocks up for sequences (pins).
 
-One more base class is in the module that uses it: `Account` in `block`. All are native classes rather than Protocols, so that in the compiled build their methods cost no more than any other call.
+One more base class is in the module that uses it: `Account` in `block`. All are native classes rather than Protocols,
+so that in the compiled build their methods cost no more than any other call.
 """
 
 from abc import abstractmethod

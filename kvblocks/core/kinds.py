@@ -325,6 +325,135 @@ class Scratch(Group):
         return "Scratch()"
 
 
+@dataclass(frozen=True)
+class StateInPlace(Group):
+    """Layers that keep one state per sequence, in a block of the pool, as vLLM's kernels expect it.
+
+    The last block of a sequence's table has its live state. When a call makes room past that block's last token, the
+    sequence gets one block, as the table's new last entry. Entries in between, however many, have no block. The engine
+    copies the state from the earlier block to the new one before it goes on. The earlier block stays until the next
+    call. If the call before ended exactly at its last token, it is cached, and a hit may end there. An engine should
+    therefore end calls at multiples of `block_size`, unless they end in the block where they began.
+
+    The state is always the one after all tokens with slots. `num_total_tokens` must therefore count the tokens that the
+    step computes, including unknown ones, and nothing else.
+
+    A cached state can be found at once, although it exists only after its step, so an engine must not start a sequence
+    from a state of the same step. A sequence can't be truncated, and can only be rewound to its beginning.
+
+    block_size: hits end at multiples of it. Raises InvalidArgumentError.
+    """
+
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return "a state in place"
+
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`: "mamba", which is what vLLM calls all layers that keep a state."""
+        return "mamba"
+
+    @property
+    def has_gaps(self) -> bool:
+        """True: a table has blocks only where calls ended."""
+        return True
+
+    def first_seen(self, position: int) -> int:
+        """Return the token before `position`, because a query needs the state after it. Only for the manager."""
+        return position - 1 if position else 0
+
+    def needed_blocks(self, end: int, num_tokens: int) -> tuple[int, int]:  # noqa: ARG002  # a hit never has all tokens
+        """As in `Group`: the block with the state after the hit. Only for the manager."""
+        return max(0, end // self.block_size - 1), end // self.block_size
+
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """Return at most 2: the block of the live state and the one before it."""
+        check_count("num_step_tokens", num_step_tokens, 1)
+        return min(2, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
+
+    def layer_bytes(self, bytes_per_token: int) -> int:
+        """Raise InvalidArgumentError, since such layers keep nothing for each token. Only for `plan`."""
+        raise InvalidArgumentError(
+            f"layers: expected layers with KV for each token, got {self!r} with {bytes_per_token}"
+        )
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class RecurrentState(Group):
+    """Layers that keep one state per sequence, rewritten at each token.
+
+    Examples are linear attention (gated delta nets, KDA), state spaces (Mamba2) and short convolutions. A running
+    sequence has a *live state* in a slot: contiguous memory of the engine's, outside the pool. A *checkpoint* is a copy
+    of the state after some number of tokens, in ordinary blocks of the pool, in any order. A hit ends at a checkpoint.
+
+    - block_size: checkpoints are only made after multiples of this number of tokens.
+    - num_slots: how many sequences can have a live state at once.
+    - num_blocks: how many blocks of the pool a checkpoint takes, for all layers of this kind together. The attribute is
+      checkpoint_blocks.
+    - every: also save a checkpoint whenever this many tokens are passed; a multiple of all block sizes. None: only
+      where a later prompt will probably need one. On the traces that were tried this hit as much, with far fewer
+      copies.
+    - num_kept: how many states before the newest one the engine keeps in each slot, so that a sequence can go back when
+      drafts are rejected.
+
+    Raises InvalidArgumentError.
+    """
+
+    num_slots: int
+    checkpoint_blocks: int
+    every: int | None
+    num_kept: int
+
+    def __init__(
+        self,
+        block_size: SupportsIndex,
+        num_slots: SupportsIndex,
+        num_blocks: SupportsIndex = 1,
+        *,
+        every: SupportsIndex | None = None,
+        num_kept: SupportsIndex = 0,
+    ) -> None:
+        object.__setattr__(self, "block_size", check_count("block_size", block_size, 1))
+        object.__setattr__(self, "num_slots", check_count("num_slots", num_slots, 1))
+        object.__setattr__(self, "checkpoint_blocks", check_count("num_blocks", num_blocks, 1))
+        object.__setattr__(self, "every", None if every is None else check_count("every", every, 1))
+        object.__setattr__(self, "num_kept", check_count("num_kept", num_kept, 0))
+        if self.every is not None and self.every % self.block_size:
+            raise InvalidArgumentError(
+                f"every: expected a multiple of block_size, which is {self.block_size}, got {self.every}"
+            )
+
+    @property
+    def label(self) -> str:
+        """As in `Group`."""
+        return "a recurrent state"
+
+    @property
+    def event_kind(self) -> str:
+        """As in `Group`: "mamba", which is what vLLM calls all layers that keep a state."""
+        return "mamba"
+
+    @property
+    def has_table(self) -> bool:
+        """False: its tokens need no blocks."""
+        return False
+
+    def first_seen(self, position: int) -> int:
+        """Return `position`, since the state stands for all tokens before it. Only for the manager."""
+        return position
+
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
+        """Return 0: a live state lies in its slot, and checkpoints are cached blocks without an owner."""
+        check_count("num_step_tokens", num_step_tokens, 1)
+        check_count("num_tokens", num_tokens, 0)
+        return 0
+
+    def __repr__(self) -> str:
+        options = f"every={self.every}, num_kept={self.num_kept}"
+        return f"RecurrentState({self.block_size}, {self.num_slots}, {self.checkpoint_blocks}, {options})"
+
+
 def kind_of_layers(
     block_size: SupportsIndex, window: SupportsIndex | None = None, chunk_size: SupportsIndex | None = None
 ) -> Group:

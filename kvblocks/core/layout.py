@@ -13,8 +13,7 @@ from itertools import pairwise
 
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.kinds import Group
-from kvblocks.core.recurrent import RecurrentState
+from kvblocks.core.kinds import Group, RecurrentState
 from kvblocks.errors import InvalidArgumentError
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import check_count, check_share, counted, is_a, listed, plain_text, wrong
-from kvblocks.core.kinds import Group
+from kvblocks.core.kinds import Group, RecurrentState
 from kvblocks.core.layout import check_groups
-from kvblocks.core.recurrent import RecurrentState
 from kvblocks.errors import InvalidArgumentError
 
 DTYPE_BYTES = {

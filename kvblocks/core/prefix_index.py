@@ -525,7 +525,7 @@ class PrefixIndex:
                 del parent.children[position]
 
     def count(self, run: Run, num_blocks: int) -> None:
-        """Count blocks that became cached in a run or beside it (a negative number: that stopped being cached). O(1)."""
+        """Count blocks that became cached in a run or beside it, or (a negative number) that stopped being. O(1)."""
         self.num_cached_blocks += num_blocks
         if run.account is not None:
             run.account.add(num_blocks)

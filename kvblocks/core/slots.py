@@ -5,8 +5,8 @@ can serve the call. Then compute digests, since the caller's hash function may r
 cache blocks. From there on a change is under way, which the manager ends, since it has more to change.
 
 The fast path is that of one group with full attention: a sequence's blocks are those of its primary table. What other
-groups need is in the sequence's side tables (`tables`), if it has some, and the states that layers keep are in `states`.
-Both are asked at the edges of blocks alone.
+groups need is in the sequence's side tables (`tables`), if it has some, and the states that layers keep are in
+`states`. Both are asked at the edges of blocks alone.
 
 Copy on write: a token must not be written to a block that somebody else may read. This concerns only the last, partly
 filled block of a sequence that was forked or truncated. The sequence gets a block of its own, and `copies` says what to
@@ -15,9 +15,9 @@ docs/design/core/when-cached.md has the rules.
 
 A block that left a window is worth less than one that was freed at a sequence's end, since only a hit that ends just
 after it needs it. It is therefore reused before other cached blocks. The exceptions are blocks that a hit will probably
-need, at the sequence's likely hit ends: where its own hit ended, where its prefix differs from what was cached, and where its
-prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the states at the
-points where sequences begin to differ.
+need, at the sequence's likely hit ends: where its own hit ended, where its prefix differs from what was cached, and
+where its prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the states
+at the points where sequences begin to differ.
 
 `fits_below` and `tail_owner` of sequences are written here, and by the sequence itself.
 """
@@ -164,26 +164,8 @@ class SlotAllocator:
             num_free = self.pool.queue.num_free_blocks
             self.last_refusal = Refusal(self.count_missing(sequence, num_slots, hit), num_free, 0, 0, "slots")
             return None
-        parts = None if hit is None else hit.parts
-        loads = None if parts is None else parts.loads
-        ends = [] if hit is None else [hit.num_readonly_tokens, hit.num_matched_tokens]
-        ends += [] if loads is None else [loads.end]
-        side = SideTables(layout, [*ends, sequence.num_prompt_tokens])
-        held: list[KVCacheBlock] = []
-        touched: list[KVCacheBlock] = []
-        num_gaps = num_hit = 0
-        if hit is not None and parts is not None:
-            held, num_hit = hit.blocks, len(hit.blocks)
-            if loads is not None:
-                held, touched, num_gaps = _begin_loading(side, hit, parts, loads)
-            else:
-                for table, (first, blocks) in zip(side.tables, parts.tables, strict=True):
-                    table.begin(first, blocks)
-                    touched += blocks
-                if parts.checkpoint is not None:
-                    touched += parts.checkpoint.blocks
-                if hit.num_tokens:
-                    side.note_start(hit.num_tokens)
+        side, held, touched, num_gaps = _begin(layout, sequence, hit)
+        num_hit = 0 if hit is None else len(hit.blocks)
         side.plan_start(len(held), num_hit * self._block_size, num_slots)
         num_taken = side.num_planned() + num_gaps
         if num_taken + len(held) + len(touched) > self.pool.queue.num_free_blocks:
@@ -1055,6 +1037,33 @@ class SlotAllocator:
         if not self._index.needs_takers:
             return self.take(len(sequences), sequences[0])
         return [block for sequence in sequences for block in self.take(1, sequence)]
+
+
+def _begin(
+    layout: GroupLayout, sequence: Sequence, hit: CacheHit | None
+) -> tuple[SideTables, list[KVCacheBlock], list[KVCacheBlock], int]:
+    """Return the side tables of a sequence that starts with a hit, and what it is to own of the hit. O(blocks).
+
+    That is: the blocks of its primary table; those of its side tables and states, each as often as it is to own them;
+    and how many new blocks loads bring in addition to those of the primary group.
+    """
+    parts = None if hit is None else hit.parts
+    if hit is None or parts is None:
+        return SideTables(layout, [sequence.num_prompt_tokens]), [], [], 0
+    ends = [hit.num_readonly_tokens, hit.num_matched_tokens, sequence.num_prompt_tokens]
+    if parts.loads is not None:
+        side = SideTables(layout, [*ends, parts.loads.end])
+        return side, *_begin_loading(side, hit, parts, parts.loads)
+    side = SideTables(layout, ends)
+    touched: list[KVCacheBlock] = []
+    for table, (first, blocks) in zip(side.tables, parts.tables, strict=True):
+        table.begin(first, blocks)
+        touched += blocks
+    if parts.checkpoint is not None:
+        touched += parts.checkpoint.blocks
+    if hit.num_tokens:
+        side.note_start(hit.num_tokens)
+    return side, hit.blocks, touched, 0
 
 
 def _begin_loading(

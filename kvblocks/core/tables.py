@@ -227,8 +227,8 @@ class SideTables:
     __slots__ = (
         "fallback",
         "is_passing",
-        "likely_ends",
         "layout",
+        "likely_ends",
         "live_state",
         "missing",
         "new_blocks",
@@ -301,7 +301,7 @@ class SideTables:
                 number += 1
             passing = side_group.kind.first_needed(passed_at) - num_dead
             if passing > 0:
-                table.passing = passing if passing < num_live else num_live
+                table.passing = passing if passing < num_live else num_live  # noqa: FURB136  # min() is slower
                 is_passing = True
             else:
                 table.passing = 0

@@ -2,8 +2,8 @@
 
 A virtual block has no memory. Sequences hold virtual blocks in their primary tables, and the prefix index keeps them in
 its runs, like other blocks. Attached blocks are therefore found as exactly as with a primary group, whatever the hash.
-Virtual blocks are made as sequences need them. Free cached ones stay for later hits. Once `max_free` are free, the least
-recently used one is reused instead of making another one.
+Virtual blocks are made as sequences need them. Free cached ones stay for later hits. Once `max_free` are free, the
+least recently used one is reused instead of making another one.
 
 Invariant: their ids begin where those of the pool end.
 """
@@ -15,7 +15,7 @@ from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.prefix_index import PrefixIndex
 
 KEPT_PER_BLOCK = 16
-"""How many free virtual blocks to keep for each block of the pool. A virtual block and 16 tokens take about 150 bytes."""
+"""How many free virtual blocks to keep for each block of the pool. One with 16 tokens takes about 150 bytes."""
 
 
 class VirtualBlocks:

@@ -29,11 +29,11 @@ class TierHit(Closed):
 
     __slots__ = (
         "_before",
-        "_num_all_bytes",
         "_versions",
         "checkpoint",
         "first_token",
         "hit",
+        "num_all_bytes",
         "num_bytes",
         "num_tokens",
         "pieces",
@@ -97,9 +97,10 @@ class TierHit(Closed):
             self.pieces += [(len(tables) + 1, index, pool, block) for index, block in enumerate(parts)]
         self.prefix = [slot for _, _, pool, slot in self.pieces if pool is self.pool]
         """The slots of `pieces` in this part's tier."""
-        self._num_all_bytes = sum([pool.num_block_bytes for _, _, pool, _ in self.pieces])
-        self.num_bytes = self._num_all_bytes - (0 if before is None else before._num_all_bytes)
-        """How many bytes this part adds to the load; the sum over all parts is what is moved."""
+        self.num_all_bytes = sum([pool.num_block_bytes for _, _, pool, _ in self.pieces])
+        """How many bytes a load of this and the parts before it moves."""
+        self.num_bytes = self.num_all_bytes - (0 if before is None else before.num_all_bytes)
+        """How many bytes this part adds to the load."""
         self._before = before
 
     def seconds(self) -> float:
@@ -107,7 +108,7 @@ class TierHit(Closed):
 
         While a tier's speed isn't known, its blocks take no time.
         """
-        return self._all_seconds() - (0.0 if self._before is None else self._before._all_seconds())
+        return self.all_seconds() - (0.0 if self._before is None else self._before.all_seconds())
 
     def part(self) -> TierPart:
         """Return this part as a record for people, with how many slots would be reused before it. O(slots)."""
@@ -167,7 +168,7 @@ class TierHit(Closed):
             loading.version = hit.version
         return loading
 
-    def _all_seconds(self) -> float:
+    def all_seconds(self) -> float:
         """Return how long a load of this and the parts before it is expected to take. O(blocks)."""
         return sum([pool.num_block_bytes * pool.rate.seconds_a_unit for _, _, pool, _ in self.pieces])
 

@@ -97,9 +97,9 @@ def find_longest(
 ) -> tuple[int, list[tuple[int, Found]]]:
     """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
-    layout: None where there is one group. The blocks may be in different places. Where layers keep a state, the hit ends where one of the places has a
-    checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the answer is 0 and []. O(blocks seen x
-    groups).
+    layout: None where there is one group. The blocks may be in different places. Where layers keep a state, the hit
+    ends where one of the places has a checkpoint. What it needs is as `find_all_needed` returns it. Without a hit, the
+    answer is 0 and []. O(blocks seen x groups).
     """
     if layout is None:
         return num_blocks * places[0].index.block_size, []

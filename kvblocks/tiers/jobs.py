@@ -112,9 +112,9 @@ class LoadJob(Job):
     """Loads of the blocks in its sequences' tables from index `first` on.
 
     sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
-    hold up to the load's end. end_token: where the load ends. start: how many of their tokens the sequences had without the load when it began. pools:
-    the tier of each slot. parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks
-    that the job owns as long as a sequence waits: all of the prefix.
+    hold up to the load's end. end_token: where the load ends. start: how many of their tokens the sequences had without
+    the load when it began. pools: the tier of each slot. parts: for each tier, its slots of the prefix; the job owns
+    them. held: the device's blocks that the job owns as long as a sequence waits: all of the prefix.
     """
 
     def __init__(self, sequence: Sequence, prefix: Prefix, load: TierHit, start: int) -> None:

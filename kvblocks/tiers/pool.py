@@ -26,13 +26,14 @@ from kvblocks.tiers.tier import Tier, TierStats
 class TierPool:
     """The slots of a tier, and what is to be stored there. Counters are as in `TierStats`.
 
-    rate: how fast the tier loads. store_queue: what is to be stored. storing: the device's blocks that stores read now, and
-    own, at most max_storing, with their salts. arrived: those that stores have read, and that can't be cached here yet
-    because an earlier block is still being read; nobody owns them for that. lost: those of both whose KV turned out to
-    be lost since the store began. (Asking when they are cached here would be too late, because they may be written and
-    cached on the device again by then.) copies: by block of the device, the slot that was last stored from it, either of which may have been reused since. quotas: those of tenants;
-    None without quotas. changes: what is to be remembered if the tier is persistent; otherwise None. removals: told for
-    which salt slots are taken; None: nobody is. num_loading_bytes: those of loads that haven't ended, begun or not.
+    rate: how fast the tier loads. store_queue: what is to be stored. storing: the device's blocks that stores read now,
+    and own, at most max_storing, with their salts. arrived: those that stores have read, and that can't be cached here
+    yet because an earlier block is still being read; nobody owns them for that. lost: those of both whose KV turned out
+    to be lost since the store began. (Asking when they are cached here would be too late, because they may be written
+    and cached on the device again by then.) copies: by block of the device, the slot that was last stored from it,
+    either of which may have been reused since. quotas: those of tenants; None without quotas. changes: what is to be
+    remembered if the tier is persistent; otherwise None. removals: told for which salt slots are taken; None: nobody
+    is. num_loading_bytes: those of loads that haven't ended, begun or not.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
@@ -289,9 +290,9 @@ class TierPool:
         return [] if found is None else found.blocks
 
     def attach_parts(self, primary: KVCacheBlock, slots: dict[int, KVCacheBlock]) -> bool:
-        """Attach a checkpoint to a cached slot that has none, if all of its parts are there. slots: by column. O(slots).
+        """Attach a checkpoint to a cached slot that has none, if all of its parts are there. slots: by column.
 
-        Returns whether it is cached.
+        Returns whether it is cached. O(slots).
         """
         attached = self.index.attached
         if attached is None or not slots or len(slots) < len(self.part_columns) or self.parts_at(primary):

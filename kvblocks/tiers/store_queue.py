@@ -16,8 +16,8 @@ An engine that never asks for transfers therefore loses hits, but uses no more m
 class StoreQueue:
     """The prefixes that are to be stored in one tier, the oldest request first.
 
-    A request is put aside while the beginning of its prefix is being stored, so that nobody looks at it before that store
-    has ended.
+    A request is put aside while the beginning of its prefix is being stored, so that nobody looks at it before that
+    store has ended.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """`Transfers`: what moves between the device and the tiers. The manager reports here what its sequences do.
 
 Filling. A request names a prefix (`store_queue`). When there is room for another store, the request becomes a store of
-those blocks that the tier lacks, parents first, with what a hit at the prefix's end needs of other groups. Storing never
-makes a call wait. Blocks that are taken before their store began are not stored. A hit on the device counts as a use in
-the tiers: its request touches the slots that a tier has.
+those blocks that the tier lacks, parents first, with what a hit at the prefix's end needs of other groups. Storing
+never makes a call wait. Blocks that are taken before their store began are not stored. A hit on the device counts as a
+use in the tiers: its request touches the slots that a tier has.
 
 With several groups, lookups ask the device and the tiers together, so a load moves only what the device lacks.
 
@@ -192,7 +192,7 @@ class Transfers:
             raise StaleHitError(f"tiers.allocate: expected loads of fewer tokens than {sequence} has, got {given}")
         return given
 
-    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:
+    def with_loads(self, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:
         """Return the hit that a sequence with these loads starts with. Changes nothing."""
         if not loads or (hit is not None and hit.index is not self.index):
             return hit  # another manager's hit: `allocate_slots` raises for it

@@ -37,10 +37,8 @@ def test_the_compiled_build_compiles_the_whole_core() -> None:
         "retention/policies/check.py",
         "retention/policies/policy.py",
         "core/state_copy.py",
-        "core/recurrent.py",
     }
     plain |= {
-        "core/in_place.py",
         "prefix_cache/protocol.py",
         "prefix_cache/evicted.py",
     }

@@ -31,7 +31,6 @@ from kvblocks import (
 from kvblocks.core.layout import GroupLayout
 from kvblocks.core.loading import Loads
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
-from kvblocks.tiers.hit import TierHit
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.prefix import prefix_of
 from model.kv_memory import GARBAGE

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvblocks.arguments import check_one_of, pip_install
+from kvblocks.core.kinds import RecurrentState
 from kvblocks.core.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
-from kvblocks.core.recurrent import RecurrentState
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
 from kvblocks.engine.attention.flash_attention import FlashAttention, check_flash_attention, load_flash_attention
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales, is_8_bit

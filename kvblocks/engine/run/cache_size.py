@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from kvblocks.arguments import check_count, counted, is_a
+from kvblocks.core.kinds import RecurrentState
 from kvblocks.core.plan import Plan
-from kvblocks.core.recurrent import RecurrentState
 from kvblocks.engine.run.memory import check_memory, read_memory, show_bytes
 from kvblocks.errors import InvalidArgumentError
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from kvblocks.arguments import counted
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
-from kvblocks.core.kinds import Group
-from kvblocks.core.recurrent import RecurrentState
+from kvblocks.core.kinds import Group, RecurrentState
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.errors import RequestTooLongError
 from kvblocks.engine.schedule.request import Request
@@ -174,7 +173,7 @@ def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
     """Blocks that pins never give up: those that they hold, and those that they get when a request frees them."""
     kept: set[KVCacheBlock] = set()
     for pin in manager.pins:
-        # A pin may hold more than can be hit, if a group lacks a block. It also holds virtual blocks, which take no memory.
+        # A pin may hold more than can be hit, if a group lacks a block, and virtual blocks, which take no memory.
         for blocks in (pin.blocks, manager.get_computed_blocks(pin.sequence).blocks):
             kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= KEEP)
         if all(priority >= KEEP for priority in pin.priorities):

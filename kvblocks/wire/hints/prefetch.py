@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from kvblocks.core.hit import CacheHit
-from kvblocks.core.recurrent import RecurrentState
+from kvblocks.core.kinds import RecurrentState
 from kvblocks.core.sequence import Sequence
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.hit import TierHit
