@@ -327,11 +327,34 @@ class KVCacheManager(Closed):
         StaleHitError (blocks of the hit were evicted after the lookup), and InvalidArgumentError (too few tokens left,
         for example). O(hit blocks + new blocks).
         """
-        if self._change.state:
-            self._change.check_whole()
+        change = self._change
+        if change.state:
+            change.check_whole()
         if type(sequence) is not Sequence or (hit is not None and type(hit) is not CacheHit):
             check_start(sequence, hit)
         own: Sequence = sequence  # type: ignore[assignment]
+        if (
+            num_new_tokens is None
+            and own.tail_owner is change
+            and not change.state
+            and hit is None
+            and num_total_tokens is None
+            and num_external_computed_tokens is _NONE
+            and num_in_flight_tokens is _NONE
+            and delay_cache_blocks is False
+            and len(own.tokens) == own.num_computed_tokens + 1
+            and not self._in_flight.sequences
+        ):
+            # Fast path: one token was added, as in a step of decodes. Mostly it fits the last block without filling it.
+            if own.num_computed_tokens < -own.fits_below:
+                own.fits_below = -own.fits_below
+                own.num_computed_tokens += 1
+                return []
+            if self._fills_quickly:
+                change.state = CHANGING
+                blocks = self._slots.grow_one(own)
+                change.state = IDLE
+                return blocks
         found: CacheHit | None = hit  # type: ignore[assignment]
         num_wanted = None if num_new_tokens is None else asked_once(num_new_tokens)
         num_external = num_in_flight = 0

@@ -146,7 +146,8 @@ class Sequence(Closed):
         self.was_truncated = False  # an earlier hit may be for tokens that it no longer has
         self.owner: object | None = None  # of its blocks: its manager's `Change`; None: it has none
         self.tail_owner: object | None = None  # the owner, while the next token certainly goes to an unshared block
-        self.fits_below = 0  # if num_computed_tokens is smaller, one more token fits the last block without filling it
+        self.fits_below = 0  # if num_computed_tokens is smaller, one more token fits the last block without filling it;
+        # negative: likewise, once a token that was added without a slot has one
         self.epoch: Epoch | None = None
         self.run: Run | None = None  # a hint: the run of its last cached block, or None
         self.side_tables: SideTables | None = None  # the tables beside `blocks`, of a manager of several groups
@@ -264,6 +265,17 @@ class Sequence(Closed):
         need slots at once, use the manager's `append_slots`. Raises InvalidTokensError and InvalidArgumentError. O(new
         tokens).
         """
+        given: Any = token_ids
+        if type(given) is list and len(given) == 1 and type(given[0]) is int and extra_keys is _NO_KEYS:
+            fits_below = self.fits_below
+            self.fits_below = 0
+            try:
+                self.tokens.append(given[0])  # type: ignore[union-attr]  # a view has no append
+            except (AttributeError, BufferError, OverflowError):
+                pass  # the slow path either adds it or reports what is wrong
+            else:
+                self.fits_below = -fits_below if fits_below > 0 else fits_below
+                return
         packed = pack_tokens(token_ids)
         if extra_keys is not _NO_KEYS:
             start, num_tokens = len(self.tokens), len(self.tokens) + len(packed)

@@ -256,32 +256,35 @@ class SlotAllocator:
         O(groups), and O(block_size) when the token fills a block.
         """
         side = sequence.side_tables
-        num_tokens = len(sequence.tokens) + 1
         if side is not None and side.tables:
-            num_wanted = side.plan_one(sequence, num_tokens - 1)
-            if num_wanted > self.pool.queue.num_free_blocks and self._is_refused([side]):
+            num_tokens = len(sequence.tokens) + 1
+            if not self._plan_one(sequence, side, num_tokens):
                 return None
             sequence.append_checked(token)
-            if side.is_passing:
-                self._let_pass(side)
-            taken = self.take(num_wanted, sequence) if num_wanted else _NO_BLOCKS
-            self._fill_one(sequence, side, taken, 0, None)
-            self._end_one(sequence, side, num_tokens)
-            return taken if num_wanted else []
-        block_size = self._block_size
+            return self._grow_by_planned(sequence, side, num_tokens)
+        is_full = not self.pool.queue.num_free_blocks
+        if is_full and len(sequence.tokens) >= len(sequence.blocks) * self._block_size and self._note_refusal(1, []):
+            return None
+        sequence.append_checked(token)
+        return self.grow_one(sequence)
+
+    def grow_one(self, sequence: Sequence) -> list[KVCacheBlock] | None:
+        """`grow` by one token, the only one that has no slot. Under the same conditions as `append_one`."""
+        num_tokens, block_size, side = sequence.num_computed_tokens + 1, self._block_size, sequence.side_tables
+        if side is not None and side.tables:
+            if not self._plan_one(sequence, side, num_tokens):
+                return None
+            return self._grow_by_planned(sequence, side, num_tokens)
         blocks: list[KVCacheBlock] = []
         if num_tokens > len(sequence.blocks) * block_size:
-            if not self.pool.queue.num_free_blocks and self._note_refusal(1, []):
-                return None
-            sequence.append_checked(token)
             if self.pool.queue.num_free_blocks:
                 self.num_taken_blocks += 1
                 blocks = [self.pool.take_one()]
+            elif self._note_refusal(1, []):
+                return None
             else:
                 blocks = self.take(1, sequence)
             sequence.blocks += blocks
-        else:
-            sequence.append_checked(token)
         sequence.num_computed_tokens = num_tokens
         offset = num_tokens % block_size
         if offset:
@@ -292,6 +295,21 @@ class SlotAllocator:
             side.note_primary(blocks)
             self._note_one(sequence, side)
         return blocks
+
+    def _plan_one(self, sequence: Sequence, side: SideTables, num_tokens: int) -> bool:
+        """Plan the slot of token number `num_tokens`. Returns whether the pool can serve that; if not, it notes why."""
+        num_wanted = side.plan_one(sequence, num_tokens - 1)
+        return num_wanted <= self.pool.queue.num_free_blocks or not self._is_refused([side])
+
+    def _grow_by_planned(self, sequence: Sequence, side: SideTables, num_tokens: int) -> list[KVCacheBlock]:
+        """Give a sequence the slot of token number `num_tokens`, as planned."""
+        if side.is_passing:
+            self._let_pass(side)
+        num_wanted = side.num_planned()
+        taken = self.take(num_wanted, sequence) if num_wanted else _NO_BLOCKS
+        self._fill_one(sequence, side, taken, 0, None)
+        self._end_one(sequence, side, num_tokens)
+        return taken if num_wanted else []
 
     def _fill_one(
         self,
