@@ -440,7 +440,10 @@ class KVCacheManager(Closed):
                 and 0 <= token <= MAX_TOKEN_ID
             ):
                 change.state = CHANGING
-                blocks = self._slots.append_one(own, token)
+                own.append_checked(token)
+                blocks = self._slots.grow_one(own)
+                if blocks is None:
+                    own.drop_last()
                 change.state = IDLE
                 return blocks
         packed = pack_tokens(token_ids)  # first, since it may run code of the caller's

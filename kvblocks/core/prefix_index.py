@@ -231,10 +231,6 @@ class PrefixIndex:
         """
         if self.attached is not None:
             return self._evict_with_attached(self.attached, blocks)
-        return self._evict(blocks)
-
-    def _evict(self, blocks: list[KVCacheBlock]) -> int:
-        """`evict` of blocks that aren't attached ones."""
         num_cached_before = self.num_cached_blocks
         removed: list[bytes] = []
         i = 0
@@ -268,8 +264,14 @@ class PrefixIndex:
             if block.run is not None:
                 if attached.drop(block):
                     self._note_drop("evicted")
-                else:
-                    self._evict([block])
+                    continue
+                removed: list[bytes] = []
+                num_before = self.num_cached_blocks
+                self._evict_stretch(block.run, [block], 0, removed)
+                if self.num_cached_blocks != num_before:
+                    self.version += 1
+                    if self.needs_digests:
+                        self._note_removal(removed, "evicted")
         return num_cached_before - self.num_cached_blocks
 
     def num_bare(self, first: KVCacheBlock | None, most: int) -> int:

@@ -297,6 +297,13 @@ class Sequence(Closed):
         except (AttributeError, BufferError):
             self.append_packed(array("I", (token_id,)))
 
+    def drop_last(self) -> None:
+        """Undo `append_checked`, before anybody has seen the token. Only for the manager. O(1)."""
+        try:
+            self.tokens.pop()  # type: ignore[union-attr]  # `append_checked` has made an array
+        except BufferError:  # a view of the array exists: make a new array
+            self.tokens = self.tokens[:-1]
+
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
         """Add tokens that `pack_tokens` returned. Only for the manager.
 

@@ -166,7 +166,7 @@ class SlotAllocator:
             return None
         side, held, touched, num_gaps = _begin(layout, sequence, hit)
         num_hit = 0 if hit is None else len(hit.blocks)
-        side.plan_start(len(held), num_hit * self._block_size, num_slots)
+        side.plan_start(len(held), num_slots)
         num_taken = side.num_planned() + num_gaps
         if num_taken + len(held) + len(touched) > self.pool.queue.num_free_blocks:
             in_pool = dict.fromkeys(touched if self.pool.virtual is not None else held + touched)
@@ -185,7 +185,8 @@ class SlotAllocator:
             self.pool.touch(touched)
             num_held_tokens = len(held) * self._block_size
             sequence.num_readonly_tokens = sequence.num_given_tokens = sequence.first_own_token = num_held_tokens
-            self.num_limited_tokens += hit.num_matched_tokens - hit.num_readonly_tokens
+            if hit.parts is not None:
+                self.num_limited_tokens += hit.parts.num_matched * self._block_size - hit.num_readonly_tokens
         sequence.epoch = epoch
         sequence.num_cached_blocks = num_hit
         if delayed and num_hit * self._block_size < end:
@@ -250,26 +251,11 @@ class SlotAllocator:
         digests = self._append_tokens(sequence, tokens, delayed=delayed)
         return self._grow(sequence, end, num_missing, shared, digests)
 
-    def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
-        """`append` of one token. Only while no digest is needed, and if the sequence has a `tail_owner`.
+    def grow_one(self, sequence: Sequence) -> list[KVCacheBlock] | None:
+        """`grow` by one token, the only one that has no slot. Only while no digest is needed, and with a `tail_owner`.
 
         O(groups), and O(block_size) when the token fills a block.
         """
-        side = sequence.side_tables
-        if side is not None and side.tables:
-            num_tokens = len(sequence.tokens) + 1
-            if not self._plan_one(sequence, side, num_tokens):
-                return None
-            sequence.append_checked(token)
-            return self._grow_by_planned(sequence, side, num_tokens)
-        is_full = not self.pool.queue.num_free_blocks
-        if is_full and len(sequence.tokens) >= len(sequence.blocks) * self._block_size and self._note_refusal(1, []):
-            return None
-        sequence.append_checked(token)
-        return self.grow_one(sequence)
-
-    def grow_one(self, sequence: Sequence) -> list[KVCacheBlock] | None:
-        """`grow` by one token, the only one that has no slot. Under the same conditions as `append_one`."""
         num_tokens, block_size, side = sequence.num_computed_tokens + 1, self._block_size, sequence.side_tables
         if side is not None and side.tables:
             if not self._plan_one(sequence, side, num_tokens):
@@ -307,45 +293,9 @@ class SlotAllocator:
             self._let_pass(side)
         num_wanted = side.num_planned()
         taken = self.take(num_wanted, sequence) if num_wanted else _NO_BLOCKS
-        self._fill_one(sequence, side, taken, 0, None)
+        self._fill(sequence, side, taken, 0, None)
         self._end_one(sequence, side, num_tokens)
         return taken if num_wanted else []
-
-    def _fill_one(
-        self,
-        sequence: Sequence,
-        side: SideTables,
-        blocks: list[KVCacheBlock],
-        step_index: int,
-        changes: list[TableChange] | None,
-    ) -> None:
-        """`_fill` for the plan of one token."""
-        layout = side.layout
-        if sequence.tail_owner is None or layout.has_gaps or layout.primary is None:
-            self._fill(sequence, side, blocks, step_index, changes)
-            return
-        if not blocks:
-            side.new_blocks = layout.no_blocks
-            return
-        first, num_tables = 0, len(side.tables)
-        new_blocks = side.new_blocks = [*layout.no_blocks]
-        for group, number in layout.tables_in_order:
-            if number == num_tables:
-                if not side.missing:
-                    continue
-                block, index = blocks[first], len(sequence.blocks)
-                sequence.blocks.append(block)
-            else:
-                table = side.tables[number]
-                if not table.missing:
-                    continue
-                block, index = blocks[first], table.num_dead + len(table.blocks)
-                table.blocks.append(block)
-                table.block_ids.append(block.block_id)
-            first += 1
-            new_blocks[group] = [block]
-            if changes is not None:
-                changes.append((step_index, group, index, block.block_id))
 
     def _end_one(self, sequence: Sequence, side: SideTables, num_tokens: int) -> None:
         """`_end_slots` for one token. No digest may be needed."""
@@ -475,7 +425,7 @@ class SlotAllocator:
         # All are taken before a fill gives back what it copies from.
         taken = [self.take(n, s) if n else _NO_BLOCKS for s, n in zip(at_boundary, numbers, strict=True)]
         for sequence, side, blocks in zip(at_boundary, sides, taken, strict=True):
-            self._fill_one(sequence, side, blocks, indices[sequence], changes)
+            self._fill(sequence, side, blocks, indices[sequence], changes)
         for sequence, side in zip(at_boundary, sides, strict=True):
             if digests:
                 self._count(sequence, sequence.num_computed_tokens)
@@ -748,7 +698,8 @@ class SlotAllocator:
 
     def _finish(self, sequence: Sequence, side: SideTables, end: int, digests: Digests | None) -> list[KVCacheBlock]:
         """Give a sequence the blocks that were planned, and cache those that its first `end` tokens fill."""
-        blocks = self.take(side.num_planned(), sequence)
+        num_planned = side.num_planned()
+        blocks = self.take(num_planned, sequence) if num_planned else []
         self._fill(sequence, side, blocks, 0, None)
         self._count(sequence, end)
         self._end_slots(sequence, side, digests)
@@ -756,8 +707,9 @@ class SlotAllocator:
 
     def _end_slots(self, sequence: Sequence, side: SideTables, digests: Digests | None) -> None:
         """Record in all groups that a sequence has the slots that were planned, and cache full blocks."""
-        for table in side.tables:
-            table.note_end(side.num_slots)
+        if side.layout.has_gaps:
+            for table in side.tables:
+                table.note_end(side.num_slots)
         first = sequence.num_cached_blocks
         if sequence.num_computed_tokens // self._block_size > first:
             cache_full_blocks(self._index, sequence, digests)
@@ -787,25 +739,47 @@ class SlotAllocator:
 
         step_index: the sequence's index in a step. Appends the table entries that change to `changes`.
         """
+        layout, num_tables = side.layout, len(side.tables)
+        is_plain = sequence.tail_owner is not None and not layout.has_gaps  # nothing is shared, and no gap is left
         if self.pool.virtual is not None:
             self._fill_primary(sequence, side, self.pool.take_virtual(side.num_planned_primary))
-        first, num_tables = 0, len(side.tables)
-        new_blocks: list[list[KVCacheBlock]] = [[]] * self.num_groups
-        for group, number in side.layout.table_numbers.items():
+        sequence.tail_owner = sequence.owner
+        if not blocks:
+            side.new_blocks = layout.no_blocks
+            return
+        first = 0
+        new_blocks = side.new_blocks = [*layout.no_blocks]
+        for group, number in layout.tables_in_order:
             table = None if number == num_tables else side.tables[number]
-            count = side.num_planned_primary if table is None else table.num_planned
+            if is_plain:
+                count = side.missing if table is None else table.missing
+            else:
+                count = side.num_planned_primary if table is None else table.num_planned
             if not count:
                 continue
             part = new_blocks[group] = blocks[first : first + count]
             first += count
-            if table is None:
-                filled = self._fill_primary(sequence, side, part)
-            else:
-                filled = self._fill_side(sequence, side, table, part)
+            if is_plain:
+                index = _extend(sequence, table, part)
+                if changes is not None:
+                    changes += [(step_index, group, index + i, block.block_id) for i, block in enumerate(part)]
+                continue
+            indices = self._fill_shared(sequence, side, table, part)
             if changes is not None:
-                changes += [(step_index, group, i, block.block_id) for i, block in zip(filled, part, strict=True)]
-        side.new_blocks = new_blocks
-        sequence.tail_owner = sequence.owner
+                changes += [(step_index, group, i, block.block_id) for i, block in zip(indices, part, strict=True)]
+
+    def _fill_shared(
+        self, sequence: Sequence, side: SideTables, table: GroupTable | None, blocks: list[KVCacheBlock]
+    ) -> list[int]:
+        """Put blocks into a table, where they may replace a shared block or leave gaps. table: None: the primary one.
+
+        Returns the indices of the changed entries.
+        """
+        return (
+            self._fill_primary(sequence, side, blocks)
+            if table is None
+            else self._fill_side(sequence, side, table, blocks)
+        )
 
     def _fill_primary(self, sequence: Sequence, side: SideTables, blocks: list[KVCacheBlock]) -> list[int]:
         """Put blocks into the primary table: the first replaces the shared block, if any, the rest go to its end.
@@ -1057,6 +1031,17 @@ class SlotAllocator:
         return [block for sequence in sequences for block in self.take(1, sequence)]
 
 
+def _extend(sequence: Sequence, table: GroupTable | None, blocks: list[KVCacheBlock]) -> int:
+    """Put blocks at the end of a table, and return the index of the first. table: None: the primary one. O(blocks)."""
+    if table is None:
+        index = len(sequence.blocks)
+        sequence.blocks += blocks
+        return index
+    index = table.num_dead + len(table.blocks)
+    table.extend(blocks)
+    return index
+
+
 def _begin(
     layout: GroupLayout, sequence: Sequence, hit: CacheHit | None
 ) -> tuple[SideTables, list[KVCacheBlock], list[KVCacheBlock], int]:
@@ -1068,7 +1053,7 @@ def _begin(
     parts = None if hit is None else hit.parts
     if hit is None or parts is None:
         return SideTables(layout, [sequence.num_prompt_tokens]), [], [], 0
-    ends = [hit.num_readonly_tokens, hit.num_matched_tokens, sequence.num_prompt_tokens]
+    ends = [hit.num_readonly_tokens, parts.num_matched * layout.block_size, sequence.num_prompt_tokens]
     if parts.loads is not None:
         side = SideTables(layout, [*ends, parts.loads.end])
         return side, *_begin_loading(side, hit, parts, parts.loads)

@@ -53,9 +53,14 @@ class GroupTable:
 
     def plan(self, passed_at: int, num_slots: int) -> None:
         """Plan slots for the first `num_slots` tokens. No query before `passed_at` will be computed any more. O(1)."""
+        self.plan_end(num_slots)
+        self.passing = self.num_passed(passed_at)
+
+    def plan_end(self, num_slots: int) -> None:
+        """`plan` of a table that gives nothing back. O(1)."""
         lacking = -(-num_slots // self.side_group.block_size) - self.num_dead - len(self.blocks)
         self.missing = lacking if lacking > 0 else 0  # noqa: FURB136  # max() costs three times as much
-        self.passing = self.num_passed(passed_at)
+        self.passing = 0
         self.shared = None
 
     def plan_copy(self, start: int) -> None:
@@ -163,9 +168,9 @@ class GapTable(GroupTable):
         blocks, only these may be cached.
         """
 
-    def plan(self, passed_at: int, num_slots: int) -> None:
-        """As `GroupTable.plan`. It needs a block for its last entry alone."""
-        super().plan(passed_at, num_slots)
+    def plan_end(self, num_slots: int) -> None:
+        """As `GroupTable.plan_end`. It needs a block for its last entry alone."""
+        super().plan_end(num_slots)
         self.missing = min(self.missing, 1)
 
     def fill(self, blocks: list[KVCacheBlock], num_slots: int) -> list[int]:
@@ -314,12 +319,11 @@ class SideTables:
                 number += 1
         return number
 
-    def plan_start(self, num_held: int, start: int, num_slots: int) -> None:
+    def plan_start(self, num_held: int, num_slots: int) -> None:
         """`plan` for a sequence that starts with `num_held` blocks in its primary table. O(groups)."""
         self.num_slots = num_slots
         for table in self.tables:
-            table.plan(start, num_slots)
-            table.passing = 0
+            table.plan_end(num_slots)
         self.missing = max(0, -(-num_slots // self.layout.block_size) - num_held)
         self.shared = None
 
@@ -336,7 +340,7 @@ class SideTables:
 
     def num_planned(self) -> int:
         """Return how many blocks of the pool the plan takes. O(groups)."""
-        number = 0 if self.layout.primary is None else self.num_planned_primary
+        number = 0 if self.layout.primary is None else self.missing + (self.shared is not None)
         for table in self.tables:
             number += table.missing + (table.shared is not None)
         return number
