@@ -127,10 +127,11 @@ def reads_pairs(query: Tensor, key_cache: Tensor, rows: int) -> bool:
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether a merge is launched before the programs whose parts it merges have ended.
+    """Whether a merge of decodes or pieces is launched before the programs whose parts it merges have ended.
 
     By programmatic dependent launch (PDL), which came with compute capability 9.0. The merge finds its work meanwhile,
-    and waits before it reads a part.
+    and waits before it reads a part. On an H200 this saved 1 to 3 us of 47 to 276 us of decoding, and 20 of 1,558. A
+    prompt's attention took 5 to 23 us more with it, of 465 and 1,528, so its merge waits for the end.
     """
     return family(device) in ("sm90", "sm100")
 
