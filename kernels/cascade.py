@@ -16,9 +16,8 @@ from torch import Tensor
 from kvblocks.kernels.decode import attend_stream, decode, prepare_stream, share_decodes
 from kvblocks.kernels.device.decode import merge_cut_head
 from kvblocks.kernels.device.prefix import merge_cut_rows
-from kvblocks.kernels.device.shares import SPREAD
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E
-from kvblocks.kernels.launching import Shares, merge_options
+from kvblocks.kernels.launching import Shares
 from kvblocks.kernels.layout import (
     AttentionOptions,
     check_attention,
@@ -123,27 +122,27 @@ def merge_parts_kernel(
     ROWS: tl.constexpr,
     RUN_PARTS: tl.constexpr,
     OWN_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Merge what shares have split: the first programs merge runs, the others do what `stream_merge_kernel` does.
 
-    SPREAD of the first programs merge a unit's head, if a share begins within it (`merge_cut_rows`).
-    Grid: ((run_programs - 1) * SPREAD + (own_programs - 1) * GROUP,).
+    Each of the first programs merges ROWS rows of a unit's head, if a share begins within it (`merge_cut_rows`).
+    Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,).
     """
     program = tl.program_id(0)
-    num_in_front = (run_programs - 1) * SPREAD
+    num_in_front = (run_programs - 1) * (TILE_M // ROWS)
     if program < num_in_front:
         merge_cut_rows(
-            program // SPREAD + 1, program % SPREAD,
+            program // (TILE_M // ROWS) + 1, program % (TILE_M // ROWS) * ROWS + tl.arange(0, ROWS),
             members_ptr, start_ptr, level_ptr, run_end_ptr, run_output_ptr, run_lse_ptr, run_part_ptr, run_part_lse_ptr,
-            num_cohorts, num_units, num_rows, run_programs, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, RUN_PARTS, PDL,
+            num_cohorts, num_units, num_rows, run_programs, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, RUN_PARTS,
         )  # fmt: skip
     else:
         own = program - num_in_front
         merge_cut_head(
             own // GROUP + 1, own % GROUP + tl.arange(0, 1),
             own_end_ptr, own_output_ptr, own_lse_ptr, own_part_ptr, own_part_lse_ptr,
-            num_seqs, own_programs, stride_own_row, stride_own_head, NUM_KV_HEADS, GROUP, HEAD_DIM, OWN_PARTS, PDL,
+            num_seqs, own_programs, stride_own_row, stride_own_head, NUM_KV_HEADS, GROUP, HEAD_DIM, OWN_PARTS,
+            PDL=False,
         )  # fmt: skip
 
 
@@ -288,7 +287,7 @@ def cascade_decode(
             **constants,
             RUN_PARTS=of_parts.constants["PARTS"],
             OWN_PARTS=of_alone.constants["PARTS"],
-            **merge_options(query.device),
+            num_warps=4,
         )
     return _merge_shared((alone, alone_lse), (parts, shares.lse), runs, query.dtype)
 

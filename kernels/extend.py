@@ -202,7 +202,7 @@ def _prepare(tensors: _Inputs, options: AttentionOptions, output: Tensor | None,
     query, key_cache, value_cache, block_tables, *_ = tensors
     shape, num_units, constants = _check_shares(tensors, options, output, shares)
     num_programs = count_programs(query.device, shares.launch)
-    merging = _merging(query.device, constants, shape)
+    merging = _merging(constants, shape) | {"num_warps": 4}
     return _Call(
         shape,
         num_units,
@@ -223,14 +223,15 @@ def _prepare_pieces(tensors: _Inputs, options: AttentionOptions, output: Tensor 
     if num_full * num_kv_heads >= FULL_TILES * num_programs or 4 * query.numel() * num_slots > MOST_PART_BYTES:
         num_programs, num_slots = num_units * num_kv_heads, 0
     pieces: dict[str, int | bool] = {"PIECE": PIECE_KEYS}
-    merging = _merging(query.device, constants, shape) | pieces | {"HAS_WINDOW": options.window is not None}
+    early: dict[str, int | bool] = {"PDL": table.launches_early(query.device)}
+    merging = _merging(constants, shape) | pieces | {"HAS_WINDOW": options.window is not None}
     return _Call(
         shape,
         num_units,
         num_programs,
         strides(query, key_cache, value_cache, block_tables),
-        constants | pieces,
-        merging if num_slots > 1 else {},
+        constants | pieces | early,
+        merging | merge_options(query.device) if num_slots > 1 else {},
         num_slots,
         (num_slots or 2) if most > 1 else 0,
     )
@@ -253,15 +254,15 @@ def _check_shares(
         check_indices("shares.ends", shares.ends, num_units)
         check_devices(query=query, shares=shares.ends)
     flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads, "PDL": table.launches_early(query.device)}
+    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     return shape, num_units, heads | tile_constants(query, key_cache, shares.launch, options) | flags
 
 
-def _merging(device: torch.device, constants: dict[str, int | bool], shape: AttentionShape) -> dict[str, int | bool]:
-    """The constants and launch options of a merge, most of which are its call's."""
+def _merging(constants: dict[str, int | bool], shape: AttentionShape) -> dict[str, int | bool]:
+    """The constants of a merge, most of which are its call's."""
     names = ("NUM_KV_HEADS", "GROUP", "HEAD_DIM", "TILE_M")
     sizes = {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)}
-    return {name: constants[name] for name in names} | sizes | merge_options(device)
+    return {name: constants[name] for name in names} | sizes
 
 
 def _check_call(tensors: _Inputs, options: AttentionOptions, output: Tensor | None) -> AttentionShape:

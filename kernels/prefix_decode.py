@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvblocks.kernels.device.prefix import prefix_ends_kernel, prefix_kernel
-from kvblocks.kernels.device.shares import SPREAD
 from kvblocks.kernels.launching import (
     CHUNK,
     MERGED_ROWS,
@@ -85,7 +84,7 @@ def attend_runs(
     )
     kept = {name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")}
     return output, Merge(
-        (num_programs - 1, SPREAD.value),
+        (num_programs - 1, constants["TILE_M"] // MERGED_ROWS),
         (
             *(runs.members, runs.cohort_start, runs.level, shares.ends, *results),
             *(runs.num_cohorts, num_units, shape.num_rows, num_programs),

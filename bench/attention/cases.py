@@ -176,7 +176,6 @@ def our_contestants(workload: Workload) -> Iterator[tuple[str, Contestant, bool]
         yield f"kvblocks decode, splits of {SPLIT_KEYS}", _decode_splits, False
     else:
         yield "kvblocks extend", _extend, False
-        yield "kvblocks extend, without PDL", without_pdl(_extend), False
     if workload.num_shared:
         yield "kvblocks cascade_decode", _cascade, True
         return

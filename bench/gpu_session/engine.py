@@ -3,7 +3,10 @@
 Times are those of `Engine.step`, with scheduling and sampling: wall time, host time (wall time minus the wait for the
 device's tokens), and this thread's CPU time, which may include waiting. They come from tens of steps of one run, and
 say nothing about requests that come and go. Decode steps are timed with and without overlap. The host's work is hidden
-as far as a step with overlap takes less than the wait plus the host time of a step without.
+as far as a step with overlap takes less than the wait plus the host time of a step without. Steps that wait for the
+host, such as those without graphs, took 1.6 times as long in one process as in the next one on the same machine.
+
+`parts` has what a step consists of.
 """
 
 import gc
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bench.gpu_session import parts
 from bench.gpu_session.cases import Case, Facts
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ DECODES: tuple[tuple[int, int, dict[str, float]], ...] = (
 
 NUM_UNTIMED = 4
 """Steps before those that are timed."""
+NUM_PROFILED = 8
+"""Steps after those that are timed, whose kernels are."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,12 @@ def cases(*, is_rehearsal: bool) -> Iterator[Case]:
     yield "graphs give the tokens of steps without", runs.graphs
     yield "overlap gives the tokens of steps without", runs.overlap
     yield "copies to host memory and back", runs.copies
-    if not is_rehearsal:  # it takes a minute in the interpreter
+    for number in (2,) if is_rehearsal else (256, 32):
+        yield f"draws of {number} rows", partial(runs.draws, number)
+    if not is_rehearsal:  # the deterministic ones take minutes in the interpreter
+        yield "products, packed and apart", partial(parts.products, runs.device)
+        yield "decode 32 x 1024, without graphs", partial(runs.decode, 32, 1024, {}, has_graphs=False)
+        yield "decode 32 x 1024, deterministic", partial(runs.decode, 32, 1024, {}, is_deterministic=True)
         yield "prefill 2 x 8000, deterministic", partial(runs.prefill, is_deterministic=True)
 
 
@@ -115,6 +126,11 @@ class Runs:
         self._scale = scale
         self._model: LoadedModel | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where everything is computed."""
+        return self._scale.device
+
     def load(self) -> Facts:
         """Make the model."""
         start = time.perf_counter()
@@ -122,12 +138,21 @@ class Runs:
         self._wait()
         return {"seconds": time.perf_counter() - start, "config": str(model.config)[:300]}
 
-    def decode(self, batch: int, context: int, options: dict[str, Any]) -> Facts:
-        """Prefill prompts, then time decode steps of all of them, with overlap and without."""
+    def decode(
+        self,
+        batch: int,
+        context: int,
+        options: dict[str, Any],
+        *,
+        has_graphs: bool = True,
+        is_deterministic: bool = False,
+    ) -> Facts:
+        """Prefill prompts, then time decode steps of all of them, with overlap and without, and their kernels."""
         batch, context = self._small(batch), self._small(context, least=8)
         steps = self._scale.num_steps
         num_tokens = self._count_tokens(batch, context)
-        engine, facts = self._engine(batch, context + num_tokens)
+        chosen = {"deterministic": True} if is_deterministic else None
+        engine, facts = self._engine(batch, context + num_tokens, has_graphs=has_graphs, options=chosen)
         start = time.perf_counter()
         self._submit(engine, batch, context, num_tokens, options)
         num_prefill_steps = self._until_all_decode(engine)
@@ -142,7 +167,12 @@ class Runs:
             found = self._time_steps(engine, steps, batch)
             facts |= found if overlaps else {f"{name}, no overlap": value for name, value in found.items()}
         facts["tokens_per_s"] = batch / (facts["step_ms"] * 1e-3)
-        return facts
+        return facts | (parts.kernel_times(engine.step, NUM_PROFILED) if self._scale.device.type == "cuda" else {})
+
+    def draws(self, num_rows: int) -> Facts:
+        """Time the kernel that draws, alone."""
+        most = len(parts.STEEPNESS) if self._scale.shrink == 1 else 1
+        return parts.draws(self.device, num_rows, self._small(parts.VOCABULARY), parts.STEEPNESS[:most])
 
     def _count_tokens(self, batch: int, context: int) -> int:
         """How many tokens each request asks for, so that none ends while steps are timed.

@@ -15,9 +15,7 @@ from kvblocks.kernels.device.shares import (
     find_cut,
     find_heads,
     find_tiles,
-    let_merge_begin,
     merge_rows,
-    wait_for_parts,
 )
 from kvblocks.kernels.device.tiles import (
     LOG2_E,
@@ -210,7 +208,6 @@ def extend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Compute one program's share of all tiles. Grid: (any number of programs,).
@@ -222,7 +219,6 @@ def extend_kernel(
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    let_merge_begin(PDL)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
@@ -290,7 +286,6 @@ def extend_merge_kernel(
     TILE_M: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Merge the parts of a unit's head, ROWS rows at a time, if a share begins within it.
 
@@ -301,7 +296,6 @@ def extend_merge_kernel(
         end_ptr, num_units, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS
     )  # fmt: skip
     _, seq_start, seq_rows, first, _ = find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q)
-    wait_for_parts(PDL)
     if num_parts == 0:
         return
     num_packed = tl.minimum(seq_rows - first, TILE_Q) * GROUP

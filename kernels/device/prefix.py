@@ -6,14 +6,7 @@ A unit of `shares` is a tile of a cohort's members: `tiles.find_segment` finds t
 import triton
 import triton.language as tl
 
-from kvblocks.kernels.device.shares import (
-    SPREAD,
-    find_cut,
-    find_heads,
-    find_tiles,
-    merge_rows,
-    wait_for_parts,
-)
+from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
 from kvblocks.kernels.device.tiles import (
     attend_pages,
     begin_rows,
@@ -208,7 +201,7 @@ def prefix_kernel(
 @triton.jit
 def merge_cut_rows(
     cut,
-    index,
+    packed,
     members_ptr,
     start_ptr,
     level_ptr,
@@ -227,28 +220,20 @@ def merge_cut_rows(
     TILE_M: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Merge the parts of a unit's head, ROWS rows at a time, if the share of program `cut` begins within it.
-
-    index: which of the SPREAD programs for it this is.
-    """
+    """Merge the parts of rows of a unit's head, if the share of program `cut` begins within. packed: int32 [ROWS]."""
     TILE_Q: tl.constexpr = TILE_M // GROUP
     unit, kv_head, first_part, num_parts = find_cut(end_ptr, num_units, num_programs, cut, NUM_KV_HEADS)
-    wait_for_parts(PDL)
     if num_parts > 0:
         cohort, cohort_start, num_members, first = find_members(start_ptr, unit, num_cohorts, TILE_Q)
+        member = first + packed // GROUP
+        is_row = (packed < TILE_Q * GROUP) & (member < num_members)
+        row = tl.load(members_ptr + cohort_start + member, mask=is_row, other=0).to(tl.int64)
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+        )  # fmt: skip
         level = tl.load(level_ptr + cohort).to(tl.int64)
+        head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
         element = tl.arange(0, HEAD_DIM)
-        num_packed = tl.minimum(num_members - first, TILE_Q) * GROUP
-        for begin in tl.range(index * ROWS, num_packed, SPREAD * ROWS, disable_licm=True):
-            packed = begin + tl.arange(0, ROWS)
-            is_row = packed < num_packed
-            member = cohort_start + first + packed // GROUP
-            row = tl.load(members_ptr + member, mask=is_row, other=0).to(tl.int64)
-            output, lse = merge_rows(
-                part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
-            )  # fmt: skip
-            head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
-            tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
-            tl.store(lse_ptr + head_at, lse, mask=is_row)
+        tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
+        tl.store(lse_ptr + head_at, lse, mask=is_row)

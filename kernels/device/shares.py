@@ -26,7 +26,7 @@ _SEARCHED = tl.constexpr(128)
 """How many ends a search loads at once. It takes one load for up to this many units, and two for up to their square."""
 _FAR = tl.constexpr(0x7FFFFFFF)
 SPREAD = tl.constexpr(4)
-"""How many programs merge a head of a tile of many rows. To search for the head takes a program longer than a merge."""
+"""How many programs merge a head of a prompt's tile. On an H200 it took as long with 4 of them as with 32."""
 
 
 @triton.jit

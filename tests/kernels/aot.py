@@ -9,6 +9,7 @@ TRITON_CACHE_DIR names one.
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -43,14 +44,15 @@ ROWS = re.compile(r"\b(?:ld\.global\.v|st\.global)")
 class Compiled:
     """The result of compiling a kernel. With an `error` of the compiler, the other fields have no meaning.
 
-    call: what launched it; programs: how many the launch's fixed grid counts on for each SM, or 0; fitting: how many
-    fit on one; is_early: whether it may begin before the launch before it has ended (PDL); before_wait: how many
-    stores and loads of whole rows it then has in front of its wait.
+    call: what launched it; launched: how many programs; programs: how many the launch's fixed grid counts on for each
+    SM, or 0; fitting: how many fit on one; is_early: whether it may begin before the launch before it has ended (PDL);
+    before_wait: how many stores and loads of whole rows it then has in front of its wait.
     """
 
     call: str
     kernel: str
     target: str
+    launched: int = 0
     registers: int = 0
     spilled: int = 0
     shared: int = 0
@@ -92,6 +94,7 @@ def compile_one(call, launched, grid, target, sms) -> Compiled:
         call,
         name,
         target,
+        math.prod(grid),
         registers,
         spilled,
         shared,
