@@ -100,15 +100,7 @@ class KVCacheBlock(Closed):
 
 
 class Run:
-    """Consecutive cached blocks of one prefix, `blocks[0]` first.
-
-    key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; the list shrinks from its end
-    as blocks are evicted. tokens: packed u32 of these positions, and perhaps of evicted positions after them.
-    extra_keys: encoded keys by position. duplicates: by position, further blocks that hold the same prefix. children:
-    by position, the runs that are attached there. is_closed: whether the run has lost blocks at its end. A closed run
-    is never extended again, because a position could then come to mean another prefix. account: who is charged for its
-    blocks; None: nobody. first_keys: the encoded keys of the first block of its prefix, with salt and LoRA name.
-    """
+    """Consecutive cached blocks of one prefix, `blocks[0]` first."""
 
     __slots__ = (
         "account",
@@ -126,16 +118,28 @@ class Run:
 
     def __init__(self, key: RunKey, epoch: Epoch) -> None:
         self.key = key
+        """The preimage of `blocks[0]`."""
         self.first_keys = key[3]
+        """The encoded keys of the first block of its prefix, with salt and LoRA name."""
         self.epoch = epoch
         self.blocks: list[KVCacheBlock] = []
+        """The block that a hit gets for each position. The list shrinks from its end as blocks are evicted."""
         self.tokens = bytearray()
+        """Packed u32 of these positions, and perhaps of evicted positions after them."""
         self.digests = bytearray()
+        """Those of these positions, as far as they were computed."""
         self.extra_keys: dict[int, bytes] | None = None
+        """Encoded keys by position."""
         self.duplicates: dict[int, dict[KVCacheBlock, None]] | None = None
+        """By position, further blocks that hold the same prefix."""
         self.children: dict[int, dict[Run, None]] | None = None
+        """By position, the runs that begin after it."""
         self.is_closed = False
+        """Whether the run has lost blocks at its end. A closed run is never extended again, because a position could
+        then come to mean another prefix.
+        """
         self.account: Account | None = None
+        """Who is charged for its blocks; None: nobody."""
 
     def num_cached_blocks(self) -> int:
         """Return how many blocks the run holds, including duplicates. O(positions with duplicates)."""

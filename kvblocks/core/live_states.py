@@ -62,16 +62,7 @@ class PendingCopy:
 
 
 class LiveState:
-    """A sequence's live state.
-
-    slot: where it lies. start: the first position whose state may still be there. origin: the copy that brings the
-    state to the slot, until the engine has taken that copy; then None. restoring: blocks of the checkpoint that this
-    copy, or one that it depends on, reads; the sequence owns them. arriving: what it waits for before there is such a
-    copy; None: it loads nothing. places: where to save, ascending. every: also save at multiples of this; 0: nowhere
-    else. next_place: the first place that isn't passed yet. waiting: saves that the engine has taken, and that lookups
-    don't find yet. made: the checkpoints that it restored or made. num_taken: how many of the sequence's tokens had
-    slots when copies were last taken; maintained only when debugging.
-    """
+    """A sequence's live state."""
 
     __slots__ = (
         "arriving",
@@ -89,15 +80,27 @@ class LiveState:
 
     def __init__(self, copy: StateCopy, restoring: list[KVCacheBlock]) -> None:
         self.slot = copy.slot
+        """Where it lies."""
         self.origin: PendingCopy | None = None
+        """The copy that brings the state to the slot, until the engine has taken that copy."""
         self.restoring = restoring
+        """Blocks of the checkpoint that this copy, or one that it depends on, reads. The sequence owns them."""
         self.arriving: ArrivingState | None = None
+        """What it waits for before there is such a copy; None: it loads nothing."""
         self.places: list[int] = []
+        """Where to save, ascending."""
         self.every = 0
+        """Also save at multiples of this; 0: nowhere else."""
         self.next_place = NOWHERE
+        """The first place that isn't passed yet."""
         self.waiting: list[WaitingSave] = []
+        """Saves that the engine has taken, and that lookups don't find yet."""
         self.made: list[Checkpoint] = []
-        self.num_taken = self.start = copy.position
+        """The checkpoints that it restored or made."""
+        self.start = copy.position
+        """The first position whose state may still be there."""
+        self.num_taken = copy.position
+        """How many of the sequence's tokens had slots when copies were last taken. Maintained only when debugging."""
 
     def plan(self, places: Iterable[int], every: int, num_tokens: int) -> None:
         """Set where to save. num_tokens: how many tokens the state is after."""
@@ -133,24 +136,26 @@ class LiveState:
 
 
 class States:
-    """The slots of a manager, and what is to be copied since copies were last taken.
-
-    free_slots: those that no sequence has. running: the live states, by sequence. pending: the copies to make before
-    the step, in the order of the calls that asked for them. Each reads what the slots hold after the copies before it,
-    so a slot may be given to another sequence at once, even if copies still read it. wanted: the sequences whose state
-    is to be saved after the step, and at which position. num_kept: how many earlier states the engine keeps in a slot.
-    num_blocks: blocks of a checkpoint. every: as in `RecurrentState`; 0: only at places of a sequence's own.
-    """
+    """The slots of a manager, and what is to be copied since copies were last taken."""
 
     def __init__(self, num_slots: int, num_blocks: int, every: int, num_kept: int) -> None:
         self.num_slots = num_slots
         self.num_blocks = num_blocks
+        """Blocks of a checkpoint."""
         self.every = every
+        """As in `RecurrentState`; 0: save only at places of a sequence's own."""
         self.num_kept = num_kept
+        """How many earlier states the engine keeps in a slot."""
         self.free_slots = [*range(num_slots)][::-1]
+        """Those that no sequence has."""
         self.running: dict[Sequence, LiveState] = {}
+        """The live states, by sequence."""
         self.pending: dict[PendingCopy, None] = {}
+        """The copies to make before the step, in the order of the calls that asked for them. Each reads what the slots
+        hold after the copies before it, so a slot may be given to another sequence even while copies still read it.
+        """
         self.wanted: dict[Sequence, int] = {}
+        """The sequences whose state is to be saved after the step, and at which position."""
         self.num_cleared = self.num_restored = self.num_forked = self.num_saved = 0
         self.num_without_room = self.num_present = self.num_taken_back = self.num_passed = 0
 

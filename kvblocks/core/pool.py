@@ -30,10 +30,7 @@ class BlockPool(Closed):
     """`num_blocks` blocks with ids from `first_block_id` on.
 
     At first they are handed out in the order of their ids; later, blocks that hold nothing come first, then the least
-    recently used ones. index: where their contents may be cached. blocks: all blocks, by id. end_block_id: the last
-    block's id + 1. queue: the free blocks, in the order of their reuse. detached: blocks that stopped being cached
-    while they were owned, and are still owned; there are rarely any. chooser: decides which blocks are taken first;
-    None: the first of the queue. Raises InvalidArgumentError. O(num_blocks).
+    recently used ones. Raises InvalidArgumentError. O(num_blocks).
 
     This part of the manager is public for those who build a manager of their own; its other calls check no types.
     """
@@ -42,12 +39,18 @@ class BlockPool(Closed):
         number, first = check_count("num_blocks", num_blocks, 1), check_count("first_block_id", first_block_id, 0)
         self.first_block_id, self.end_block_id = first, first + number
         self.blocks = [KVCacheBlock(block_id) for block_id in range(first, first + number)]
+        """All blocks, by id."""
         self.index = index
+        """Where their contents may be cached."""
         self.num_evicted_blocks = 0
+        """How many blocks stopped being cached because they were taken."""
         self.detached: set[KVCacheBlock] = set()
+        """Blocks that stopped being cached while they were owned, and are still owned. There are rarely any."""
         self.chooser: Chooser | None = None
+        """Decides which blocks are taken first; None: the first of the queue."""
         attached = index.attached
         self.queue = FreeBlockQueue(self.blocks, has_windows=attached is not None)
+        """The free blocks, in the order of their reuse."""
         self.virtual: VirtualBlocks | None = None
         """Stand-ins for blocks of the primary group, where no group has full attention; None: a group has."""
         if attached is not None and attached.layout.primary is None:

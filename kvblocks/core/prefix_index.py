@@ -50,16 +50,7 @@ def map_key(key: RunKey) -> MapKey:
 
 
 class PrefixIndex:
-    """Finds, adds and removes cached prefixes of blocks of `block_size` tokens.
-
-    version: increases whenever a block that a match may name stops being cached; while it stays the same, every earlier
-    match is valid. num_cached_blocks: blocks that hold a cached prefix, including duplicates. num_duplicates: the
-    duplicates among them, which hits don't get. detached: blocks that stopped being cached although nobody took them
-    and nothing was reset; the pool requeues them. events: where changes are recorded; None: nowhere. needs_digests:
-    whether events or a watcher need digests, which are then computed as blocks are cached. watchers: who is told what
-    happens, in order. needs_takers: whether a watcher must know for which sequence blocks are taken. accounts: who is
-    charged; None: nobody.
-    """
+    """Finds, adds and removes cached prefixes of blocks of `block_size` tokens."""
 
     def __init__(self, block_size: int, hash_scheme: HashScheme, layout: GroupLayout | None = None) -> None:
         """layout: of the manager's groups, if there are any beside the primary one; None: there are none."""
@@ -67,15 +58,27 @@ class PrefixIndex:
         self._block_bytes = 4 * block_size
         self._runs: dict[MapKey, Run] = {}
         self.epoch = Epoch(hash_scheme, self._block_bytes)
+        """What all runs since the last reset share."""
         self.version = 0
+        """Increases whenever a block that a match may name stops being cached. While it stays the same, every earlier
+        match is valid.
+        """
         self.num_cached_blocks = 0
+        """Blocks that hold a cached prefix, including duplicates and attached blocks."""
         self.num_duplicates = 0
+        """The duplicates among them, which hits don't get."""
         self.detached: list[KVCacheBlock] = []
+        """Blocks that stopped being cached although nobody took them and nothing was reset; the pool requeues them."""
         self.events: EventLog | None = None
+        """Where changes are recorded; None: nowhere."""
         self.needs_digests = False
+        """Whether events or a watcher need digests, which are then computed as blocks are cached."""
         self.watchers: tuple[Watcher, ...] = ()
+        """Who is told what happens, in order."""
         self.needs_takers = False
+        """Whether a watcher must know for which sequence blocks are taken."""
         self.accounts: Accounts | None = None
+        """Who is charged; None: nobody."""
         self.attached = None if layout is None else AttachedBlocks(layout, self)
         """Blocks of other groups, and of checkpoints, that are attached to cached blocks; None: there are none."""
 
