@@ -46,11 +46,12 @@ from kvblocks.closed import Closed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Change
+from kvblocks.core.component import LostBlocks
 from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.link import ManagerLink
 from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
-from kvblocks.core.slots import Commit, LostBlocks, make_slots
+from kvblocks.core.slots import Commit, make_slots
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.events import CacheEvent, EventOptions, check_event_options

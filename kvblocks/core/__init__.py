@@ -20,7 +20,8 @@ Then what other groups add. A manager of one group has none of it, and whatever 
 - `attached`: cached blocks of other groups, at the blocks of the prefix index; `checkpoints`: saved states, likewise;
 - `virtual_blocks`: what stands in for the first group where no group has full attention;
 - `longest_hit`: what a hit needs of all groups; `loading`: what a start needs whose blocks come from tiers;
-- `tables`: a sequence's other block tables, which are asked what a call needs and may give back;
+- `component`: what may stand beside the primary group's table; `side_slots`: groups with tables of their own, which
+  `tables` are asked what a call takes and gives back;
 - `states`, with `live_states`, `arriving_states` and `state_copy`: the states that layers keep in slots, and
   `manager_states`, the calls about them.
 

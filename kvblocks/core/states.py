@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvblocks.core.arriving_states import begin_arriving, check_child, end_arriving, fork_arriving, leave_arriving
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.checkpoints import Checkpoint
+from kvblocks.core.component import Component, LostBlocks
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.live_states import LiveState, States, WaitingSave
 from kvblocks.core.sequence import Sequence
@@ -24,7 +25,7 @@ from kvblocks.core.tables import SideTables, side_tables_of
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 
 if TYPE_CHECKING:
-    from kvblocks.core.slots import LostBlocks, SlotAllocator
+    from kvblocks.core.slots import SlotAllocator
 
 MAX_ROUNDING = 1024
 """Places where later prompts may diverge are rounded down to a multiple of at most this many tokens."""
@@ -33,7 +34,7 @@ MAX_SHARE = 32
 """At most 1 / MAX_SHARE of a prompt is computed again because places are rounded down."""
 
 
-class RecurrentStates:
+class RecurrentStates(Component):
     """The states of the sequences of `slots`, of which one group keeps them. Only for the allocator and the manager."""
 
     def __init__(self, slots: "SlotAllocator") -> None:
@@ -85,8 +86,8 @@ class RecurrentStates:
             self.live.wanted[sequence] = end
             state.go_to(end)
 
-    def fork(self, sequence: Sequence, child: Sequence, side: SideTables) -> None:
-        """Give the fork of a sequence a slot, and a copy of the state. side: the fork's. O(blocks of checkpoints)."""
+    def fork(self, sequence: Sequence, child: Sequence) -> None:
+        """Give the fork of a sequence a slot, and a copy of the state. O(blocks of checkpoints)."""
         state = self._state_of(sequence)
         if state.arriving is not None:
             copy = fork_arriving(self._pool, self.live, state, child)
@@ -96,21 +97,22 @@ class RecurrentStates:
         copy.made += state.made
         copy.start = state.start
         copy.plan(state.places, state.every, child.num_computed_tokens)
-        side.live_state = copy
+        side_tables_of(child).live_state = copy
 
-    def note_rewinding(self, sequence: Sequence) -> None:
-        """Record that a sequence is about to be rewound."""
+    def note_rewinding(self, sequence: Sequence, num_tokens: int) -> int:
+        """As `Component.note_rewinding`."""
         state = self._state_of(sequence)
         state.start = max(state.start, sequence.num_computed_tokens - self.live.num_kept)
+        return num_tokens
 
-    def note_rewound(self, sequence: Sequence) -> None:
+    def note_rewound(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: ARG002  # what is computed counts
         """Record that a sequence was rewound, to where its state wasn't yet, or is kept or restored. O(saves)."""
         state, num_computed = self._state_of(sequence), sequence.num_computed_tokens
         state.num_taken = min(state.num_taken, num_computed)
         self._drop_waiting(state, num_computed)
         state.go_to(num_computed)
 
-    def first_lost_in(self, sequence: Sequence, lost: "LostBlocks") -> list[int]:
+    def first_lost_in(self, sequence: Sequence, lost: LostBlocks) -> list[int]:
         """Return from which tokens on a sequence's state is lost with these blocks; [] if it isn't. O(blocks).
 
         A state that comes from one of these blocks counts from the token before it, so that it is lost even if no token
@@ -124,7 +126,7 @@ class RecurrentStates:
             starts.append(state.arriving.start - 1)
         return starts
 
-    def lose(self, sequence: Sequence, lost: "LostBlocks") -> None:
+    def lose(self, sequence: Sequence, lost: LostBlocks) -> None:
         """Drop the saves of a sequence that wait in these blocks, or come after what is lost. O(saves)."""
         state = self._state_of(sequence)
         bad = [save for save in state.waiting if not lost.keys().isdisjoint(save.blocks)]
@@ -133,7 +135,7 @@ class RecurrentStates:
         if sequence.lost_from is not None:
             self._drop_waiting(state, sequence.lost_from)
 
-    def cache_waiting(self, sequence: Sequence) -> None:
+    def note_full(self, sequence: Sequence, first: int) -> None:  # noqa: ARG002  # saves know where they are
         """Let lookups find the checkpoints that waited for their tokens to be cached. O(saves)."""
         state = self._state_of(sequence)
         waiting, state.waiting = state.waiting, []

@@ -16,6 +16,9 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import describe_bad_id
 from kvblocks.errors import InvalidTokensError
 
+TableChange = tuple[int, int, int, int]
+"""A table entry that a step changed: (index of the sequence in the step, group, index in its table, block id)."""
+
 
 def append_each(change: Change, sequences: list[Sequence], tokens: list[Any]) -> None:
     """Begin a change by adding a token to each sequence, counted as computed.

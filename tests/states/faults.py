@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.faults import Change, find_all
 
-SLOTS, LIVE, ALLOCATOR = "core/states.py", "core/live_states.py", "core/slots.py"
+SLOTS, LIVE, ALLOCATOR = "core/states.py", "core/live_states.py", "core/side_slots.py"
 CHECKPOINT, HIT, INDEX = "core/checkpoints.py", "core/longest_hit.py", "core/attached.py"
 LAYOUT, MANAGER, TABLES = "core/layout.py", "manager.py", "core/tables.py"
 ARRIVING, HOLDERS, JOBS = "core/arriving_states.py", "tiers/holders.py", "tiers/jobs.py"
@@ -139,7 +139,7 @@ FAULTS: dict[str, list[Change]] = {
     "a state may go back any number of tokens": [(SLOTS, "        if num_tokens < least:\n", "        if False:\n")],
     "a state may go back one token too many": [(SLOTS, "if num_tokens < least:", "if num_tokens + 1 < least:")],
     "pins don't hold what decoded tokens fill": [
-        (ALLOCATOR, "        if self.soft_holds is not None and is_cached:", "        if False:")
+        (ALLOCATOR, "        if self._slots.soft_holds is not None and is_cached:", "        if False:")
     ],
     "a state may go back twice": [
         (SLOTS, "        state.start = max(state.start, sequence.num_computed_tokens - self.live.num_kept)\n", "")
