@@ -3,11 +3,11 @@
     python -m bench.core.versus OLD [--new NEW] [--processes N] [--rounds N] [--samples N] [--items a,b] [--json FILE]
 
 OLD, NEW: folders that hold the package kvblocks: a checkout, or what `pip install --target` has filled with a compiled
-build; NEW is this checkout unless said. Each tree gets a process of its own. Both run the items of `bench.core.compare`
-and `bench.core.prefix_cache` as this checkout has them, so that only kvblocks differs. They take turns round by round,
-and alternate in who begins. In a round both run on the same processor. Every two rounds they move to the next
-processor, if the system allows it, since shared processors differ by more than the change that the bench looks for. A
-round's number is its minimum sample.
+build; NEW is this checkout unless said. Each tree gets a process of its own. Both run the items of
+`bench.core.compare`, `bench.core.prefix_cache` and `bench.core.groups` as this checkout has them, so that only kvblocks
+differs. They take turns round by round, and alternate in who begins. In a round both run on the same processor. Every
+two rounds they move to the next processor, if the system allows it, since shared processors differ by more than the
+change that the bench looks for. A round's number is its minimum sample.
 
 A process's layout in memory has an effect of a few percent, and stays the same as long as the process lives. So each
 tree gets several processes, one after the other.
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import kvblocks
 from bench.conditions import conditions, keep, print_conditions
+from bench.core.groups import group_cases
 from bench.core.items import ITEMS
 from bench.core.ours import Ours, is_compiled
 from bench.core.prefix_cache import evict_case, insert_cases, match_cases
@@ -36,6 +37,7 @@ from bench.timing import NUM_WARM_UPS, Case, settle
 CHECKOUT = Path(__file__).resolve().parents[2]
 CACHE_BLOCKS = 16_384
 CACHE_ITEMS = "prefix cache"
+GROUP_ITEMS = "groups"
 _PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 # kvblocks is imported from the tree, then this bench from the checkout.
 _BOOTSTRAP = (
@@ -63,8 +65,10 @@ class Row(NamedTuple):
 
 
 def item_names() -> list[str]:
-    """Return the names of all items: those of `bench.core.compare`, and those of `bench.core.prefix_cache` as one."""
-    return [*[item.name for item in ITEMS], CACHE_ITEMS]
+    """Return the names of all items: those of `bench.core.compare`, and as one each those of `bench.core.prefix_cache`
+    and of `bench.core.groups`.
+    """
+    return [*[item.name for item in ITEMS], CACHE_ITEMS, GROUP_ITEMS]
 
 
 class Worker:
@@ -135,6 +139,9 @@ def _cases(ours: Ours, item: str) -> Iterator[tuple[str, Case]]:
     if item == CACHE_ITEMS:
         yield from (match_cases(in_list=False) | match_cases(in_list=True) | insert_cases(CACHE_BLOCKS)).items()
         yield "evict", evict_case(CACHE_BLOCKS)
+        return
+    if item == GROUP_ITEMS:
+        yield from group_cases().items()
         return
     for found in ITEMS:
         if found.name == item:
