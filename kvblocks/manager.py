@@ -177,7 +177,6 @@ class KVCacheManager(Closed):
         self._sessions: Sessions | None = None
         self._states: ManagerStates | None = None
         self._in_flight = InFlight(self._index, self._change)
-        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         self._owners: Owners | None = None  # as of an abort; None once a sequence may share a block that isn't in it
         self._batch_memo: Batch = ([], {})  # the last step's batch, until one of it is freed
         # When debugging, or with digests, a token that begins or fills a block takes the slow path.
@@ -242,10 +241,10 @@ class KVCacheManager(Closed):
     def stats(self) -> CacheStats:
         """Counters since the manager was made. O(1)."""
         return CacheStats(
-            num_queries=self._num_queries,
-            num_hits=self._num_hits,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
+            num_queries=self._link.num_queries,
+            num_hits=self._link.num_hits,
+            num_queried_tokens=self._link.num_queried_tokens,
+            num_hit_tokens=self._link.num_hit_tokens,
             num_taken_blocks=self._slots.num_taken_blocks,
             num_evicted_blocks=self._pool.num_evicted_blocks,
             num_blocks=len(self._pool.blocks),
@@ -954,12 +953,12 @@ class KVCacheManager(Closed):
         if blocks is None:
             self._unclaim(sequence)
             return None
-        self._num_queries += 1
-        self._num_queried_tokens += len(sequence.tokens)
+        self._link.num_queries += 1
+        self._link.num_queried_tokens += len(sequence.tokens)
         if hit is None or not hit.blocks:
             return blocks
-        self._num_hits += 1
-        self._num_hit_tokens += hit.num_tokens
+        self._link.num_hits += 1
+        self._link.num_hit_tokens += hit.num_tokens
         if self._recording is not None and self._recording.log.options.hits:
             self._recording.log.note_hit(hit)
         if self._eviction is not None:

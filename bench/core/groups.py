@@ -13,7 +13,7 @@ from bench.timing import Case
 from kvblocks import CacheHit, FullAttention, Group, KVCacheManager, RecurrentState, Sequence, SlidingWindow
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 20_000
+NUM_BLOCKS = 60_000
 HIT_TOKENS = 4_000
 OWN_TOKENS = 17
 NUM_PROMPTS = 16
@@ -42,6 +42,7 @@ def _cases(name: str, groups: list[Group] | None) -> dict[str, Case]:
     manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, groups=groups)
     has_state, numbers = name == "a state", itertools.count()
     prompt = list(range(HIT_TOKENS))
+    first = Sequence(next(numbers), prompt)
 
     def begin(sequence: Sequence, hit: CacheHit | None = None) -> None:
         manager.allocate_slots(sequence, hit=hit)
@@ -49,6 +50,8 @@ def _cases(name: str, groups: list[Group] | None) -> dict[str, Case]:
             manager.states.take_copies()
 
     def fresh() -> list[Sequence]:
+        begin(first)  # so that it is cached, whatever was evicted since
+        manager.free(first)
         return [Sequence(next(numbers), [*prompt, *[7] * OWN_TOKENS]) for _ in range(NUM_PROMPTS)]
 
     def look_up(sequences: list[Sequence]) -> list[tuple[Sequence, CacheHit]]:
@@ -63,9 +66,6 @@ def _cases(name: str, groups: list[Group] | None) -> dict[str, Case]:
         for sequence in sequences:
             manager.free(sequence)
 
-    first = Sequence(next(numbers), prompt)
-    begin(first)
-    manager.free(first)
     running = list(_running(numbers))
     for sequence in running:
         begin(sequence)

@@ -14,7 +14,7 @@ from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateEr
 
 
 class ManagerLink:
-    """A manager's guard, its sequences by id, its clock, and how it refuses a call."""
+    """A manager's guard, its sequences by id, its clock, its counters, and how it refuses a call."""
 
     def __init__(
         self,
@@ -33,6 +33,8 @@ class ManagerLink:
         """Whether prefixes are reused."""
         self.sequences: dict[Hashable, Sequence] = {}
         """The allocated sequences by their ids, the oldest first."""
+        self.num_queries = self.num_hits = self.num_queried_tokens = self.num_hit_tokens = 0
+        """As in `CacheStats`."""
         self.num_started = 0
         """How many calls have begun a sequence."""
         self.now: int | float = 0.0

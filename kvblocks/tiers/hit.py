@@ -142,32 +142,6 @@ class TierHit(Closed):
         number, checkpoint = self.checkpoint
         return self.places[number].checkpoint(self.first_token + self.num_tokens) is checkpoint
 
-    def loading_hit(self, hit: CacheHit | None) -> CacheHit | None:
-        """Return the hit of a sequence that loads this part and those before it. hit: the sequence's own. O(blocks)."""
-        device, attached = self.places[0], self.places[0].index.attached
-        if attached is None:
-            return hit
-        number, checkpoint = (0, None) if self.checkpoint is None else self.checkpoint
-        held = [] if hit is None else hit.blocks
-        parts = HitParts(attached, held, [(0, []) for _ in self.tables], 0)
-        if hit is not None and hit.parts is not None:
-            parts.tables, parts.num_matched = hit.parts.tables, hit.parts.num_matched
-            parts.checkpoint, parts.num_tier_tokens = hit.parts.checkpoint, hit.parts.num_tier_tokens
-        parts.loads = Loads(
-            0 if hit is None else hit.num_tokens,
-            self.first_token + self.num_tokens,
-            device.blocks[len(held) :],
-            [(first, [None if place else block for place, block in found]) for first, found in self.tables],
-            None if number else checkpoint,
-            len(checkpoint.blocks) if number and checkpoint is not None else 0,
-        )
-        own = self.hit if hit is None else hit
-        num_tokens = len(held) * device.index.block_size
-        loading = CacheHit(own.sequence, held, num_tokens, own.sequence.num_tokens, own.source, parts)
-        if hit is not None:
-            loading.version = hit.version
-        return loading
-
     def all_seconds(self) -> float:
         """Return how long a load of this and the parts before it is expected to take. O(blocks)."""
         return sum([pool.num_block_bytes * pool.rate.seconds_a_unit for _, _, pool, _ in self.pieces])
@@ -175,3 +149,30 @@ class TierHit(Closed):
     def __repr__(self) -> str:
         tokens = counted(self.num_tokens, "token")
         return f"TierHit({self.tier!r}, {tokens} from {self.first_token}, {self.num_bytes} bytes)"
+
+
+def hit_with_loads(load: TierHit, hit: CacheHit | None) -> CacheHit | None:
+    """Return the hit of a sequence that loads this part and those before it. hit: the sequence's own. O(blocks)."""
+    device, attached = load.places[0], load.places[0].index.attached
+    if attached is None:
+        return hit
+    number, checkpoint = (0, None) if load.checkpoint is None else load.checkpoint
+    held = [] if hit is None else hit.blocks
+    parts = HitParts(attached, held, [(0, []) for _ in load.tables], 0)
+    if hit is not None and hit.parts is not None:
+        parts.tables, parts.num_matched = hit.parts.tables, hit.parts.num_matched
+        parts.checkpoint, parts.num_tier_tokens = hit.parts.checkpoint, hit.parts.num_tier_tokens
+    parts.loads = Loads(
+        0 if hit is None else hit.num_tokens,
+        load.first_token + load.num_tokens,
+        device.blocks[len(held) :],
+        [(first, [None if place else block for place, block in found]) for first, found in load.tables],
+        None if number else checkpoint,
+        len(checkpoint.blocks) if number and checkpoint is not None else 0,
+    )
+    own = load.hit if hit is None else hit
+    num_tokens = len(held) * device.index.block_size
+    loading = CacheHit(own.sequence, held, num_tokens, own.sequence.num_tokens, own.source, parts)
+    if hit is not None:
+        loading.version = hit.version
+    return loading

@@ -65,7 +65,12 @@ class Prefix:
         return number - over % self.num_parts
 
     def identities(self, first: int, end: int, block_size: int) -> list[BlockIdentity]:
-        """Return the identities of blocks first to end - 1. O(blocks), plus O(blocks before them) at the first call."""
+        """Return the identities of blocks first to end - 1. O(blocks), plus O(blocks before them) at the first call.
+
+        Those of the primary group follow from the tokens, so a prefix may have them without having blocks.
+        """
+        if not self.homes:
+            return self._identities(first, end, block_size)
         number = self.num_primary
         found = self._identities(first, min(end, number), block_size) if first < number else []
         for position, column in self.homes[max(0, first - number) : max(0, end - number)]:

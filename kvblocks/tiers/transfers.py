@@ -23,7 +23,7 @@ from kvblocks.core.slots import Commit
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.events import note_restored, record_tiers
-from kvblocks.tiers.hit import TierHit
+from kvblocks.tiers.hit import TierHit, hit_with_loads
 from kvblocks.tiers.holders import Found, PrefixHolder, find_all_needed, find_longest
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob, WholeLoadJob, moved_prefix
 from kvblocks.tiers.pool import TierPool, make_pool
@@ -196,7 +196,7 @@ class Transfers:
         """Return the hit that a sequence with these loads starts with. Changes nothing."""
         if not loads or (hit is not None and hit.index is not self.index):
             return hit  # another manager's hit: `allocate_slots` raises for it
-        return loads[-1].loading_hit(hit)
+        return hit_with_loads(loads[-1], hit)
 
     def begin_loads(self, sequence: Sequence, loads: list[TierHit]) -> None:
         """Begin the loads of a sequence that was just given slots for them. O(blocks)."""

@@ -151,7 +151,7 @@ class World:
     def look_below(self) -> Any:
         traffic: Any = self.manager._transfers  # noqa: SLF001
         pools = [
-            (pool.pool.free_block_ids(), pool.stats(), list(pool.wishes._ends.values()), len(pool.storing))  # noqa: SLF001
+            (pool.pool.free_block_ids(), pool.stats(), list(pool.store_queue._ends.values()), len(pool.storing))  # noqa: SLF001
             for pool in traffic.pools
         ]
         quotas = [self.manager.tiers.quotas(pool.name) for pool in traffic.pools]

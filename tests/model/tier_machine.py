@@ -31,6 +31,7 @@ from kvblocks import (
 from kvblocks.core.layout import GroupLayout
 from kvblocks.core.loading import Loads
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
+from kvblocks.tiers.hit import hit_with_loads
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.prefix import prefix_of
 from model.kv_memory import GARBAGE
@@ -194,7 +195,7 @@ class TierMachine:
             else:
                 assert index == len(of_state), f"{load}: the parts of its checkpoint are in disorder"
                 of_state.append(self.below[pool.name][slot.block_id])
-        hit = load.loading_hit(load.hit)
+        hit = hit_with_loads(load, load.hit)
         assert hit is not None and hit.parts is not None and hit.parts.loads is not None
         loads = hit.parts.loads
         self.count("pieces of windows alone", all(table < len(of_table) - 1 for table, _, _, _ in load.pieces))

@@ -77,7 +77,7 @@ def test_what_is_stored_is_stored_once():
     assert [len(transfer.slots) for transfer in settle(manager)] == [2]
 
 
-def test_two_wishes_for_one_prefix_store_it_once():
+def test_two_requests_for_one_prefix_store_it_once():
     manager = make_manager(128)
     run(manager)
     first = manager.tiers.take_transfers()
