@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvblocks.tiers.disk.arena import overwrite
-from kvblocks.tiers.disk.errors import DiskError
-from kvblocks.tiers.disk.folder import ARENA, KEPT, MARKER, PARTIAL, SET, Folder
+from kvblocks.tiers.disk.folder import ARENA, KEPT, MARKER, PARTIAL, SET, DiskError, Folder
 
 _LEAST_CUT_SHARE = 32  # an arena is cut by at least this part of it, so that it isn't cut for each block
 

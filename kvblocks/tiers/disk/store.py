@@ -25,8 +25,7 @@ from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.disk.arena import Arena
 from kvblocks.tiers.disk.complaints import Complaints
-from kvblocks.tiers.disk.errors import DiskError, DiskFullError, is_full
-from kvblocks.tiers.disk.folder import ARENA, Folder
+from kvblocks.tiers.disk.folder import ARENA, DiskError, DiskFullError, Folder, is_full
 from kvblocks.tiers.disk.index import Index, Row
 from kvblocks.tiers.disk.kept import Kept
 from kvblocks.tiers.disk.layout import MOST_KEY_BYTES, DiskStats, Layout
