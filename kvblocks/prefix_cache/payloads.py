@@ -8,10 +8,11 @@ may be evicted while its block stays.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
+from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.core.block import ROOT, KVCacheBlock, Run
 from kvblocks.core.sequence import Sequence
 from kvblocks.hashing.extra_keys import encode_extra_keys
@@ -30,6 +31,27 @@ class NewPayload(NamedTuple):
     num_tokens: int
     payload: Any
     num_bytes: int
+
+
+def check_payloads(
+    payloads: Iterable[tuple[SupportsIndex, Any, SupportsIndex]],
+    num_tokens: int,
+    check_bytes: Callable[[str, SupportsIndex, int], int],
+) -> list[NewPayload]:
+    """Return the payloads of an insertion of `num_tokens` tokens, at most one for each number of tokens. O(payloads).
+
+    check_bytes: checks the bytes of one. Raises InvalidArgumentError.
+    """
+    checked: list[NewPayload] = []
+    for item in listed("payloads", "an iterable of (number of tokens, payload, bytes)", payloads):
+        parts: list[Any] = [*item] if is_a(item, tuple) or is_a(item, list) else []
+        if len(parts) != 3 or parts[1] is None:
+            raise wrong("payloads", "(number of tokens, payload that isn't None, bytes)", item)
+        number = check_count("payloads: number of tokens", parts[0], 0, num_tokens)
+        checked.append(NewPayload(number, parts[1], check_bytes("payloads: bytes", parts[2], 1)))
+    if len({new.num_tokens for new in checked}) < len(checked):
+        raise wrong("payloads", "one of each number of tokens", [new.num_tokens for new in checked])
+    return checked
 
 
 class PayloadEntry:

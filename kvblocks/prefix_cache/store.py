@@ -25,7 +25,6 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
 from kvblocks.hashing.scheme import HashScheme
-from kvblocks.prefix_cache.budget import Budget
 from kvblocks.prefix_cache.evicted import EvictedBlocks
 from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK, NewPayload, PayloadEntry, Payloads
 from kvblocks.retention.eviction import Eviction
@@ -107,6 +106,52 @@ class RecencyQueue(FreeBlockQueue):
         first.prev_free_block = end
         last.next_free_block = root
         root.prev_free_block = last
+
+
+class Budget:
+    """The bound of a cache with `max_bytes`, which blocks and payloads share, as they share one order of use.
+
+    The order of the blocks is that of their queue. To compare a block with a payload, uses are numbered: a use of a
+    path gives its number to all of the path's blocks.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """The bytes of all blocks, without payloads."""
+        self.use = 0
+        """The number of the latest use."""
+        self.sizes: dict[KVCacheBlock, int] = {}
+        """Each cached block's bytes."""
+        self.uses: dict[KVCacheBlock, int] = {}
+        """The number of each cached block's latest use."""
+
+    def add(self, blocks: list[KVCacheBlock], block_bytes: int) -> None:
+        """Count new blocks of `block_bytes` bytes each. O(blocks)."""
+        self.sizes.update(dict.fromkeys(blocks, block_bytes))
+        self.num_bytes += block_bytes * len(blocks)
+
+    def note_used(self, path: Items[KVCacheBlock]) -> None:
+        """Record the latest use for a path's blocks, all of which moved to the queue's end. O(blocks)."""
+        self.uses.update(dict.fromkeys(path, self.use))
+
+    def remove(self, blocks: list[KVCacheBlock]) -> int:
+        """Forget blocks. Returns how many bytes they had. O(blocks)."""
+        freed = 0
+        for block in blocks:
+            freed += self.sizes.pop(block)
+            del self.uses[block]
+        self.num_bytes -= freed
+        return freed
+
+    def check(self, blocks: list[KVCacheBlock], queued: list[KVCacheBlock], num_payload_bytes: int) -> None:
+        """Raise AssertionError unless the bytes are within the bound and are those of `blocks`. O(blocks)."""
+        assert set(blocks) == self.sizes.keys() == self.uses.keys(), "budget: other blocks"
+        assert self.num_bytes == sum(self.sizes.values()), "budget: bytes"
+        total = self.num_bytes + num_payload_bytes
+        assert total <= self.max_bytes, f"budget: {total} bytes of {self.max_bytes}"
+        uses = [self.uses[block] for block in queued]
+        assert uses == sorted(uses), "budget: not in the order of use"
 
 
 class PrefixStore:
