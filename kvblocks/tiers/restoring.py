@@ -3,9 +3,9 @@
 *Remembered*: slot ids and identities, the oldest first. Since a tier may have millions of slots, nothing here makes an
 object for each slot where a list of numbers is enough.
 
-*Found*: what a tier has that others fill too. It may have blocks that this manager never stored, and lack some that it
-did store. Before a lookup counts on the tier, whoever moves the bytes asks it what it has and reports the answer here.
-A load checks the answer.
+*Found*: what is in a tier that others fill too. It may have blocks that this manager never stored, and lack some that
+it did store. Before a lookup counts on the tier, the mover of the bytes asks it what it has, and reports the answer
+here. A load checks the answer.
 """
 
 from collections import Counter

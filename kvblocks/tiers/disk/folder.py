@@ -6,7 +6,7 @@ Invariants:
 - One process has the folder open at a time, from opening to `close`. The lock ends with the process and its forks.
 - The marker is written last. So a folder with a marker is complete, and a folder without one is emptied.
 - Files have mode 0600, in a folder of mode 0700, of the same user. No file is reached through a link.
-- Files that were made for something else are kept in folders below it (`Kept`).
+- Files of other fingerprints are kept in folders below it (`Archive`).
 """
 
 import errno

@@ -22,9 +22,11 @@ def _pages_up(number: int) -> int:
 class DiskStats:
     """What a store did since it was opened. Bytes are those of payloads.
 
-    num_damaged_blocks: slots that didn't hold the expected block when they were read, and rows of the index that
-    couldn't be used. num_failed_writes: calls of `write` and `erase` that raised. num_failed_syncs: calls of `sync`
-    that raised. num_synced_blocks: blocks whose bytes and rows a sync has put on the disk, so that no kill loses them.
+    - num_damaged_blocks: slots that didn't hold the expected block when they were read, and rows of the index that
+      couldn't be used.
+    - num_failed_writes: calls of `write` and `erase` that raised.
+    - num_failed_syncs: calls of `sync` that raised.
+    - num_synced_blocks: blocks whose bytes and rows a sync has put on the disk, so that no kill loses them.
     """
 
     num_written_blocks: int = 0

@@ -3,7 +3,7 @@
 Invariants:
 
 - `read` gives a block's bytes only if the record before them names this block, and the checksum is right.
-- Each call has a time limit: what the store doesn't give in time counts as missing. After a failure no call is made
+- Each call has a time limit: what the store doesn't return in time counts as missing. After a failure no call is made
   until a probe has succeeded.
 - A tenant that is to be deleted is not looked up, read or written until the deletion has succeeded.
 
@@ -102,15 +102,16 @@ class SharedStore:
     """A store's blocks of one fingerprint and secret.
 
     Any thread may call it, but no two at a time for the same kind of call: lookups, loads, or stores.
-
-    address: that of the store. sealer: makes and checks the records of blocks. clients: one each for lookups, loads,
-    and stores with deletions; `close` closes them. on_failure: called when the store failed, on the thread that
-    noticed, to have `probe` scheduled.
     """
 
     def __init__(self, address: StoreAddress, sealer: Sealer, clients: tuple[Client, Client, Client]) -> None:
+        """sealer: makes and checks the records of blocks. clients: one each for lookups, loads, and stores with
+        deletions; `close` closes them.
+        """
         self.address = address
+        """That of the store."""
         self.on_failure: Callable[[], None] = lambda: None
+        """Called when the store failed, on the thread that noticed, to have `probe` scheduled."""
         self._sealer = sealer
         self._names = StoreNames(sealer)
         self._lookups, self._loads, self._stores = clients
