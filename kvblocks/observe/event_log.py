@@ -104,11 +104,12 @@ class Records(EventLog):
 
 
 class Recording:
-    """The records since last taken. log: where they are written."""
+    """The records since the last `take`, for the `take_events` of a manager or a `PrefixCache`."""
 
     def __init__(self, log: Records, index: PrefixIndex, hash_scheme: HashScheme) -> None:
         """Record from now on what `index`, which must be empty, caches and removes, with digests of this scheme."""
         self.log = log
+        """Where records are written."""
         self._shared_hashes = None if hash_scheme.are_unique else SharedHashes()
         index.record(log, hash_scheme)
 

@@ -1,4 +1,4 @@
-"""Why a prefix missed: `manager.inspect.explain`, for people who wonder about their hit rate.
+"""Why a prefix missed: `manager.inspect.explain`, for people who want to know why their hit rate is low.
 
 This explains the first block that isn't found. It looks for the block in the removal history first. If the block isn't
 there, it searches the cache for similar blocks: the same tokens under other keys, or the same first tokens.

@@ -1,7 +1,7 @@
 """The blocks of a `PrefixCache`: ids that the engine chose, what they hold, and the order in which they are evicted.
 
-A block is here from its insertion to its eviction. After that its object goes to a stock and is used again, so that a
-cache in steady state makes no objects.
+A block is here from its insertion to its eviction. Then its object goes to a stock and is used again, so that a cache
+in steady state makes no objects.
 
 As in `BlockPool`, a block is queued exactly when its `ref_cnt` is 0. Only whole paths are held: the first blocks of a
 prefix, without a gap. A hold adds a reference to the path's last block, and each block that has references counts as
@@ -157,10 +157,7 @@ class Budget:
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens.
 
-    ids: the ids of its blocks. index: what they hold. hash_scheme: that of `index`. eviction: chooses which blocks are
-    evicted first; None: the least recently used. budget: limits the bytes, and can't be combined with `eviction`; None:
-    no limit. Most methods make one call for all blocks of a path. With one token per block, loops would take most of
-    the time.
+    Most methods make one call for all blocks of a path. With one token per block, loops would take most of the time.
     """
 
     def __init__(
@@ -171,14 +168,20 @@ class PrefixStore:
         eviction: Eviction | None = None,
         budget: Budget | None = None,
     ) -> None:
+        """eviction: chooses which blocks are evicted first; None: the least recently used. budget: limits the bytes,
+        and can't be combined with `eviction`; None: no limit.
+        """
         self.max_blocks = max_blocks
         self._eviction = eviction
         self._budget = budget
         self.block_size = block_size
         self.ids: set[int] = set()
+        """The ids of its blocks."""
         self.index = PrefixIndex(block_size, hash_scheme)
+        """What they hold."""
         self._queue = RecencyQueue(())
-        self._stock: list[KVCacheBlock] = []  # with ref_cnt 1, as they leave the queue and as `let_go` needs them
+        self._stock: list[KVCacheBlock] = []
+        """Objects to use again, with ref_cnt 1, as they leave the queue and as `let_go` needs them."""
         self._payloads = Payloads(block_size, None if budget else (MAX_PAYLOADS_A_BLOCK, max_blocks))
 
     @property
