@@ -1,4 +1,4 @@
-"""A mirror that is fed over ZMQ: it listens to publishers, and asks them for lost batches."""
+"""A mirror with sockets: it subscribes to publishers over ZMQ, and asks them for lost batches."""
 
 import time
 from collections import deque
@@ -89,7 +89,7 @@ class MirrorClient:
         self._turns[live] = worker
         self._lines[worker] = _Line(source, live, asks)
         if worker in self.mirror.workers:
-            self.mirror.ask_anew(worker)  # answers to another client's questions don't come here
+            self.mirror.ask_anew(worker)  # another client's requests are not answered here
         self.mirror.add(worker, can_ask=asks is not None)
 
     def remove(self, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""Events of an engine over ZMQ: live to everyone who listens; replays and snapshots to those who ask."""
+"""Events of an engine over ZMQ: live for all subscribers; replays and snapshots on request."""
 
 import logging
 import socket

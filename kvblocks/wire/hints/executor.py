@@ -1,12 +1,12 @@
-"""KV hints: an orchestrator's wishes about prefixes, carried out on a manager's pins and tiers, and answered.
+"""KV hints: an orchestrator's requests about prefixes, carried out on a manager's pins and tiers, and answered.
 
 The envelope is that of vLLM and Dynamo (`envelope`). The payloads of `pin`, `release`, `expire`, `prefetch` and
 `retain` are this project's, since the projects have agreed on none. docs/wire-hints.md shows them.
 
-A hint is a wish, and no request ever waits for one. Pins of hints have a priority below 100, so they give up blocks
-before a call is refused. Loads hold at most a share of the pool, and leave a share of it free. Each caller is one
-tenant. It can name only prefixes of its own salt, within its own budget. Any other name gets the same answer as a name
-that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
+A hint is not binding, and no request of a user ever waits for one. Pins of hints have a priority below 100, so they
+give up blocks before a call is refused. Loads hold at most a share of the pool, and leave a share of it free. Each
+caller is one tenant. It can name only prefixes of its own salt, within its own budget. Any other name gets the same
+answer as a name that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
 
 Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants:
 
