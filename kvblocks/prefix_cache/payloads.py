@@ -55,7 +55,7 @@ def check_payloads(
 
 
 class PayloadEntry:
-    """One payload. num_tokens: how many tokens its prompt has. use: the number of its latest use, see `Budget`."""
+    """One payload, with the last full block and the tail of its prompt."""
 
     __slots__ = ("block", "num_bytes", "num_tokens", "payload", "tail", "use")
 
@@ -66,21 +66,22 @@ class PayloadEntry:
         self.tail = tail
         self.payload = payload
         self.num_tokens = num_tokens
+        """How many tokens its prompt has."""
         self.num_bytes = num_bytes
         self.use = use
+        """The number of its latest use, see `Budget`."""
 
 
 class Payloads:
     """Payloads by block and tail. Under block None are those of prompts shorter than a block.
 
-    limits: the most payloads of a block, and of all short prompts; beyond that the least recently used one is
-    forgotten. None: no limit.
-
-    num_bytes: what all payloads take. Forgotten payloads are kept until `drop`, since a payload's finalizer may do
-    anything.
+    Forgotten payloads are kept until `drop`, since a payload's finalizer may do anything.
     """
 
     def __init__(self, block_size: int, limits: tuple[int, int] | None) -> None:
+        """limits: the most payloads of a block, and of all short prompts; beyond that the least recently used one is
+        forgotten. None: no limit.
+        """
         self._block_size = block_size
         self._limits = limits
         self._by_block: dict[KVCacheBlock | None, dict[Tail, PayloadEntry]] = {}
@@ -89,6 +90,7 @@ class Payloads:
         self._places: dict[KVCacheBlock, tuple[Run, int]] = {}  # of these blocks; an evicted block forgets its own
         self._dropped: list[Any] = []
         self.num_bytes = 0
+        """What all payloads take."""
 
     @property
     def is_empty(self) -> bool:

@@ -61,7 +61,7 @@ class TierPool:
         self.quotas: TenantQuotas | None = None
         """Those of tenants; None without quotas."""
         self.removals: Watcher | None = None
-        """Told for which salt slots are taken; None: nobody is."""
+        """A watcher that is told for which salt slots are taken; None: there is none."""
         self.num_loading_bytes = 0
         """Bytes of loads that haven't ended, begun or not."""
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0

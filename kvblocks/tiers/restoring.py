@@ -140,7 +140,7 @@ class _Restoring:
             stretch.append(blocks[number])
             self._found.append(number)
             if not self._behind and not self._beside:
-                break  # nobody looks for a digest any more
+                break  # no digest is looked up any more
             digest = identity.digest()
             if self._beside:
                 beside += self._hang(self._beside.pop(digest, -1), number)

@@ -531,7 +531,7 @@ class Transfers:
         job.finish()
         num_arrived = sum([len(transfer.slots) for transfer in job.transfers if transfer.has_arrived])
         pool.num_dropped_blocks += num_arrived - job.num_stored
-        if num_arrived < len(job.blocks):  # not tried again until somebody asks again
+        if num_arrived < len(job.blocks):  # not tried again until the next request
             pool.store_queue.drop(job.run)
         pool.store_queue.resume()
         tables = job.good_tables()

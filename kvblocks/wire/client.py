@@ -18,7 +18,7 @@ try:
 except ImportError as _error:
     raise missing("pyzmq", _error) from _error
 
-_LEAST_S: Final = 0.01  # that a call may spend on what has come, however little time it is given
+_LEAST_S: Final = 0.01  # the least time that a call may spend on messages that have come
 _MOST_WAIT: Final = 3600.0  # seconds
 
 
@@ -212,5 +212,5 @@ class MirrorClient:
     def _send(self, line: _Line, parts: list[bytes]) -> None:
         assert line.asks is not None
         line.asked_at = time.monotonic()
-        with suppress(zmq.Again):  # nobody is there: it asks again when patience ends
+        with suppress(zmq.Again):  # there is no peer: it asks again when patience ends
             line.asks.send_multipart(parts, zmq.NOBLOCK)

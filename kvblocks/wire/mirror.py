@@ -189,7 +189,7 @@ class EventMirror:
     def best(
         self, hashes: Sequence[Hash], *, group: int = 0, states: int | None = None
     ) -> tuple[WorkerRank, int] | None:
-        """Return who has the most of the first blocks, as `find` counts them, and how many; None if nobody has any."""
+        """Return who has the most of the first blocks, as `find` counts them, and how many; None if there are none."""
         found = self.overlaps(hashes, group=group, states=states)
         holder = max(found, key=lambda one: found[one], default=None)
         return None if holder is None or not found[holder] else (holder, found[holder])

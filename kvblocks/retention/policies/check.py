@@ -120,7 +120,7 @@ class Watched:
 class PlainCache:
     """Blocks, requests that own some, and the policies that choose among those that are free and cached.
 
-    A block is cached from the moment a request has it.
+    A block is cached as soon as a request owns it.
     """
 
     def __init__(self, make: PolicyFactory, num_blocks: int, seed: int) -> None:

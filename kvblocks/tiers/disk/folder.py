@@ -110,7 +110,7 @@ class Folder:
         except BlockingIOError:
             owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip() or "one that is opening it"
             raise DiskError(f"{self.path}: expected a folder that nobody uses, got one of process {owner}") from None
-        with suppress(OSError):  # on a full volume nobody is told the process's number, but the lock holds
+        with suppress(OSError):  # on a full volume the process's number can't be written, but the lock holds
             os.pwrite(self._lock, f"{os.getpid():<19}\n".encode(), 0)
 
     def open_file(self, name: str) -> int:

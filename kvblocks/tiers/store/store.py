@@ -228,7 +228,7 @@ class SharedStore:
         for _ in range(TRIES):
             with self._calling():
                 lacking, num_unclaimed = self._claim(keys, left, token)
-                if self._was_deleted(tenant, seen):  # asked behind the claims: an earlier deletion takes these away
+                if self._was_deleted(tenant, seen):  # asked after the claims, since an earlier deletion removes these
                     self._give_up([keys[number] for number in lacking], token)
                     if is_limited:
                         self._quotas.take_back(tenant, digests)
@@ -438,7 +438,7 @@ class SharedStore:
         return self._note_refused(answers)
 
     def _delete_bad(self, tenant: str, identities: Sequence[BlockIdentity], values: Sequence[Any]) -> None:
-        """Delete blocks whose values are bad, so that somebody writes them again. Other values under their names stay.
+        """Delete blocks whose values are bad, so that they are written again. Other values under their names stay.
 
         What can't be deleted is not looked up for a while, since a lookup would renew it.
         """
