@@ -64,8 +64,8 @@ if TYPE_CHECKING:  # what only some managers need is imported when it is used
     from kvblocks.core.manager_states import ManagerStates
     from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
+    from kvblocks.observe.event_log import Recording
     from kvblocks.observe.inspector import Inspector
-    from kvblocks.observe.recording import Recording
     from kvblocks.observe.removal_history import RemovalHistory
     from kvblocks.retention.eviction import Eviction
     from kvblocks.retention.holds import BlockHolds
@@ -1214,7 +1214,7 @@ class KVCacheManager(Closed):
 
     def _start_recording(self, options: EventOptions, hash_scheme: HashScheme) -> Recording:
         """Record events from now on."""
-        from kvblocks.observe.recording import start_recording
+        from kvblocks.observe.event_log import start_recording
 
         return start_recording(options, self._index, hash_scheme)
 

@@ -153,7 +153,7 @@ class TierStats:
     - num_stored_blocks, num_loaded_blocks: blocks whose bytes arrived.
     - num_failed_blocks: blocks of transfers that failed.
     - num_dropped_blocks: blocks that were not stored as intended, because their KV had left the device or the cache
-      before, or the tier had no room. A wish that was dropped for a newer one counts as one block.
+      before, or the tier had no room. A request that was dropped for a newer one counts as one block.
     - num_evicted_blocks: blocks that made room for others.
     - num_moving_blocks: slots that transfers own now, including slots of the prefixes that these transfers extend.
     """

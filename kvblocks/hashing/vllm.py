@@ -1,7 +1,7 @@
 r"""vLLM's hashes of blocks, which a manager can use as digests, and a block's extra keys as vLLM has them.
 
-As everywhere, no digest decides a hit. Our identity of a prefix can be finer than vLLM's hash. In that case several
-prefixes share one hash, and `kvblocks.observe.shared_hashes` has events report each hash once.
+As everywhere, no digest decides a hit. Prefixes that kvblocks tells apart may have one hash in vLLM. In that case
+`kvblocks.observe.shared_hashes` reports each hash once in events.
 
 As of vLLM 0.32, the hash of a block is H((parent, tokens, keys)): the parent's hash, or H(seed) for a first block; a
 tuple of ints; a tuple of keys or None. H is SHA-256 or XXH3 (128 bits) over pickle or canonical CBOR. The keys:

@@ -1,4 +1,4 @@
-"""Functions of the caller's that are told which blocks are taken and touched, for metrics of the caller's own."""
+"""Callbacks that are told which blocks are taken and touched, for a caller's own metrics."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items

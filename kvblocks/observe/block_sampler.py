@@ -1,7 +1,7 @@
 """How long blocks live, lie idle and wait to be used again, measured on a sample of the pool's blocks.
 
 The sample is chosen once, by block ids, without randomness. A call that concerns no sampled block costs one set
-operation. Time comes from a function of the caller's, in that function's unit.
+operation. Time comes from a function that the caller gives, in its unit.
 
 Invariant: `_released_at` contains exactly the free sampled blocks whose release was seen, oldest first.
 

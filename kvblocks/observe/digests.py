@@ -1,4 +1,4 @@
-"""Digests, which name blocks to the outside: those of a prompt's blocks, and the search for the block with a digest."""
+"""Digests, which name blocks for other processes: those of a prompt's blocks, and the block with a given digest."""
 
 from typing import Any
 

@@ -6,8 +6,11 @@ from kvblocks.core.attached import AttachedBlocks
 from kvblocks.core.block import Run
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.hooks import EventLog
+from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
 from kvblocks.hashing.extra_keys import decode_salt_and_lora
+from kvblocks.hashing.scheme import HashScheme
+from kvblocks.observe.shared_hashes import SharedHashes
 
 DEVICE = "GPU"
 """The device in events, as vLLM calls it, whatever kind of device it is."""
@@ -98,3 +101,27 @@ class Records(EventLog):
         taken = [*self.records]
         self.records.clear()
         return taken
+
+
+class Recording:
+    """The records since the last `take`, for the `take_events` of a manager or a `PrefixCache`."""
+
+    def __init__(self, log: Records, index: PrefixIndex, hash_scheme: HashScheme) -> None:
+        """Record from now on what `index`, which must be empty, caches and removes, with digests of this scheme."""
+        self.log = log
+        """Where records are written."""
+        self._shared_hashes = None if hash_scheme.are_unique else SharedHashes()
+        index.record(log, hash_scheme)
+
+    def take(self) -> list[CacheEvent]:
+        """Return the changes since the last call, oldest first, and forget them.
+
+        O(1); or O(blocks in the events) if several prefixes may share a digest.
+        """
+        events = self.log.take()
+        return events if self._shared_hashes is None else self._shared_hashes.told(events)
+
+
+def start_recording(options: EventOptions, index: PrefixIndex, hash_scheme: HashScheme) -> Recording:
+    """Record from now on what `index`, which must be empty, caches and removes."""
+    return Recording(Records(options, index.attached), index, hash_scheme)

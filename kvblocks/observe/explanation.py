@@ -1,4 +1,4 @@
-"""Why a prefix missed: `manager.inspect.explain`, for people who wonder about their hit rate.
+"""Why a prefix missed: `manager.inspect.explain`, for people who want to know why their hit rate is low.
 
 This explains the first block that isn't found. It looks for the block in the removal history first. If the block isn't
 there, it searches the cache for similar blocks: the same tokens under other keys, or the same first tokens.
@@ -59,9 +59,12 @@ class Explanation:
     - "state": the primary group has `num_matched_blocks` blocks, but `group`, whose layers keep a state, has no
       checkpoint after the tokens `missing_tokens`. `removal` is that of the last checkpoint there that is remembered.
 
-    All block numbers are those of the primary group. group: the group that limits the hit; None if there is only one.
-    tiers: which tokens after the hit are in tiers, in order. behind_tiers: the block after these, if it is known to
-    have been removed. has_state: whether a group keeps a state.
+    All block numbers are those of the primary group. Other attributes:
+
+    - group: the group that limits the hit; None if there is only one.
+    - tiers: which tokens after the hit are in tiers, in order.
+    - behind_tiers: the block after these, if it is known to have been removed.
+    - has_state: whether a group keeps a state.
     """
 
     cause: MissCause

@@ -1,12 +1,12 @@
 """Metrics of a running cache: hit rates, evictions, usage, pins, quotas, and the lives of a sample of blocks.
 
-`CacheMetrics` keeps a window of recent requests, and a sampler. All other values are counters that the manager keeps in
-any case. Only with a sampler does the manager check, for each block that it takes, shares or gets back, whether the
+`CacheMetrics` keeps a window of recent requests, and a sampler. All other values are counters that the manager always
+keeps. Only with a sampler does the manager check, for each block that it takes, shares or gets back, whether the
 block is in the sample.
 
 The core has no clock, so time is counted in blocks taken from the pool. This is deterministic, and it is the natural
-age in an LRU queue: a block is evicted once all blocks before it have been taken. With a clock of the caller's, time is
-in seconds.
+age in an LRU queue: a block is evicted once all blocks before it have been taken. With the caller's clock, time is in
+seconds.
 """
 
 from collections import deque

@@ -67,7 +67,7 @@ def prefix_rows(
     rows: list[PrefixRow] = []
     places = {block: number for number, block in enumerate(free)}
     roots = [run for run in index.runs() if run.key[0] is None]
-    # (run, first position of the next row, ends of that row and of those behind it, last first, parent's index)
+    # (run, first position of the next row, ends of that row and of those after it, last first, parent's index)
     pending: list[tuple[Run, int, list[int], int | None]] = []
     pending += [(run, 0, _ends(run), None) for run in reversed(roots)]
     while pending:

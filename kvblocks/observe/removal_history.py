@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 class Removal(NamedTuple):
     """Why a prefix stopped being cached.
 
-    cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written), "reset" or
-    "dropped" (`evict_blocks`, `forget_salt`). num_taken_blocks: how many blocks had been taken from the pool by then.
-    sequence_id: the sequence for which the block was evicted from the device; None for other causes and places. tier:
-    where it was removed; None: on the device. salt: that of the prefix for which a tier evicted it.
+    - cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written), "reset" or
+      "dropped" (`evict_blocks`, `forget_salt`).
+    - num_taken_blocks: how many blocks had been taken from the pool by then.
+    - sequence_id: the sequence for which the block was evicted from the device; None for other causes and places.
+    - tier: where it was removed; None: on the device.
+    - salt: that of the prefix for which a tier evicted it.
     """
 
     cause: RemovalCause
@@ -34,10 +36,7 @@ class Removal(NamedTuple):
 
 
 class RemovalHistory(Watcher):
-    """Remembers the last `max_blocks` prefixes that stopped being cached, with about 250 bytes each.
-
-    num_taken_blocks: how many blocks have been taken from the pool so far.
-    """
+    """Remembers the last `max_blocks` prefixes that stopped being cached, with about 250 bytes each."""
 
     needs_digests: bool = True
     needs_takers: bool = True
@@ -45,7 +44,9 @@ class RemovalHistory(Watcher):
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_taken_blocks = 0
-        self._taker_id: Hashable | None = None  # the sequence for which blocks were taken last
+        """How many blocks have been taken from the pool so far."""
+        self._taker_id: Hashable | None = None
+        """The sequence for which blocks were taken last."""
         self._removals: OrderedDict[bytes, Removal] = OrderedDict()
 
     def __len__(self) -> int:

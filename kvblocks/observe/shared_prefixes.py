@@ -32,10 +32,12 @@ _PART_BLOCKS = 128  # compared at a time; few are compared in vain, and their re
 class SharedPrefix(NamedTuple):
     """A stretch of blocks that several sequences of a batch share.
 
-    parent: index, in the list of cohorts, of the cohort whose stretch comes before this one; always a smaller index;
-    None: this stretch begins at block 0. members: indices of its sequences in the batch, ascending; all are members of
-    the parent too. start_block: index in their block tables where the stretch begins. block_ids: the blocks of the
-    stretch. num_tokens: tokens in the stretch, all visible to every member.
+    - parent: index, in the list of cohorts, of the cohort whose stretch comes before this one; always a smaller index.
+      None: this stretch begins at block 0.
+    - members: indices of its sequences in the batch, ascending; all are members of the parent too.
+    - start_block: index in their block tables where the stretch begins.
+    - block_ids: the blocks of the stretch.
+    - num_tokens: tokens in the stretch, all visible to every member.
     """
 
     parent: int | None

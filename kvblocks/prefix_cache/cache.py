@@ -42,18 +42,16 @@ from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.hashing.by_name import get_hash_scheme
 from kvblocks.hashing.extra_keys import PositionKeys
 from kvblocks.hashing.scheme import HashFunction, HashScheme
-from kvblocks.observe.event_log import Records
-from kvblocks.observe.recording import Recording
+from kvblocks.observe.event_log import Recording, Records
 from kvblocks.observe.removal_history import RemovalHistory
 from kvblocks.prefix_cache.block_ids import BlockIds, check_block_ids
-from kvblocks.prefix_cache.budget import Budget
 from kvblocks.prefix_cache.evicted import EvictedBlocks
 from kvblocks.prefix_cache.inspector import CacheInspector
 from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
-from kvblocks.prefix_cache.payloads import NewPayload
+from kvblocks.prefix_cache.payloads import NewPayload, check_payloads
 from kvblocks.prefix_cache.pins import PrefixPins
-from kvblocks.prefix_cache.prompts import check_payloads, make_prompt
-from kvblocks.prefix_cache.store import PrefixStore
+from kvblocks.prefix_cache.prompts import make_prompt
+from kvblocks.prefix_cache.store import Budget, PrefixStore
 from kvblocks.retention.eviction import Eviction
 from kvblocks.retention.policies.policy import PolicyFactory
 from kvblocks.stats import HitCounts

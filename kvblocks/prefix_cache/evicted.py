@@ -6,10 +6,11 @@ from typing import Any
 class EvictedBlocks(list[int]):
     """The ids that the cache evicted, in that order; they are the caller's again.
 
-    payloads: the evicted payloads, in that order, whether their blocks were evicted or not. Whoever makes such a list
-    sets this attribute, because a constructor in Python would take a tenth of the time of an eviction.
+    The code that makes such a list sets `payloads`, because a constructor in Python would take a tenth of the time of
+    an eviction.
     """
 
     __slots__ = ("payloads",)
 
     payloads: list[Any]
+    """The evicted payloads, in that order, whether their blocks were evicted or not."""

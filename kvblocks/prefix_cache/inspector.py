@@ -1,4 +1,4 @@
-"""`CacheInspector`: `cache.inspect`, what people and tests look at. No engine needs it."""
+"""`CacheInspector`, which is `cache.inspect`: for people and tests. No engine needs it."""
 
 from collections.abc import Callable
 from typing import Any, SupportsIndex, final

@@ -31,7 +31,7 @@ class Hold:
         self.blocks = blocks
 
 
-class MatchHolder(Protocol):
+class HoldingCache(Protocol):
     """The calls of a cache that a match uses."""
 
     def _hold(self, match: "PrefixMatch", hold: Hold) -> None:
@@ -57,13 +57,13 @@ class PrefixMatch(Closed):
     """
 
     __slots__ = (
-        *("_holder", "_holds", "_kv_block_ids", "_num_tokens", "_packed_ids", "_payloads"),
+        *("_cache", "_holds", "_kv_block_ids", "_num_tokens", "_packed_ids", "_payloads"),
         *("blocks", "is_read", "sequence", "version"),
     )
 
-    def __init__(self, holder: MatchHolder, sequence: Sequence) -> None:
+    def __init__(self, cache: HoldingCache, sequence: Sequence) -> None:
         self._holds: list[Hold] = []  # first, since the finalizer reads it
-        self._holder = holder
+        self._cache = cache
         self._packed_ids: array[int] | None = None  # made at the first use; the ids can't change after that
         self._payloads: list[tuple[int, Any]] = []
         self.sequence = sequence
@@ -137,10 +137,10 @@ class PrefixMatch(Closed):
         """Hold the blocks. Raises StaleHitError, in which case nothing is held. O(blocks), and perhaps a lookup."""
         hold = Hold([])
         try:
-            self._holder._hold(self, hold)  # noqa: SLF001  # a match is a part of its cache
+            self._cache._hold(self, hold)  # noqa: SLF001  # a match is a part of its cache
             self._holds.append(hold)
         except BaseException:
-            self._holder._let_go(hold)  # noqa: SLF001  # after an interrupt, the cache may hold the blocks without `_holds` knowing
+            self._cache._let_go(hold)  # noqa: SLF001  # after an interrupt, the cache may hold the blocks without `_holds` knowing
             if hold in self._holds:
                 self._holds.remove(hold)
             raise
@@ -150,14 +150,14 @@ class PrefixMatch(Closed):
         """Release the blocks. Never waits. Raises BlockStateError when they aren't held."""
         if not self._holds:
             raise BlockStateError(f"expected a match that was entered, got {self}")
-        self._holder._let_go(self._holds[-1])  # noqa: SLF001  # before `pop`, so that an interrupt can't lose the hold
+        self._cache._let_go(self._holds[-1])  # noqa: SLF001  # before `pop`, so that an interrupt can't lose the hold
         self._holds.pop()
 
     def __del__(self) -> None:
         """Release blocks that are still held, because `__exit__` was never called, and issue a ResourceWarning."""
         if self._holds:
             for hold in self._holds:
-                self._holder._let_go(hold)  # noqa: SLF001
+                self._cache._let_go(hold)  # noqa: SLF001
             warn(
                 f"{self} was entered and never left; its blocks are free again",
                 ResourceWarning,
@@ -203,12 +203,14 @@ class PrefixMatch(Closed):
 class PrefixInsert(NamedTuple):
     """What an insertion did. Every given id is now either in the cache or in `unused_kv_blocks`.
 
-    num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: how many of these the call added.
-    unused_kv_blocks: given ids that the cache did not take, because another block holds the prefix already, there was
-    no room, or there were more ids than full blocks. evicted_kv_blocks: ids that the cache evicted to make room; its
-    `payloads` are the evicted payloads. Both kinds of ids are the caller's again. match: what `match_prefix` of the
-    tokens would find now; `stats` doesn't count it. unused_payloads: given payloads that were not attached, for lack of
-    room or of a full block.
+    - num_cached_blocks: blocks of the prefix that are cached now.
+    - num_new_blocks: how many of these the call added.
+    - unused_kv_blocks: given ids that the cache did not take, because another block holds the prefix already, there was
+      no room, or there were more ids than full blocks. They are the caller's again.
+    - evicted_kv_blocks: ids that the cache evicted to make room, which are the caller's again, too. Its `payloads` are
+      the evicted payloads.
+    - match: what `match_prefix` of the tokens would find now; `stats` doesn't count it.
+    - unused_payloads: given payloads that were not attached, for lack of room or of a full block.
     """
 
     num_cached_blocks: int

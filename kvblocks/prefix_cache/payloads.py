@@ -8,10 +8,11 @@ may be evicted while its block stays.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
+from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.core.block import ROOT, KVCacheBlock, Run
 from kvblocks.core.sequence import Sequence
 from kvblocks.hashing.extra_keys import encode_extra_keys
@@ -32,8 +33,29 @@ class NewPayload(NamedTuple):
     num_bytes: int
 
 
+def check_payloads(
+    payloads: Iterable[tuple[SupportsIndex, Any, SupportsIndex]],
+    num_tokens: int,
+    check_bytes: Callable[[str, SupportsIndex, int], int],
+) -> list[NewPayload]:
+    """Return the payloads of an insertion of `num_tokens` tokens, at most one for each number of tokens. O(payloads).
+
+    check_bytes: checks the bytes of one. Raises InvalidArgumentError.
+    """
+    checked: list[NewPayload] = []
+    for item in listed("payloads", "an iterable of (number of tokens, payload, bytes)", payloads):
+        parts: list[Any] = [*item] if is_a(item, tuple) or is_a(item, list) else []
+        if len(parts) != 3 or parts[1] is None:
+            raise wrong("payloads", "(number of tokens, payload that isn't None, bytes)", item)
+        number = check_count("payloads: number of tokens", parts[0], 0, num_tokens)
+        checked.append(NewPayload(number, parts[1], check_bytes("payloads: bytes", parts[2], 1)))
+    if len({new.num_tokens for new in checked}) < len(checked):
+        raise wrong("payloads", "one of each number of tokens", [new.num_tokens for new in checked])
+    return checked
+
+
 class PayloadEntry:
-    """One payload. num_tokens: how many tokens its prompt has. use: the number of its latest use, see `Budget`."""
+    """One payload, with the last full block and the tail of its prompt."""
 
     __slots__ = ("block", "num_bytes", "num_tokens", "payload", "tail", "use")
 
@@ -44,21 +66,22 @@ class PayloadEntry:
         self.tail = tail
         self.payload = payload
         self.num_tokens = num_tokens
+        """How many tokens its prompt has."""
         self.num_bytes = num_bytes
         self.use = use
+        """The number of its latest use, see `Budget`."""
 
 
 class Payloads:
     """Payloads by block and tail. Under block None are those of prompts shorter than a block.
 
-    limits: the most payloads of a block, and of all short prompts; beyond that the least recently used one is
-    forgotten. None: no limit.
-
-    num_bytes: what all payloads take. Forgotten payloads are kept until `drop`, since a payload's finalizer may do
-    anything.
+    Forgotten payloads are kept until `drop`, since a payload's finalizer may do anything.
     """
 
     def __init__(self, block_size: int, limits: tuple[int, int] | None) -> None:
+        """limits: the most payloads of a block, and of all short prompts; beyond that the least recently used one is
+        forgotten. None: no limit.
+        """
         self._block_size = block_size
         self._limits = limits
         self._by_block: dict[KVCacheBlock | None, dict[Tail, PayloadEntry]] = {}
@@ -67,6 +90,7 @@ class Payloads:
         self._places: dict[KVCacheBlock, tuple[Run, int]] = {}  # of these blocks; an evicted block forgets its own
         self._dropped: list[Any] = []
         self.num_bytes = 0
+        """What all payloads take."""
 
     @property
     def is_empty(self) -> bool:

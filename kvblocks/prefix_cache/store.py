@@ -1,7 +1,7 @@
 """The blocks of a `PrefixCache`: ids that the engine chose, what they hold, and the order in which they are evicted.
 
-A block is here from its insertion to its eviction. After that its object goes to a stock and is used again, so that a
-cache in steady state makes no objects.
+A block is here from its insertion to its eviction. Then its object goes to a stock and is used again, so that a cache
+in steady state makes no objects.
 
 As in `BlockPool`, a block is queued exactly when its `ref_cnt` is 0. Only whole paths are held: the first blocks of a
 prefix, without a gap. A hold adds a reference to the path's last block, and each block that has references counts as
@@ -25,7 +25,6 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
 from kvblocks.hashing.scheme import HashScheme
-from kvblocks.prefix_cache.budget import Budget
 from kvblocks.prefix_cache.evicted import EvictedBlocks
 from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK, NewPayload, PayloadEntry, Payloads
 from kvblocks.retention.eviction import Eviction
@@ -109,13 +108,56 @@ class RecencyQueue(FreeBlockQueue):
         root.prev_free_block = last
 
 
+class Budget:
+    """The bound of a cache with `max_bytes`, which blocks and payloads share, as they share one order of use.
+
+    The order of the blocks is that of their queue. To compare a block with a payload, uses are numbered: a use of a
+    path gives its number to all of the path's blocks.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """The bytes of all blocks, without payloads."""
+        self.use = 0
+        """The number of the latest use."""
+        self.sizes: dict[KVCacheBlock, int] = {}
+        """Each cached block's bytes."""
+        self.uses: dict[KVCacheBlock, int] = {}
+        """The number of each cached block's latest use."""
+
+    def add(self, blocks: list[KVCacheBlock], block_bytes: int) -> None:
+        """Count new blocks of `block_bytes` bytes each. O(blocks)."""
+        self.sizes.update(dict.fromkeys(blocks, block_bytes))
+        self.num_bytes += block_bytes * len(blocks)
+
+    def note_used(self, path: Items[KVCacheBlock]) -> None:
+        """Record the latest use for a path's blocks, all of which moved to the queue's end. O(blocks)."""
+        self.uses.update(dict.fromkeys(path, self.use))
+
+    def remove(self, blocks: list[KVCacheBlock]) -> int:
+        """Forget blocks. Returns how many bytes they had. O(blocks)."""
+        freed = 0
+        for block in blocks:
+            freed += self.sizes.pop(block)
+            del self.uses[block]
+        self.num_bytes -= freed
+        return freed
+
+    def check(self, blocks: list[KVCacheBlock], queued: list[KVCacheBlock], num_payload_bytes: int) -> None:
+        """Raise AssertionError unless the bytes are within the bound and are those of `blocks`. O(blocks)."""
+        assert set(blocks) == self.sizes.keys() == self.uses.keys(), "budget: other blocks"
+        assert self.num_bytes == sum(self.sizes.values()), "budget: bytes"
+        total = self.num_bytes + num_payload_bytes
+        assert total <= self.max_bytes, f"budget: {total} bytes of {self.max_bytes}"
+        uses = [self.uses[block] for block in queued]
+        assert uses == sorted(uses), "budget: not in the order of use"
+
+
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens.
 
-    ids: the ids of its blocks. index: what they hold. hash_scheme: that of `index`. eviction: chooses which blocks are
-    evicted first; None: the least recently used. budget: limits the bytes, and can't be combined with `eviction`; None:
-    no limit. Most methods make one call for all blocks of a path. With one token per block, loops would take most of
-    the time.
+    Most methods make one call for all blocks of a path. With one token per block, loops would take most of the time.
     """
 
     def __init__(
@@ -126,14 +168,20 @@ class PrefixStore:
         eviction: Eviction | None = None,
         budget: Budget | None = None,
     ) -> None:
+        """eviction: chooses which blocks are evicted first; None: the least recently used. budget: limits the bytes,
+        and can't be combined with `eviction`; None: no limit.
+        """
         self.max_blocks = max_blocks
         self._eviction = eviction
         self._budget = budget
         self.block_size = block_size
         self.ids: set[int] = set()
+        """The ids of its blocks."""
         self.index = PrefixIndex(block_size, hash_scheme)
+        """What they hold."""
         self._queue = RecencyQueue(())
-        self._stock: list[KVCacheBlock] = []  # with ref_cnt 1, as they leave the queue and as `let_go` needs them
+        self._stock: list[KVCacheBlock] = []
+        """Objects to use again, with ref_cnt 1, as they leave the queue and as `let_go` needs them."""
         self._payloads = Payloads(block_size, None if budget else (MAX_PAYLOADS_A_BLOCK, max_blocks))
 
     @property

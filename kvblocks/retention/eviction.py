@@ -131,7 +131,7 @@ class Eviction(Chooser):
 
     @property
     def is_choosing(self) -> bool:
-        """Always True, since a policy is asked whenever the queue has only cached blocks."""
+        """Always True: a policy is asked whenever the queue has only cached blocks."""
         return True
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:

@@ -23,12 +23,9 @@ from kvblocks.errors import BlockStateError
 
 @final
 class BlockHold(Closed):
-    """Blocks that are neither reused nor evicted until the hold is released. Made by `BlockHolds`; compared by
-    identity.
+    """Blocks that are neither reused nor evicted until the hold is released.
 
-    sequence_id: the id of the sequence whose blocks they were. num_tokens: how many of its first tokens have, or will
-    have, their KV in these blocks. tables: by group, the held blocks, which begin at index first_blocks[group] of the
-    sequence's table. Blocks that had left a window are not held. is_released: whether the hold has ended. Read-only.
+    Made by `BlockHolds`; read-only, compared by identity. Blocks that had left a window are not held.
     """
 
     __slots__ = ("first_blocks", "is_released", "num_tokens", "sequence_id", "tables")
@@ -37,10 +34,15 @@ class BlockHold(Closed):
         self, sequence_id: Hashable, num_tokens: int, first_blocks: list[int], tables: list[list[KVCacheBlock]]
     ) -> None:
         self.sequence_id = sequence_id
+        """The id of the sequence whose blocks they were."""
         self.num_tokens = num_tokens
+        """How many of its first tokens have, or will have, their KV in these blocks."""
         self.first_blocks = first_blocks
+        """By group, the index in the sequence's table of the first held block."""
         self.tables = tables
+        """By group, the held blocks."""
         self.is_released = False
+        """Whether the hold has ended."""
 
     @property
     def block_ids(self) -> list[int]:

@@ -1,6 +1,6 @@
-"""Which blocks have only pins as owners. A call that finds too few free blocks could get those of low priority.
+"""Which blocks have only pins as owners. A call that finds too few free blocks may take those of low priority.
 
-Finding out costs a look at all pinned blocks, so the answer is kept for the next call, which a scheduler makes in its
+Finding out takes a pass over all pinned blocks, so the answer is kept for the next call, which a scheduler makes in its
 next step. The answer may change in two cases. When a pin comes to hold other blocks, `Pins` calls `forget`. When a
 block that stays owned gets or loses an owner, the free queue counts the change, for all blocks together. Taking and
 freeing unshared blocks doesn't change the answer. In a pool where prefixes are shared all the time, each call looks
@@ -15,18 +15,21 @@ from kvblocks.core.pool import BlockPool
 KEEP = 100
 """The priority of pins that are never given up before they expire."""
 
-Held = Iterable[tuple[KVCacheBlock, int]]
+Pinned = Iterable[tuple[KVCacheBlock, int]]
 """The blocks that one pin holds, with priorities."""
 
 
 class PinnedBlocks:
-    """The blocks of `pool` that are owned only by pins, kept while the answer is valid."""
+    """Which blocks of `pool` are owned only by pins. The answer is kept while it is valid."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._may_go: dict[KVCacheBlock, bool] | None = None  # by block, whether all its pins would give it up
+        self._may_go: dict[KVCacheBlock, bool] | None = None
+        """The answer that is kept: by block, whether all its pins would give it up."""
         self._num_going = 0
+        """How many of them would be given up."""
         self._num_shared_changes = 0
+        """The free queue's count of changes when the answer was found."""
 
     def forget(self) -> None:
         """Drop the kept answer, because pins hold other blocks than before. O(1)."""
@@ -39,7 +42,7 @@ class PinnedBlocks:
             self._may_go = None
         return self._may_go
 
-    def count(self, pins: Iterable[Held], touched: list[KVCacheBlock], num_wanted: int) -> tuple[int, int]:
+    def count(self, pins: Iterable[Pinned], touched: list[KVCacheBlock], num_wanted: int) -> tuple[int, int]:
         """Return how many blocks pins would give up, and how many not, once `touched` have another owner.
 
         Counting stops when `num_wanted` would be given up. O(touched) while an answer is kept, otherwise O(pinned
@@ -70,7 +73,7 @@ class PinnedBlocks:
                 if not block.ref_cnt:
                     self._num_going -= known.pop(block, False)  # 0 for a virtual block
 
-    def check(self, pins: Iterable[Held]) -> None:
+    def check(self, pins: Iterable[Pinned]) -> None:
         """Raise AssertionError unless the kept answer is right. O(pinned blocks)."""
         priorities: dict[KVCacheBlock, list[int]] = {}
         for held in pins:
@@ -81,7 +84,7 @@ class PinnedBlocks:
         assert is_right, f"pins: expected that only they hold {may_go}, known is {self.known}"
 
     def _learn(
-        self, pins: Iterable[Held], touched: list[KVCacheBlock], num_wanted: int
+        self, pins: Iterable[Pinned], touched: list[KVCacheBlock], num_wanted: int
     ) -> dict[KVCacheBlock, bool] | None:
         """Compute and keep the answer; None as soon as `num_wanted` blocks other than `touched` would be given up."""
         taken = set(touched)

@@ -33,7 +33,7 @@ from kvblocks.core.hooks import SoftHolds
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError, PinBudgetError
-from kvblocks.retention.pinned_blocks import KEEP, Held, PinnedBlocks
+from kvblocks.retention.pinned_blocks import KEEP, Pinned, PinnedBlocks
 from kvblocks.stats import Refusal
 
 Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, SupportsIndex]]
@@ -42,17 +42,7 @@ Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, Supports
 
 @final
 class Pin(Closed):
-    """A request to keep a prefix cached. Made by `manager.pins.pin`; pins are compared by identity.
-
-    - sequence: the prefix, with its salt and keys.
-    - priorities: of its full blocks, first to last.
-    - expires_at: the time when it ends; None: never.
-    - blocks: the primary group's blocks that it holds now.
-    - attached_blocks: the side groups' blocks that it holds, including those of a checkpoint. They are either all that
-      a hit of the whole prefix needs, or none.
-    - num_wanted_blocks: how many blocks, of all groups, it is for. This number counts towards the budget.
-    - num_wanted_attached_blocks: how many of those are side groups'.
-    """
+    """A request to keep a prefix cached. Made by `manager.pins.pin`; pins are compared by identity."""
 
     __slots__ = (
         "attached_blocks",
@@ -67,13 +57,22 @@ class Pin(Closed):
 
     def __init__(self, sequence: Sequence, priorities: list[int], expires_at: Any) -> None:
         self.sequence = sequence
+        """The prefix, with its salt and keys."""
         self.priorities = priorities
+        """Of its full blocks, first to last."""
         self.expires_at = expires_at
+        """The time when it ends; None: never."""
         self.has_ended = False
         self.blocks: list[KVCacheBlock] = []
+        """The primary group's blocks that it holds now."""
         self.attached_blocks: list[KVCacheBlock] = []
+        """The side groups' blocks that it holds, including those of a checkpoint: either all that a hit of the whole
+        prefix needs, or none.
+        """
         self.num_wanted_blocks = len(priorities)
+        """How many blocks, of all groups, it is for. This number counts towards the budget."""
         self.num_wanted_attached_blocks = 0
+        """How many of those are side groups'."""
 
     @property
     def num_blocks(self) -> int:
@@ -94,16 +93,14 @@ class Pin(Closed):
 
 
 class Pins(SoftHolds):
-    """The pins of a pool, which together hold at most `max_blocks`.
-
-    lacking: the pins that don't hold all of their blocks, by the tokens of their first block.
-    """
+    """The pins of a pool, which together hold at most `max_blocks`."""
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool = pool
         self.max_blocks = max_blocks
         self.pins: dict[Pin, None] = {}
         self.lacking: dict[bytes, dict[Pin, None]] = {}
+        """The pins that don't hold all of their blocks, by the tokens of their first block."""
         self._only_pinned = PinnedBlocks(pool)
 
     def make(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
@@ -282,7 +279,7 @@ class Pins(SoftHolds):
         self._note(pin)
         return attached
 
-    def _held_by(self, pin: Pin) -> Held:
+    def _held_by(self, pin: Pin) -> Pinned:
         """Return the blocks of the pool that a pin holds, with their priorities."""
         held = zip(pin.blocks, pin.priorities, strict=False)
         if not pin.attached_blocks and self._pool.virtual is None:

@@ -77,23 +77,24 @@ class OverQuota:
 
 
 class Tenant(Account):
-    """The sequences of one salt.
-
-    max_cached_blocks: its quota. num_cached_blocks: its cached blocks, owned or free. free_blocks: blocks that it
-    released, least recently first; some may have been taken or evicted since. over: shared by all tenants; writes
-    candidate_number. adviser: its eviction policy; None until it is used. `Eviction` writes it.
-    """
+    """The sequences of one salt."""
 
     __slots__ = ("adviser", "candidate_number", "free_blocks", "max_cached_blocks", "num_cached_blocks", "over", "salt")
 
     def __init__(self, salt: str | None, max_cached_blocks: int, over: OverQuota) -> None:
         self.salt = salt
         self.max_cached_blocks = max_cached_blocks
+        """Its quota."""
         self.num_cached_blocks = 0
+        """Its cached blocks, owned or free."""
         self.free_blocks: OrderedDict[KVCacheBlock, None] = OrderedDict()
+        """Blocks that it released, least recently first. Some may have been taken or evicted since."""
         self.over = over
+        """Shared by all tenants."""
         self.candidate_number = 0
+        """Written by `over`."""
         self.adviser: Adviser | None = None
+        """Its eviction policy; None until it is used. Written by `Eviction`."""
 
     @property
     def num_excess_blocks(self) -> int:

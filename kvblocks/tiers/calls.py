@@ -1,4 +1,4 @@
-"""`ManagerCalls`: what tiers do to their manager's sequences."""
+"""`ManagerCalls`: how tiers change their manager's sequences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from kvblocks.tiers.hit import TierHit
 
 
 class ManagerCalls:
-    """The manager's own ways of changing a sequence, for loads that begin and end."""
+    """The manager's methods that begin and end a sequence's loads."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ Changes = dict[int, BlockIdentity | None]
 
 
 class SlotChanges:
-    """What became of slots since the last `take`. Fed by the code that stores in them, and by their pool."""
+    """How slots changed since the last `take`. Called by the code that stores in them, and by their pool."""
 
     def __init__(self) -> None:
         self._changes: Changes = {}

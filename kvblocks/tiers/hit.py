@@ -9,7 +9,7 @@ from kvblocks.core.hit import CacheHit
 from kvblocks.core.loading import Loads
 from kvblocks.core.longest_hit import HitParts
 from kvblocks.stats import TierPart
-from kvblocks.tiers.holders import Found, PrefixHolder, find_checkpoint
+from kvblocks.tiers.lookup import Found, PrefixCopy, find_checkpoint
 from kvblocks.tiers.pool import TierPool
 
 Piece = tuple[int, int, TierPool, KVCacheBlock]
@@ -50,7 +50,7 @@ class TierHit(Closed):
         hit: CacheHit,
         end: int,
         pools: list[TierPool],
-        places: list[PrefixHolder],
+        places: list[PrefixCopy],
         tables: list[tuple[int, Found]],
         before: "TierHit | None",
     ) -> None:
@@ -74,7 +74,7 @@ class TierHit(Closed):
         """
         self.tables = tables
         """By side group, the blocks that a sequence needs to start at the end of this part."""
-        self.places = [PrefixHolder(place.index, place.blocks[:num_blocks]) for place in places]
+        self.places = [PrefixCopy(place.index, place.blocks[:num_blocks]) for place in places]
         """What the device and each tier have of the primary group's blocks up to the end of this part."""
         self._versions = [place.index.version for place in places]
         self.pieces: list[Piece] = []

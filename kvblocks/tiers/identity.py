@@ -31,7 +31,7 @@ class BlockIdentity(Closed):
     - extra_keys: encoded as `kvblocks.hashing` says, b"" for none.
     - tokens: its token ids as little-endian u32.
     - column: 0 for a block of the primary group. Side groups' blocks count from 1: the column of the row that they are
-      attached in (`groups.index`), plus 1. The parts of a checkpoint have the columns after these. For all of these,
+      attached in (`core.attached`), plus 1. The parts of a checkpoint have the columns after these. For all of these,
       `parent` is the digest of the primary block that they are attached to, which covers everything, so their keys and
       tokens are b"".
 

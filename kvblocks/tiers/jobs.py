@@ -19,21 +19,23 @@ from kvblocks.tiers.transfer import ENDED, QUEUED, Transfer
 
 
 class Job:
-    """What loads and stores have in common.
-
-    transfers: all of the job's. prefix: the blocks that move, and those before them. first: index in the prefix of the
-    first block that moves. blocks: the device's blocks that move, in the prefix's order. slots: the tiers' slots for
-    them. num_good: how many of the blocks, from the first, are not known to be bad.
-    """
+    """What loads and stores have in common."""
 
     def __init__(self, prefix: Prefix, first: int, slots: list[KVCacheBlock]) -> None:
         self.prefix = prefix
+        """The blocks that move, and those before them."""
         self.first = first
+        """Index in the prefix of the first block that moves."""
         self.blocks = blocks = prefix.blocks[first : first + len(slots)]
+        """The device's blocks that move, in the prefix's order."""
         self.slots = slots
+        """The tiers' slots for them."""
         self.transfers: list[Transfer] = []
+        """All transfers of the job."""
         self.num_open = 0
+        """How many of them aren't over."""
         self.num_good = len(blocks)
+        """How many of the blocks, from the first, are not known to be bad."""
         self._has_arrived = [False] * len(blocks)
 
     def add(self, transfer: Transfer) -> None:
@@ -109,12 +111,8 @@ def moved_prefix(sequence: Sequence, load: TierHit) -> Prefix:
 
 
 class LoadJob(Job):
-    """Loads of the blocks in its sequences' tables from index `first` on.
-
-    sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
-    hold up to the load's end. end_token: where the load ends. start: how many of their tokens the sequences had without
-    the load when it began. pools: the tier of each slot. parts: for each tier, its slots of the prefix; the job owns
-    them. held: the device's blocks that the job owns as long as a sequence waits: all of the prefix.
+    """Loads of the blocks in its sequences' tables from index `first` on. `prefix` is what the tables hold up to the
+    load's end.
     """
 
     def __init__(self, sequence: Sequence, prefix: Prefix, load: TierHit, start: int) -> None:
@@ -123,11 +121,17 @@ class LoadJob(Job):
         super().__init__(prefix, len(load.places[0].blocks), [slot for _, _, _, slot in pieces])
         self._block_size = load.places[0].index.block_size
         self.start = start
+        """How many of their tokens the sequences had without the load when it began."""
         self.end_token = load.first_token + load.num_tokens
+        """Where the load ends."""
         self.held = [*prefix.blocks]
+        """The device's blocks that the job owns as long as a sequence waits: all of the prefix."""
         self.sequences: dict[Sequence, None] = {sequence: None}
+        """Those that wait for the load: the one that it was begun for, and later forks."""
         self.pools = [pool for _, _, pool, _ in pieces]
+        """The tier of each slot."""
         self.parts: list[tuple[TierPool, list[KVCacheBlock]]] = []
+        """For each tier, its slots of the prefix. The job owns them."""
         for pool in dict.fromkeys(self.pools):
             (chain,) = [place.blocks for place in load.places if place.index is pool.index]
             side = [slot for table, _, other, slot in pieces if other is pool and table != len(load.tables)]
@@ -149,7 +153,7 @@ class LoadJob(Job):
         What the load brings of them may be bad too, and so is everything after them. Checking when the load ends would
         be too late, because the blocks may be written and cached again by then.
         """
-        # Blocks that no sequence waits for may belong to others by now.
+        # Blocks that no sequence waits for may have other owners now.
         indices = [index for index, block in enumerate(self.prefix.blocks) if block in blocks and self.sequences]
         indices += [len(lost.blocks) - 1 for lost in prefixes if self.prefix.begins_with(lost, self._block_size)]
         for index in indices:
@@ -226,7 +230,7 @@ class WholeLoadJob(LoadJob):
 
     def note_lost(self, blocks: set[KVCacheBlock], prefixes: list[Prefix]) -> None:
         """As `LoadJob.note_lost`. The load is also bad if a block that it relies on, but doesn't bring, is lost."""
-        # Blocks that no sequence waits for may belong to others by now.
+        # Blocks that no sequence waits for may have other owners now.
         brought = [number for number, block in enumerate(self.blocks) if block in blocks and self.sequences]
         for number in brought:
             self.pools[number].drop([self.slots[number]])
@@ -279,11 +283,7 @@ class StoreJob(Job):
     """The store of a prefix's blocks, those after the ones that the tier has.
 
     What arrives is cached in the tier as soon as everything before it is. Until then `TierPool.arrived` has the
-    device's block, which the job doesn't own any more.
-
-    run: the run that was wished for. above: lists of slots that the tier already has for the prefix. The first list has
-    the primary blocks before those of the store. slots: new ones. The job owns all of these slots. num_done: how many
-    blocks, from the first, have been cached in the tier. num_stored: how many of these the tier lacked.
+    device's block, which the job doesn't own any more. The job owns the slots: those above, and the new ones.
     """
 
     def __init__(
@@ -292,8 +292,15 @@ class StoreJob(Job):
         super().__init__(prefix, len(above[0]), slots)
         self.pool = pool
         self.run = run
+        """The run that was asked for."""
         self.above = above
-        self.num_done = self.num_stored = 0
+        """Lists of slots that the tier already has for the prefix. The first list has the primary blocks before those
+        of the store.
+        """
+        self.num_done = 0
+        """How many blocks, from the first, have been cached in the tier."""
+        self.num_stored = 0
+        """How many of these the tier lacked."""
         self._nodes: list[Node] = [block.node for block in self.blocks]
         self._digests = digests_of(pool, self.blocks)
         self._num_primary = max(0, prefix.num_primary - self.first)

@@ -24,27 +24,28 @@ from kvblocks.tiers.tier import Tier, TierStats
 
 
 class TierPool:
-    """The slots of a tier, and what is to be stored there. Counters are as in `TierStats`.
-
-    rate: how fast the tier loads. store_queue: what is to be stored. storing: the device's blocks that stores read now,
-    and own, at most max_storing, with their salts. arrived: those that stores have read, and that can't be cached here
-    yet because an earlier block is still being read; nobody owns them for that. lost: those of both whose KV turned out
-    to be lost since the store began. (Asking when they are cached here would be too late, because they may be written
-    and cached on the device again by then.) copies: by block of the device, the slot that was last stored from it,
-    either of which may have been reused since. quotas: those of tenants; None without quotas. changes: what is to be
-    remembered if the tier is persistent; otherwise None. removals: told for which salt slots are taken; None: nobody
-    is. num_loading_bytes: those of loads that haven't ended, begun or not.
-    """
+    """The slots of a tier, and what is to be stored there. Counters are as in `TierStats`."""
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
         """pool: the slots, and the map of what they hold. It reports to `changes`, if the tier has them."""
         self.rate = Rate(tier.bytes_per_second)
+        """How fast the tier loads."""
         self.store_queue = StoreQueue()
+        """What is to be stored."""
         self.storing: dict[KVCacheBlock, str | None] = {}
+        """The device's blocks that stores read now, and own, with their salts."""
         self.arrived: dict[KVCacheBlock, str | None] = {}
+        """Those that stores have read, but that can't be cached here yet because an earlier block is still being read.
+        The stores don't own them any more.
+        """
         self.lost: set[KVCacheBlock] = set()
+        """Blocks of `storing` and `arrived` whose KV turned out to be lost after the store began. They are noted at
+        once, because they may be written and cached on the device again before they are cached here.
+        """
         self.copies: dict[KVCacheBlock, KVCacheBlock] = {}
+        """By block of the device, the slot that was last stored from it. Either may have been reused since."""
         self.max_storing = max_storing
+        """The most blocks in `storing`."""
         self.name: str = tier.name
         self.num_block_bytes: int = tier.num_block_bytes
         self.stores_reused = tier.store == "reused"
@@ -56,9 +57,13 @@ class TierPool:
         self.pool = pool
         self.index = pool.index
         self.changes = changes
+        """What is to be remembered if the tier is persistent; otherwise None."""
         self.quotas: TenantQuotas | None = None
+        """Those of tenants; None without quotas."""
         self.removals: Watcher | None = None
+        """A watcher that is told for which salt slots are taken; None: there is none."""
         self.num_loading_bytes = 0
+        """Bytes of loads that haven't ended, begun or not."""
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:

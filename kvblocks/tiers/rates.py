@@ -54,8 +54,7 @@ class Rate:
 
 
 def num_worth_loading(loads: Items[tuple[int, float]], seconds_a_token: float) -> int:
-    """Return how many of `loads`, from the first, to take so that most time is saved; 0 if computing is faster in any
-    case.
+    """Return how many of `loads`, from the first, to take to save the most time; 0 if computing is always faster.
 
     loads: consecutive parts of a prefix, as (tokens, seconds to load them). A part is of no use without those before
     it. seconds_a_token: that of computing; 0.0 if not known, in which case all parts are taken. Of several equally good

@@ -3,9 +3,9 @@
 *Remembered*: slot ids and identities, the oldest first. Since a tier may have millions of slots, nothing here makes an
 object for each slot where a list of numbers is enough.
 
-*Found*: what a tier has that others fill too. It may have blocks that this manager never stored, and lack some that it
-did store. Before a lookup counts on the tier, whoever moves the bytes asks it what it has and reports the answer here.
-A load checks the answer.
+*Found*: what is in a tier that others fill too. It may have blocks that this manager never stored, and lack some that
+it did store. Before a lookup counts on the tier, the mover of the bytes asks it what it has, and reports the answer
+here. A load checks the answer.
 """
 
 from collections import Counter
@@ -140,7 +140,7 @@ class _Restoring:
             stretch.append(blocks[number])
             self._found.append(number)
             if not self._behind and not self._beside:
-                break  # nobody looks for a digest any more
+                break  # no digest is looked up any more
             digest = identity.digest()
             if self._beside:
                 beside += self._hang(self._beside.pop(digest, -1), number)

@@ -16,7 +16,7 @@ An engine that never asks for transfers therefore loses hits, but uses no more m
 class StoreQueue:
     """The prefixes that are to be stored in one tier, the oldest request first.
 
-    A request is put aside while the beginning of its prefix is being stored, so that nobody looks at it before that
+    A request is put aside while the beginning of its prefix is being stored, so that it isn't considered before that
     store has ended.
     """
 

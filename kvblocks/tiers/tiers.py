@@ -272,9 +272,9 @@ class Tiers(Closed):
         """Return, by tier, where the prefixes that were used since the last call end in persistent tiers: the last slot
         of each.
 
-        The latest used one comes last. Whoever remembers slots moves these after all others, in this order, so that
-        `restore` knows which prefixes were used last. A slot that `take_changes` has a change for isn't among them. At
-        most one note per slot is kept for the next call. O(tiers + such slots).
+        The one used last comes last. Move these slots after all others that are remembered, in this order, so that
+        `restore` knows which prefixes were used last. Slots for which `take_changes` has a change are left out. At most
+        one use per slot is kept for the next call. O(tiers + such slots).
         """
         self._change.begin()
         uses = {pool.name: pool.changes.take_used() for pool in self._transfers.pools if pool.changes is not None}
@@ -284,8 +284,7 @@ class Tiers(Closed):
     def empty_slots(self, tier: Text) -> list[int]:
         """Return the slots of a persistent tier that hold nothing that lookups can find, and that no transfer uses.
 
-        Their bytes may still be there, so whoever deletes data erases these slots. Raises InvalidArgumentError.
-        O(slots).
+        Their bytes may still be there, so erase these slots to delete data. Raises InvalidArgumentError. O(slots).
         """
         self._change.check_whole()
         return self._check_tier("empty_slots", tier, persistent=True).empty_slots()

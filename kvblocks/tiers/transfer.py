@@ -17,9 +17,7 @@ QUEUED, BEGUN, ENDED = 0, 1, 2
 class Transfer(Closed):
     """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
 
-    is_load: True if the bytes go from the tier to the device, False for the other way. tier: the tier's name.
-    generation: a number that no other transfer of its manager has. num_bytes: the bytes of all blocks. has_arrived:
-    whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
+    Made by `manager.tiers`; read-only, compared by identity.
     """
 
     __slots__ = (
@@ -41,15 +39,22 @@ class Transfer(Closed):
     ) -> None:
         """pool: the tier's. prefix: contains the transfer's blocks, from index `position` on."""
         self.generation = generation
+        """A number that no other transfer of its manager has."""
         self.pool = pool
         self.tier = pool.name
+        """The tier's name."""
         self.prefix = prefix
         self.position = position
         self.block_ids = [block.block_id for block in prefix.blocks[position : position + len(slots)]]
+        """The device's blocks."""
         self.slots = slots
+        """The tier's slots."""
         self.num_bytes = len(slots) * pool.num_block_bytes
+        """The bytes of all blocks."""
         self.is_load = is_load
+        """True if the bytes go from the tier to the device, False for the other way."""
         self.has_arrived = False
+        """Whether it ended well."""
         self._state = QUEUED
         if is_load:
             pool.num_loading_bytes += self.num_bytes

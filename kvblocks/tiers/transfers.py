@@ -24,8 +24,8 @@ from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitEr
 from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.events import note_restored, record_tiers
 from kvblocks.tiers.hit import TierHit, hit_with_loads
-from kvblocks.tiers.holders import Found, PrefixHolder, find_all_needed, find_longest
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob, WholeLoadJob, moved_prefix
+from kvblocks.tiers.lookup import Found, PrefixCopy, find_all_needed, find_longest
 from kvblocks.tiers.pool import TierPool, make_pool
 from kvblocks.tiers.prefix import Home, Prefix, prefix_of, shortest_prefixes
 from kvblocks.tiers.tier import Tier
@@ -85,12 +85,12 @@ class Transfers:
         on_device, end = hit.blocks, position * size
         if self._layout is not None:  # other groups may have lost what the primary group still has after the hit
             on_device = find_blocks(self.index, sequence, most * size)
-            places = [PrefixHolder(self.index, on_device)]
+            places = [PrefixCopy(self.index, on_device)]
             end = max(end, find_longest(self._layout, places, len(on_device), sequence.num_tokens)[0])
-        places = [PrefixHolder(self.index, on_device)]
+        places = [PrefixCopy(self.index, on_device)]
         found: list[TierHit] = []
         for number, pool in enumerate(self.pools, 1):
-            places.append(PrefixHolder(pool.index, pool.match(memoryview(sequence.tokens), keys, most)))
+            places.append(PrefixCopy(pool.index, pool.match(memoryview(sequence.tokens), keys, most)))
             num_blocks = max([len(place.blocks) for place in places])
             if hit.parts is not None:
                 hit.parts.num_tier_tokens = max(hit.parts.num_tier_tokens, len(places[-1].blocks) * size)
@@ -390,7 +390,7 @@ class Transfers:
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
         if layout is None:
             return prefix, [parents]
-        places = [PrefixHolder(pool.index, parents), PrefixHolder(self.index, prefix.blocks)]
+        places = [PrefixCopy(pool.index, parents), PrefixCopy(self.index, prefix.blocks)]
         needed: list[tuple[int, Found]] = find_longest(layout, places, len(prefix.blocks), None)[1]
         tables = [*enumerate(needed)]
         checkpoints, kept_states = self._find_states(places, len(prefix.blocks))
@@ -417,7 +417,7 @@ class Transfers:
         return whole, [parents, [*kept], kept_states]
 
     def _find_states(
-        self, places: list[PrefixHolder], num_blocks: int
+        self, places: list[PrefixCopy], num_blocks: int
     ) -> tuple[dict[int, list[KVCacheBlock]], list[KVCacheBlock]]:
         """Return the device's checkpoints to be stored, by the number of blocks before each, and slots to keep.
 
@@ -531,7 +531,7 @@ class Transfers:
         job.finish()
         num_arrived = sum([len(transfer.slots) for transfer in job.transfers if transfer.has_arrived])
         pool.num_dropped_blocks += num_arrived - job.num_stored
-        if num_arrived < len(job.blocks):  # not tried again until somebody asks again
+        if num_arrived < len(job.blocks):  # not tried again until the next request
             pool.store_queue.drop(job.run)
         pool.store_queue.resume()
         tables = job.good_tables()

@@ -1,10 +1,10 @@
-"""What a publisher answers to consumers that ask, without input or output: whose turn it is, and what is on its way.
+"""A publisher's answers to consumers' requests, without input or output: whose turn it is, and what is in flight.
 
-A consumer that doesn't read must take neither memory nor the others' turn. So each message counts as on its way until
-its consumer's connection has taken it, the bytes on their way are bounded for each consumer and in all, and messages
-are made one at a time, when there is room. Of what may be on its way in all, a consumer gets at most a sixteenth of
-what is left, so dozens that don't read leave some to others. A consumer that takes no message to its end for
-`PATIENCE_S` loses its answers, and a snapshot already after a second if another consumer waits for its place.
+A consumer that doesn't read must take neither memory nor the turns of others. So each message counts as on its way
+until its consumer's connection has taken it, the bytes on their way are bounded for each consumer and in all, and
+messages are made one at a time, when there is room. Of what may be on its way in all, a consumer gets at most a
+sixteenth of what is left, so dozens that don't read leave some to others. A consumer that takes no message to its end
+for `PATIENCE_S` loses its answers, and a snapshot already after a second if another consumer waits for its place.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ Parts = tuple[bytes, ...] | list[bytes]
 
 
 class _Consumer:
-    """Somebody who asked. moved_at: when it last took a message, or had none to take."""
+    """A consumer that sent a request. moved_at: when it last took a message, or had none to take."""
 
     def __init__(self) -> None:
         self.waiting: deque[Asked] = deque()

@@ -1,4 +1,4 @@
-"""A mirror that is fed over ZMQ: it listens to publishers, and asks them for lost batches."""
+"""A mirror with sockets: it subscribes to publishers over ZMQ, and asks them for lost batches."""
 
 import time
 from collections import deque
@@ -18,7 +18,7 @@ try:
 except ImportError as _error:
     raise missing("pyzmq", _error) from _error
 
-_LEAST_S: Final = 0.01  # that a call may spend on what has come, however little time it is given
+_LEAST_S: Final = 0.01  # the least time that a call may spend on messages that have come
 _MOST_WAIT: Final = 3600.0  # seconds
 
 
@@ -89,7 +89,7 @@ class MirrorClient:
         self._turns[live] = worker
         self._lines[worker] = _Line(source, live, asks)
         if worker in self.mirror.workers:
-            self.mirror.ask_anew(worker)  # answers to another client's questions don't come here
+            self.mirror.ask_anew(worker)  # another client's requests are not answered here
         self.mirror.add(worker, can_ask=asks is not None)
 
     def remove(self, worker: str) -> None:
@@ -212,5 +212,5 @@ class MirrorClient:
     def _send(self, line: _Line, parts: list[bytes]) -> None:
         assert line.asks is not None
         line.asked_at = time.monotonic()
-        with suppress(zmq.Again):  # nobody is there: it asks again when patience ends
+        with suppress(zmq.Again):  # there is no peer: it asks again when patience ends
             line.asks.send_multipart(parts, zmq.NOBLOCK)

@@ -37,9 +37,10 @@ _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The head of a snapshot's chunk. Later versions may add fields at the end.
 
-    request: the number in the request. epoch: the number of the first batch that this publisher ever made. number: that
-    of the last batch that the snapshot includes. index, total: this chunk's index, and the number of chunks. A total of
-    0 is a refusal: ask again later.
+    - request: the number in the request.
+    - epoch: the number of the first batch that this publisher ever made.
+    - number: that of the last batch that the snapshot includes.
+    - index, total: this chunk's index, and the number of chunks. A total of 0 is a refusal: ask again later.
     """
 
     version: int

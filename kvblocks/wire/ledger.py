@@ -84,7 +84,7 @@ class Snapshot(NamedTuple):
 
 
 class Ledger:
-    """The books of one publisher. Not thread-safe: the publisher has a lock.
+    """The bookkeeping of one publisher. Not thread-safe: the publisher has a lock.
 
     rank: the data-parallel rank in batches. ts: the time of the first batch, which is queued at once.
     """
@@ -175,7 +175,7 @@ class Ledger:
     def replay(self, number: int) -> Iterator[tuple[int, bytes]]:
         """Yield the batches from `number` on that are kept now: their numbers and payloads, in order.
 
-        Those that are forgotten before their turn are left out, so that who reads slowly keeps none in memory. O(kept)
+        Those that are forgotten before their turn are left out, so that a slow reader keeps none in memory. O(kept)
         for each, since the place of the next one is looked for.
         """
         end = self._kept[-1][0] if self._kept else -1

@@ -1,10 +1,10 @@
-"""A mirror: a consumer's picture of what many workers have cached, right in spite of lost and reordered batches.
+"""A mirror: a consumer's record of what many workers have cached, correct in spite of lost and reordered batches.
 
-It does no input or output: it is given what arrives, and says what to ask for. A worker's batches are numbered. The
-batch with the next number is applied. One with a lower number is late or a duplicate, and is dropped. One with a higher
-number is held, and the batches between are asked for. If those can't be had, a snapshot is asked for. Batches of two
-epochs never mix: all numbers of a later epoch are higher (see `kvblocks.wire.ledger`), and its first batch says that
-nothing is cached.
+It does no input or output: its caller passes in what arrives, and sends the requests that it returns. A worker's
+batches are numbered. The batch with the next number is applied. One with a lower number is late or a duplicate, and is
+dropped. One with a higher number is held, and the batches between are asked for. If those can't be had, a snapshot is
+asked for. Batches of two epochs never mix: all numbers of a later epoch are higher (see `kvblocks.wire.ledger`), and
+its first batch says that nothing is cached.
 
 Other publishers have no snapshots, and start again at 0 when they restart. For these, a lower number that isn't a
 duplicate means a restart. What a replay lacks is then forgotten, and `is_complete` says so.
@@ -38,7 +38,7 @@ class Ask(NamedTuple):
     request: int
 
 
-class Holder(NamedTuple):
+class WorkerRank(NamedTuple):
     """One cache: that of one data-parallel rank of a worker."""
 
     worker: str
@@ -62,7 +62,7 @@ class MirrorStats:
     num_restarts: int = 0
 
 
-class _Held(NamedTuple):
+class _EarlyBatch(NamedTuple):
     """A batch that came early.
 
     mark: equal for duplicates. size: how much of `max_held` it takes. request: the last request made before it came.
@@ -75,22 +75,26 @@ class _Held(NamedTuple):
 
 
 class _Worker:
-    """What is known of one publisher. next: the number of the next batch; None while nothing is known of its cache."""
+    """What is known of one publisher."""
 
     def __init__(self, name: str, *, can_ask: bool) -> None:
         self.name = name
         self.can_ask = can_ask
         self.holdings = Holdings()
         self.next: int | None = None
+        """The number of the next batch; None while nothing is known of its cache."""
         self.epoch: int | None = None
-        self.floor = 0  # lower numbers are from before the epoch, or from before everything was cleared
+        self.floor = 0
+        """Lower numbers are from before the epoch, or from before everything was cleared."""
         self.is_complete = False
-        self.held: dict[int, _Held] = {}
+        self.held: dict[int, _EarlyBatch] = {}
         self.held_size = 0
         self.ask: Ask | None = None
-        self.has_applied = False  # whether anything was applied since the ask
+        self.has_applied = False
+        """Whether anything was applied since the ask."""
         self.num_tries = 0
-        self.num_rounds = 0  # snapshots in a row after which batches were still missing
+        self.num_rounds = 0
+        """Snapshots in a row after which batches were still missing."""
         self.has_snapshots: bool | None = None
         self.num_suspicious = 0
         self.head: SnapshotHead | None = None
@@ -174,16 +178,18 @@ class EventMirror:
 
     def overlaps(
         self, hashes: Sequence[Hash], *, group: int = 0, medium: str | None = None, states: int | None = None
-    ) -> dict[Holder, int]:
+    ) -> dict[WorkerRank, int]:
         """Return what `find` returns, for each rank of each worker. O(ranks x blocks found)."""
         return {
-            Holder(name, rank): state.holdings.find(hashes, rank, group, medium, states)
+            WorkerRank(name, rank): state.holdings.find(hashes, rank, group, medium, states)
             for name, state in self._workers.items()
             for rank in state.holdings.ranks() or [0]
         }
 
-    def best(self, hashes: Sequence[Hash], *, group: int = 0, states: int | None = None) -> tuple[Holder, int] | None:
-        """Return who has the most of the first blocks, as `find` counts them, and how many; None if nobody has any."""
+    def best(
+        self, hashes: Sequence[Hash], *, group: int = 0, states: int | None = None
+    ) -> tuple[WorkerRank, int] | None:
+        """Return who has the most of the first blocks, as `find` counts them, and how many; None if there are none."""
         found = self.overlaps(hashes, group=group, states=states)
         holder = max(found, key=lambda one: found[one], default=None)
         return None if holder is None or not found[holder] else (holder, found[holder])
@@ -370,7 +376,7 @@ class EventMirror:
         elif state.held_size + size > self._max_held:
             self.stats.num_unheld += 1
         else:
-            state.held[number] = _Held(changes, mark, size, self._num_requests)
+            state.held[number] = _EarlyBatch(changes, mark, size, self._num_requests)
             state.held_size += size
 
     def _go_on(self, state: _Worker, *, wants_snapshot: bool = False) -> None:

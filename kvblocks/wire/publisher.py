@@ -1,4 +1,4 @@
-"""Events of an engine over ZMQ: live to everyone who listens; replays and snapshots to those who ask."""
+"""Events of an engine over ZMQ: live for all subscribers; replays and snapshots on request."""
 
 import logging
 import socket
@@ -90,7 +90,7 @@ class EventPublisher:
         self._is_closing = False
         self._deadline = 0.0
         self._answers = Answers(self._ledger, self._limits, self._topic, self._snapshot)
-        self._can_answer = False  # whether somebody who waits for an answer had room for it
+        self._can_answer = False  # whether a consumer that waits for an answer had room for it
         self.num_sent = 0
         self.num_errors = 0
         self.num_requests = 0
@@ -291,7 +291,7 @@ class EventPublisher:
         for client, parts in islice(self._answers.due(), _NUM_AT_ONCE):
             try:
                 self._router.send_multipart((client, *parts[:-1]), zmq.SNDMORE)
-                # Not copied: otherwise nobody would tell when the connection has taken it.
+                # Not copied: only then is it known when the connection has taken it.
                 tracker = self._router.send(parts[-1], copy=False, track=True)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:

@@ -14,7 +14,7 @@ from model.faults import Change, find_all
 SLOTS, LIVE, ALLOCATOR = "core/states.py", "core/live_states.py", "core/side_slots.py"
 CHECKPOINT, HIT, INDEX = "core/checkpoints.py", "core/longest_hit.py", "core/attached.py"
 LAYOUT, MANAGER, TABLES = "core/layout.py", "manager.py", "core/tables.py"
-ARRIVING, HOLDERS, JOBS = "core/arriving_states.py", "tiers/holders.py", "tiers/jobs.py"
+ARRIVING, LOOKUP, JOBS = "core/arriving_states.py", "tiers/lookup.py", "tiers/jobs.py"
 TIER_POOL, TIER_PREFIX, PREFIX_INDEX = "tiers/pool.py", "tiers/prefix.py", "core/prefix_index.py"
 
 TESTS = tuple(
@@ -147,7 +147,7 @@ FAULTS: dict[str, list[Change]] = {
     # Tiers.
     "a tier's hit needs no checkpoint": [
         (
-            HOLDERS,
+            LOOKUP,
             "end = max([place.last_checkpoint(end) for place in places]) // layout.alignment * layout.alignment",
             "pass",
         )

@@ -1,8 +1,8 @@
-"""`check_policy`: does an eviction policy keep to the interface? It needs no manager, and no framework for tests.
+"""`check_policy`: whether an eviction policy keeps to the interface. It needs no manager, and no test framework.
 
-`PlainCache` is a cache as plain as possible: dicts and lists instead of runs and queues. It follows docs/policies.md
-alone, so it is a second reading of that page, independent of `Eviction`. Its requests are random, and decided by a
-seed. The project's tests also compare each policy in a manager with a model of it, block by block.
+`PlainCache` is as plain a cache as possible: dicts and lists instead of runs and queues. It follows docs/policies.md
+alone, independently of `Eviction`. Its requests are random, and determined by a seed. The project's tests also compare
+each policy in a manager with a model of it, block by block.
 """
 
 import random
@@ -120,27 +120,31 @@ class Watched:
 class PlainCache:
     """Blocks, requests that own some, and the policies that choose among those that are free and cached.
 
-    A block is cached from the moment a request has it. prefixes: what cached blocks hold. holders: the blocks of each
-    cached prefix; hits get the first one, the others are duplicates. queue: free cached blocks, the least recently used
-    first. empty: blocks that hold nothing. running: the sessions, tenants and blocks of requests, and of pins, for
-    which the session is False. main: the pool's policy. own: that of a tenant that is over its quota.
+    A block is cached as soon as a request owns it.
     """
 
     def __init__(self, make: PolicyFactory, num_blocks: int, seed: int) -> None:
         self.seed, self.step, self.now = seed, 0, 0.0
         self.num_blocks = num_blocks
         self.prefixes: dict[int, Prefix] = {}
+        """What cached blocks hold."""
         self.holders: dict[Prefix, list[int]] = {}
+        """The blocks of each cached prefix. Hits get the first one; the others are duplicates."""
         self.queue: list[int] = []
+        """Free cached blocks, the least recently used first."""
         self.empty = [*range(num_blocks)]
+        """Blocks that hold nothing."""
         self.running: list[tuple[Hashable, str | None, list[int]]] = []
+        """Sessions, tenants and blocks of requests, and of pins, for which the session is False."""
         self._num_owners: Counter[int] = Counter()
         self._num_hits: Counter[int] = Counter()
         self._givers: dict[int, list[Hashable]] = {}
         self._random = random.Random(seed)
         self._make = make
         self.main = Watched(make, self, num_blocks)
+        """The pool's policy."""
         self.own: Watched | None = None
+        """That of a tenant that is over its quota."""
 
     def walk(self, num_steps: int) -> None:
         """Do this many random things."""
@@ -284,7 +288,7 @@ class PlainCache:
                 self._uncache(block)
 
     def _is_below(self, block: int, other: int) -> bool:
-        """Whether a cached block holds what another one holds, or what comes after that."""
+        """Whether a cached block holds the same prefix as another one, or a continuation of it."""
         (tenant, held), (other_tenant, beginning) = self.prefixes[block], self.prefixes[other]
         return tenant == other_tenant and held[: len(beginning)] == beginning
 

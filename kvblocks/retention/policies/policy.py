@@ -64,9 +64,9 @@ class EvictionPolicy(Protocol):
     def remove(self, block_ids: list[int]) -> None:
         """Blocks stopped being cached: they were evicted, whether or not this policy named them, or detached."""
 
-    # A policy may also have these three calls: `begin(session, tenant)` when a session's request begins (`use` tells
+    # A policy may also have three more methods: `begin(session, tenant)` when a session's request begins (`use` tells
     # what it hits), `pause(session, tenant, reason)` when the request has ended, and `end(session, tenant)` when the
-    # session will have no more requests. docs/policies.md has more.
+    # session will have no more requests. See docs/policies.md.
 
     def victim(self, num_blocks: int) -> int | None:
         """Return the id of the block to evict next, which the policy must know; None: the least recently used one.

@@ -1,4 +1,4 @@
-"""How soon a paused session comes back: a life table, learned from the pauses of one kind by the caller's clock.
+"""How soon a paused session comes back: a life table, learned from the pauses of one kind, in the caller's time.
 
 Pauses differ by orders of magnitude, between kinds and between sessions. The table therefore uses logarithms, and
 compares each pause with its rhythm: the length that is usual for its session and for how long the request before it

@@ -17,31 +17,36 @@ class PauseKind:
 
 
 class Session:
-    """A session. reason: why it pauses; None: not known. last: the thread of its last request."""
+    """A session."""
 
     def __init__(self, key: SessionKey) -> None:
         self.key = key
         self.threads: dict[Thread, None] = {}
-        self.waiting: dict[Thread, None] = {}  # those that pause, but are neither left nor set aside
+        self.waiting: dict[Thread, None] = {}
+        """Those of its threads that pause, but are neither left nor set aside."""
         self.rhythms: dict[PauseKind, Rhythm] = {}
         self.reason: str | None = None
-        self.began: float | None = None  # when its last request began
+        """Why it pauses; None: not known."""
+        self.began: float | None = None
+        """When its last request began."""
         self.last: Thread | None = None
+        """The thread of its last request."""
         self.has_ended = False
 
 
 class Thread:
-    """Free blocks with their depths, the next to evict first.
-
-    kind: that of its pause; None: it doesn't pause. is_open: whether its return is still expected.
-    """
+    """Free blocks that one request of a session gave back."""
 
     def __init__(self, session: Session | None) -> None:
         self.session = session
         self.blocks: OrderedDict[int, int] = OrderedDict()
+        """Its blocks' depths, the next block to evict first."""
         self.kind: PauseKind | None = None
+        """The kind of its pause; None: it doesn't pause."""
         self.is_open = False
+        """Whether its return is still expected."""
         self.rhythm = 0.0
         self.since: float = 0.0
-        self.took = 0.0  # how long the request ran that gave the blocks back, 0: not known
+        self.took = 0.0
+        """How long the request ran that gave the blocks back; 0: not known."""
         self.number = 0

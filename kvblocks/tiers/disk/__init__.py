@@ -5,7 +5,7 @@ wants, passes the answers of `tiers.take_changes` to `remember` and those of `ti
 `sync` every second.
 """
 
-from kvblocks.tiers.disk.errors import DiskError, DiskFullError
+from kvblocks.tiers.disk.folder import DiskError, DiskFullError
 from kvblocks.tiers.disk.layout import DiskStats
 from kvblocks.tiers.disk.store import DiskStore
 

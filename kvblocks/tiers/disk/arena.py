@@ -63,9 +63,9 @@ class Arena:
     def erase(self, slots: Iterable[int]) -> None:
         """Overwrite slots with zeros, each one's record last, and wait until that is on the disk. O(their bytes).
 
-        No record doesn't mean no bytes: a loss of power may have left a block's bytes without it. So only slots that
-        were erased before, and not written since, are left alone, and a call after one that failed goes on near where
-        that was. This takes no room on the disk, since only bytes that were written are overwritten.
+        A slot without a record may still hold a block's bytes, after a loss of power. So only slots that were erased
+        before, and not written since, are skipped. A call after a failed one thus continues near where that one
+        stopped. Erasing takes no space on the disk, since only bytes that were written are overwritten.
         """
         left = [slot for slot in slots if not self._is_blank[slot]]
         num_at_once = max(1, _MOST_UNFLUSHED // self._layout.stride)

@@ -6,17 +6,19 @@ Invariants:
 - One process has the folder open at a time, from opening to `close`. The lock ends with the process and its forks.
 - The marker is written last. So a folder with a marker is complete, and a folder without one is emptied.
 - Files have mode 0600, in a folder of mode 0700, of the same user. No file is reached through a link.
-- Files that were made for something else are kept in folders below it (`Kept`).
+- Files of other fingerprints are kept in folders below it (`Archive`).
 """
 
+import errno
 import json
 import os
+import sqlite3
 import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvblocks.tiers.disk.errors import DiskError
+from kvblocks.errors import KVBlocksError
 
 LOCK, MARKER, ARENA, INDEX = "kvblocks.lock", "kvblocks.json", "kvblocks.arena", "kvblocks.index"
 PARTIAL = MARKER + ".partial"
@@ -29,6 +31,26 @@ _OURS = SET | {LOCK, KEPT}
 _OF_A_VOLUME = frozenset({"lost+found"})  # a file system makes it in its own root
 _MOST_MARKER_BYTES = 65536
 _BLOCK = 512  # bytes; the unit of st_blocks, on every system
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# SQLite tells a full volume from a failed write, but counts a user's quota and a limit of a file's size as the latter.
+_NO_ROOM_IN_SQLITE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
+
+
+class DiskError(KVBlocksError):
+    """A folder could not be used: it is full, gone, locked, or not ours. The message says what was expected and got."""
+
+
+class DiskFullError(DiskError):
+    """The volume has no room for what has to be written, and the folder has nothing left to give back."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error of the system or of SQLite says that there is no room: on the volume, in a quota, in a file."""
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    if isinstance(error, DiskFullError):
+        return True
+    return getattr(error, "sqlite_errorcode", None) in _NO_ROOM_IN_SQLITE
 
 
 def flush(descriptor: int) -> None:
@@ -88,7 +110,7 @@ class Folder:
         except BlockingIOError:
             owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip() or "one that is opening it"
             raise DiskError(f"{self.path}: expected a folder that nobody uses, got one of process {owner}") from None
-        with suppress(OSError):  # on a full volume nobody is told the process's number, but the lock holds
+        with suppress(OSError):  # on a full volume the process's number can't be written, but the lock holds
             os.pwrite(self._lock, f"{os.getpid():<19}\n".encode(), 0)
 
     def open_file(self, name: str) -> int:

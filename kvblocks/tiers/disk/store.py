@@ -4,7 +4,7 @@ Invariants:
 
 - `read` accepts a block only if the slot's own record names this block and its checksum is right.
 - The index never names bytes that are not on the disk: `sync` flushes the arena, then commits the index.
-- All files together never exceed max_bytes, including those that are kept for other fingerprints (`Kept`).
+- All files together never exceed max_bytes, including those that are kept for other fingerprints (`Archive`).
 
 The folder is a cache. If it can't be used, it is emptied with a warning; it never gives wrong bytes. If its volume is
 full, opening and erasing, which have to write, take their room from the arena's last blocks.
@@ -23,12 +23,11 @@ from typing import Any, Self, SupportsIndex
 
 from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.tiers.disk.archive import Archive
 from kvblocks.tiers.disk.arena import Arena
 from kvblocks.tiers.disk.complaints import Complaints
-from kvblocks.tiers.disk.errors import DiskError, DiskFullError, is_full
-from kvblocks.tiers.disk.folder import ARENA, Folder
+from kvblocks.tiers.disk.folder import ARENA, DiskError, DiskFullError, Folder, is_full
 from kvblocks.tiers.disk.index import Index, Row
-from kvblocks.tiers.disk.kept import Kept
 from kvblocks.tiers.disk.layout import MOST_KEY_BYTES, DiskStats, Layout
 from kvblocks.tiers.disk.room import Room
 from kvblocks.tiers.identity import NUM_DIGEST_BYTES, BlockIdentity
@@ -45,14 +44,15 @@ _ROWS_LEFT = "expected room for the index (the blocks' bytes are gone, their tok
 class DiskStore:
     """Slots on a disk, for the blocks of one tier.
 
-    folder: a folder that nothing else uses. It is created if it doesn't exist, and refused if it holds other files.
-    fingerprint: 32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV.
-    num_block_bytes: bytes of a block. block_size: tokens of a block of the primary group. max_bytes: the most bytes of
-    all files in the folder together. secret: at least 16 bytes; a block that was written without it is then a miss.
-    None: records only show damage. What was stored with other values (except max_bytes), or in another format, is kept
-    below the folder for a store with those values, as long as there is room.
+    - folder: a folder that nothing else uses. It is created if it doesn't exist, and refused if it holds other files.
+    - fingerprint: 32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV.
+    - num_block_bytes: bytes of a block.
+    - block_size: tokens of a block of the primary group.
+    - max_bytes: the most bytes of all files in the folder together.
+    - secret: at least 16 bytes; a block that was written without it is then a miss. None: records only show damage.
 
-    num_slots: how many blocks fit. stats: see `DiskStats`.
+    What was stored with other values (except max_bytes), or in another format, is kept below the folder for a store
+    with those values, as long as there is room.
 
     `write` and `read` of different slots may run at the same time, also while `remember` and `sync` run. `close` must
     be the last call. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it;
@@ -79,6 +79,7 @@ class DiskStore:
         most = check_count("DiskStore: max_bytes", max_bytes, 1)
         self._layout = Layout(num_bytes, self._block_size, most)
         self.num_slots = self._layout.num_slots
+        """How many blocks fit."""
         self._stats = DiskStats()
         self._complaints = Complaints()
         self._lock = threading.Lock()  # guards the attributes below and the counters; not held during I/O
@@ -240,7 +241,7 @@ class DiskStore:
                 self._sync()  # so that nothing finds the blocks if the process ends while their bytes are overwritten
             with _as_disk_error(f"DiskStore.erase: {_BYTES_LEFT}"):
                 self._arena.erase(checked)
-                self._room.erase_kept()
+                self._room.erase_archive()
             with _as_disk_error(f"DiskStore.erase: {_ROWS_LEFT}"):
                 self._with_room(self._sync_whole)
 
@@ -283,10 +284,10 @@ class DiskStore:
                 "fingerprint": self._sealer.fingerprint.hex(),
                 "secret": self._sealer.seal(_NOTHING, b"").hex(),  # tells secrets apart without showing them
             }
-            kept = Kept(self._folder)
-            self._choose_files(marker, kept)
+            archive = Archive(self._folder)
+            self._choose_files(marker, archive)
             self._arena = Arena(self._folder.open_file(ARENA), self._layout, self._sealer)
-            self._room = Room(self._folder, self._layout, self._arena, kept, max_bytes)
+            self._room = Room(self._folder, self._layout, self._arena, archive, max_bytes)
             self._with_room(self._open_index)
             if self._folder.read_marker() != marker:
                 self._with_room(lambda: self._folder.write_marker(marker))
@@ -295,7 +296,7 @@ class DiskStore:
             self._close_files()
             raise
 
-    def _choose_files(self, marker: dict[str, object], kept: Kept) -> None:
+    def _choose_files(self, marker: dict[str, object], archive: Archive) -> None:
         """Put away files that were made for another configuration, and take back those that were made for this one."""
         found = self._folder.read_marker()
         if found == marker:
@@ -305,12 +306,12 @@ class DiskStore:
                 _LOG.warning("%s: emptied: %s", self._folder.path, _difference(marker, found))
         else:
             try:
-                kept.put_away(found)
+                archive.put_away(found)
                 _LOG.warning("%s: kept for its return: %s", self._folder.path, _difference(marker, found))
             except OSError as error:
                 _LOG.warning("%s: emptied: %s; and %s", self._folder.path, _difference(marker, found), error)
         self._folder.empty()
-        if kept.take_back(marker):
+        if archive.take_back(marker):
             _LOG.warning("%s: found again what was stored with these options before", self._folder.path)
 
     def _open_index(self) -> None:

@@ -5,8 +5,7 @@ checked as a disk's bytes are: nothing in the store is trusted.
 """
 
 from kvblocks.tiers.store.address import StoreAddress, parse_address
-from kvblocks.tiers.store.errors import StoreError
-from kvblocks.tiers.store.stats import StoreStats
-from kvblocks.tiers.store.store import SharedStore
+from kvblocks.tiers.store.client import StoreError
+from kvblocks.tiers.store.store import SharedStore, StoreStats
 
 __all__ = ["SharedStore", "StoreAddress", "StoreError", "StoreStats", "parse_address"]

@@ -19,9 +19,8 @@ from itertools import chain
 from typing import Any, Protocol
 
 from kvblocks.arguments import pip_install
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.tiers.store.address import StoreAddress
-from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
 
 Command = tuple[Any, ...]
 """A command's name, its key, and its arguments. Or EVAL, a script, the number of its keys, these, and the arguments."""
@@ -34,6 +33,14 @@ LAYOUT_PAUSE_S = 1.0
 """The cluster is asked for its layout at most once in this many seconds."""
 
 _NUM_SCANNED = 1000
+
+
+class StoreError(KVBlocksError):
+    """A store can't be reached, or didn't answer in time. The message says expected and got."""
+
+
+class StoreRefusedError(StoreError):
+    """A store answered with a refusal: it is full or read-only, or this user may not run the command."""
 
 
 class Client(Protocol):

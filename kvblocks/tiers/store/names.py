@@ -46,7 +46,7 @@ class StoreNames:
             return None
         try:
             return bytes.fromhex(name.decode("ascii"))
-        except ValueError:  # nobody made such a key here
+        except ValueError:  # no StoreNames made this key
             return None
 
     def claim(self, block: str) -> str:

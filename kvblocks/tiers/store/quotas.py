@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvblocks.tiers.store.address import StoreAddress
-from kvblocks.tiers.store.client import Client
-from kvblocks.tiers.store.errors import StoreError
+from kvblocks.tiers.store.client import Client, StoreError
 from kvblocks.tiers.store.names import StoreNames
 from kvblocks.tiers.store.scripts import DROP, NOTE_USES
 

@@ -9,8 +9,8 @@ MOST_KEPT = 4096
 
 
 class RecentUses:
-    """Prefixes whose use was reported, and when. A prompt that comes a thousand times a second costs one message in
-    ten.
+    """Prefixes whose use was reported, and when, so that a prompt that comes a thousand times a second costs one
+    message in ten seconds.
 
     It reads no clock, so that a replay can have its own.
     """

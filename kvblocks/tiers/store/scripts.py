@@ -1,4 +1,4 @@
-"""What the store does in one go: scripts in Lua. All keys of a call lie in one slot of a cluster."""
+"""What the store does atomically: scripts in Lua. All keys of a call are in one slot of a cluster."""
 
 WRITE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end

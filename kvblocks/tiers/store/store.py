@@ -3,7 +3,7 @@
 Invariants:
 
 - `read` gives a block's bytes only if the record before them names this block, and the checksum is right.
-- Each call has a time limit: what the store doesn't give in time counts as missing. After a failure no call is made
+- Each call has a time limit: what the store doesn't return in time counts as missing. After a failure no call is made
   until a probe has succeeded.
 - A tenant that is to be deleted is not looked up, read or written until the deletion has succeeded.
 
@@ -11,6 +11,7 @@ The store is a cache: others write to it, and it may evict or lose everything. T
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,10 @@ from kvblocks.tiers.disk.complaints import Complaints
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.sealing import NUM_RECORD_BYTES, Payload, Sealer
 from kvblocks.tiers.store.address import StoreAddress
-from kvblocks.tiers.store.breaker import Breaker
-from kvblocks.tiers.store.client import Client, Command
-from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
+from kvblocks.tiers.store.client import Client, Command, StoreError, StoreRefusedError
 from kvblocks.tiers.store.names import StoreNames
 from kvblocks.tiers.store.quotas import StoreQuotas
 from kvblocks.tiers.store.scripts import DELETE_VALUE, WRITE
-from kvblocks.tiers.store.stats import StoreStats
 
 LEAST_BYTES_PER_SECOND = 50e6
 """A transfer's time limit is `timeout_s`, plus its bytes at this rate. Slower loads seldom beat computing."""
@@ -48,6 +46,12 @@ TOMBSTONE_MS = 24 * 3600 * 1000
 TRIES = 3
 """How often to claim a block again whose claim is gone before it is written, since the store may evict any key."""
 
+FIRST_PAUSE_S = 0.1
+"""How long a store is not called after its first failure. Half of it is random."""
+
+MOST_PAUSE_S = 10.0
+"""How long a store is not called at most."""
+
 SHUN_S = 60.0
 """For how many seconds a bad value that couldn't be deleted is not looked up."""
 
@@ -62,19 +66,52 @@ class Owner:
     max_blocks: int | None = None
 
 
+@dataclass(frozen=True)
+class StoreStats:
+    """What was done since the client was made.
+
+    - num_lookups: requests to the store that asked for blocks.
+    - num_written_blocks, num_written_bytes: what was sent.
+    - num_present_blocks: blocks that were not sent, because the store had them or somebody else was sending them.
+    - num_read_blocks, num_read_bytes: what was read and right.
+    - num_missing_blocks: asked for, but gone.
+    - num_damaged_blocks: read, but damaged or another block.
+    - num_refused_blocks: blocks whose write the store refused, for example because it was full.
+    - num_failures: calls that ended without all answers.
+    - num_skipped: calls that were not made because of an earlier failure.
+    - num_trimmed_blocks: blocks deleted to keep a quota.
+    - is_away: whether the store counts as unreachable now.
+    """
+
+    num_lookups: int = 0
+    num_written_blocks: int = 0
+    num_written_bytes: int = 0
+    num_present_blocks: int = 0
+    num_read_blocks: int = 0
+    num_read_bytes: int = 0
+    num_missing_blocks: int = 0
+    num_damaged_blocks: int = 0
+    num_refused_blocks: int = 0
+    num_failures: int = 0
+    num_skipped: int = 0
+    num_trimmed_blocks: int = 0
+    is_away: bool = False
+
+
 class SharedStore:
     """A store's blocks of one fingerprint and secret.
 
     Any thread may call it, but no two at a time for the same kind of call: lookups, loads, or stores.
-
-    address: that of the store. sealer: makes and checks the records of blocks. clients: one each for lookups, loads,
-    and stores with deletions; `close` closes them. on_failure: called when the store failed, on the thread that
-    noticed, to have `probe` scheduled.
     """
 
     def __init__(self, address: StoreAddress, sealer: Sealer, clients: tuple[Client, Client, Client]) -> None:
+        """sealer: makes and checks the records of blocks. clients: one each for lookups, loads, and stores with
+        deletions; `close` closes them.
+        """
         self.address = address
+        """That of the store."""
         self.on_failure: Callable[[], None] = lambda: None
+        """Called when the store failed, on the thread that noticed, to have `probe` scheduled."""
         self._sealer = sealer
         self._names = StoreNames(sealer)
         self._lookups, self._loads, self._stores = clients
@@ -191,7 +228,7 @@ class SharedStore:
         for _ in range(TRIES):
             with self._calling():
                 lacking, num_unclaimed = self._claim(keys, left, token)
-                if self._was_deleted(tenant, seen):  # asked behind the claims: an earlier deletion takes these away
+                if self._was_deleted(tenant, seen):  # asked after the claims, since an earlier deletion removes these
                     self._give_up([keys[number] for number in lacking], token)
                     if is_limited:
                         self._quotas.take_back(tenant, digests)
@@ -401,7 +438,7 @@ class SharedStore:
         return self._note_refused(answers)
 
     def _delete_bad(self, tenant: str, identities: Sequence[BlockIdentity], values: Sequence[Any]) -> None:
-        """Delete blocks whose values are bad, so that somebody writes them again. Other values under their names stay.
+        """Delete blocks whose values are bad, so that they are written again. Other values under their names stay.
 
         What can't be deleted is not looked up for a while, since a lookup would renew it.
         """
@@ -476,6 +513,44 @@ class SharedStore:
 
     def _count_locked(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + more[name] for name in more})
+
+
+class Breaker:
+    """A circuit breaker: it opens with a failure, and closes when a probe, which the caller makes, succeeds.
+
+    This way a store that fails delays one call only. The pause doubles with each failure, up to MOST_PAUSE_S, and half
+    of it is random, so that servers don't come back all at once. Not thread-safe. clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], draw: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._draw = draw
+        self._pause_s = 0.0
+        self._until: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store must not be called."""
+        return self._until is not None
+
+    def note_failure(self) -> None:
+        """Record that the store failed. Of several failures at one moment only the first counts."""
+        if self._until is not None and self._clock() < self._until:
+            return
+        self._pause_s = min(MOST_PAUSE_S, self._pause_s * 2 or FIRST_PAUSE_S)
+        self._until = self._clock() + self._pause_s * (1 + self._draw()) / 2
+
+    def note_answer(self) -> None:
+        """Record that a probe was answered. The pause stays as it is, since the store may fail again under load."""
+        self._until = None
+
+    def note_success(self) -> None:
+        """Record that the store does its work again. The next pause is the shortest one."""
+        self._until, self._pause_s = None, 0.0
+
+    def seconds_to_probe(self) -> float | None:
+        """Return how long it is until the next probe; None if the breaker is closed."""
+        return None if self._until is None else max(0.0, self._until - self._clock())
 
 
 def _is_bad(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""KV hints: an orchestrator's wishes about prefixes, in the envelope of vLLM and Dynamo.
+"""KV hints: what an orchestrator asks for about prefixes, in the envelope of vLLM and Dynamo.
 
 `HintExecutor` (executor) reads an envelope (envelope) and finds the prefixes that it names (prefix). It carries out the
 actions on a manager's pins and tiers (prefetch) within limits (limits), and keeps a record of each tenant's pins and

@@ -1,14 +1,14 @@
-"""KV hints: an orchestrator's wishes about prefixes, carried out on a manager's pins and tiers, and answered.
+"""KV hints: an orchestrator's requests about prefixes, carried out on a manager's pins and tiers, and answered.
 
 The envelope is that of vLLM and Dynamo (`envelope`). The payloads of `pin`, `release`, `expire`, `prefetch` and
 `retain` are this project's, since the projects have agreed on none. docs/wire-hints.md shows them.
 
-A hint is a wish, and no request ever waits for one. Pins of hints have a priority below 100, so they give up blocks
-before a call is refused. Loads hold at most a share of the pool, and leave a share of it free. Each caller is one
-tenant. It can name only prefixes of its own salt, within its own budget. Any other name gets the same answer as a name
-that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
+A hint is not binding, and no request of a user ever waits for one. Pins of hints have a priority below 100, so they
+give up blocks before a call is refused. Loads hold at most a share of the pool, and leave a share of it free. Each
+caller is one tenant. It can name only prefixes of its own salt, within its own budget. Any other name gets the same
+answer as a name that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
 
-Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants:
+Sans-IO: no clock, no thread. Times are the caller's, and waiting actions continue in `step`. Invariants:
 
 - A tenant's pins are for at most as many blocks as its budget allows.
 - A tenant has at most max_pins pins, max_deferred prefetches (waiting or loading) and max_remembered kept answers.
@@ -352,7 +352,7 @@ class HintExecutor:
         return [(book, each) for book in self._books.values() for each in (*book.pins, *book.prefetches)]
 
     def _end_over(self, now: float) -> None:
-        """End pins and prefetches whose time is over, and pins that somebody else ended."""
+        """End pins and prefetches whose time is over, and pins that were ended elsewhere."""
         for book, standing in self._standing():
             if standing.ends_at <= now or (isinstance(standing, StandingPin) and standing.pin.has_ended):
                 self._end(book, standing)

@@ -46,8 +46,10 @@ class Load:
 class Begun:
     """What was found of a prefix, in blocks.
 
-    num_cached: those on the device. num_loading: those that are now being loaded. num_found: those on the device and in
-    tiers, even without room for them. load: None if there is nothing to load.
+    - num_cached: those on the device.
+    - num_loading: those that are now being loaded.
+    - num_found: those on the device and in tiers, even without room for them.
+    - load: None if there is nothing to load.
     """
 
     num_cached: int

@@ -8,8 +8,8 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.sealing import Sealer
 from kvblocks.tiers.store import parse_address
-from kvblocks.tiers.store.breaker import FIRST_PAUSE_S, MOST_PAUSE_S, Breaker
 from kvblocks.tiers.store.names import StoreNames
+from kvblocks.tiers.store.store import FIRST_PAUSE_S, MOST_PAUSE_S, Breaker
 
 SECRET = b"sixteen bytes or more"
 

@@ -1,4 +1,4 @@
-"""`Kept`: what a store's folder holds for other fingerprints: other models, block sizes, dtypes or threads.
+"""`Archive`: what a store's folder keeps for other fingerprints: other models, block sizes, dtypes or threads.
 
 A server that comes back to a former configuration finds its blocks again. All sets of files share one budget. As the
 set in use grows, the set that was used longest ago gives way: its arena is cut at its end, and blocks that were there
@@ -15,14 +15,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvblocks.tiers.disk.arena import overwrite
-from kvblocks.tiers.disk.errors import DiskError
-from kvblocks.tiers.disk.folder import ARENA, KEPT, MARKER, PARTIAL, SET, Folder
+from kvblocks.tiers.disk.folder import ARENA, KEPT, MARKER, PARTIAL, SET, DiskError, Folder
 
 _LEAST_CUT_SHARE = 32  # an arena is cut by at least this part of it, so that it isn't cut for each block
 
 
-class Kept:
-    """The kept sets of an open folder. Not thread-safe. Raises OSError, and DiskError for files that aren't ours.
+class Archive:
+    """The other sets of files in an open folder. Not thread-safe. Raises OSError, and DiskError for foreign files.
 
     num_bytes: the length of all their files together.
     """
@@ -49,7 +48,7 @@ class Kept:
         return sum(self._sets.values())
 
     def put_away(self, marker: dict[str, Any]) -> None:
-        """Move the folder's set, which has this marker, to the kept ones."""
+        """Move the folder's set, which has this marker, to the archive."""
         name = _name(marker)
         if name in self._sets:
             self._remove(name)

@@ -1,7 +1,7 @@
 """Lookups over the device and the tiers together: which blocks a hit needs, and where each of them is.
 
 A *place* here is the device or a tier. Each place keeps side groups' blocks attached to the primary group's blocks
-(`groups.index`). A block that one place lacks may be in another.
+(`core.attached`). A block that one place lacks may be in another.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -13,8 +13,8 @@ Found = list[tuple[int, KVCacheBlock]]
 """Consecutive blocks of a group, each as (number of the place that has it, block)."""
 
 
-class PrefixHolder:
-    """The device or a tier: its index, and the primary blocks of one prefix that it has, from the first one on."""
+class PrefixCopy:
+    """What one place has of a prefix: its index, and its primary blocks of the prefix, from the first one on."""
 
     def __init__(self, index: PrefixIndex, blocks: list[KVCacheBlock]) -> None:
         self.index = index
@@ -48,7 +48,7 @@ class PrefixHolder:
         return 0 if checkpoints is None else checkpoints.num_up_to_last(self.blocks, most) * size
 
 
-def find_checkpoint(places: list[PrefixHolder], end: int) -> tuple[int, Checkpoint] | None:
+def find_checkpoint(places: list[PrefixCopy], end: int) -> tuple[int, Checkpoint] | None:
     """Return the first place with a checkpoint after `end` tokens, and the checkpoint. O(places)."""
     for number, place in enumerate(places):
         found = place.checkpoint(end)
@@ -58,7 +58,7 @@ def find_checkpoint(places: list[PrefixHolder], end: int) -> tuple[int, Checkpoi
 
 
 def find_needed(
-    places: list[PrefixHolder], side_group: SideGroup, end: int, num_tokens: int | None
+    places: list[PrefixCopy], side_group: SideGroup, end: int, num_tokens: int | None
 ) -> tuple[int, Found | None]:
     """Return the blocks that a hit of `end` tokens needs of a side group: the number of the first one, and all of them.
 
@@ -80,7 +80,7 @@ def find_needed(
 
 
 def find_all_needed(
-    layout: GroupLayout, places: list[PrefixHolder], end: int, num_tokens: int | None
+    layout: GroupLayout, places: list[PrefixCopy], end: int, num_tokens: int | None
 ) -> list[tuple[int, Found]] | None:
     """Return the answers of `find_needed` for all side groups; None if a block is missing. O(blocks)."""
     tables: list[tuple[int, Found]] = []
@@ -93,7 +93,7 @@ def find_all_needed(
 
 
 def find_longest(
-    layout: GroupLayout | None, places: list[PrefixHolder], num_blocks: int, num_tokens: int | None
+    layout: GroupLayout | None, places: list[PrefixCopy], num_blocks: int, num_tokens: int | None
 ) -> tuple[int, list[tuple[int, Found]]]:
     """Return the number of tokens of the longest hit within `num_blocks` primary blocks, and what it needs.
 
