@@ -18,14 +18,14 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 # the order of their names: xdist would begin with those of the most tests, and then the slow ones would come last.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# The tests of what is compiled: all but those of the engine, the kernels, the command line, the benches and the house.
+# The tests of what is compiled: all but those of the engine, the kernels, the command line, the benches and the project.
 # Replay itself is plain Python; its runs of a manager are here.
-CORE_TESTS := $(wildcard tests/test_*.py) tests/hashing tests/core tests/groups tests/states $(wildcard tests/tiers/test_*.py) tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
+CORE_TESTS := $(wildcard tests/test_*.py) tests/hashing tests/core tests/groups tests/states $(wildcard tests/tiers/test_*.py) tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/project/test_build.py
 
-# The tests that find the most faults in the least time: core, groups, floors, bad input, and some of each wing. They take
-# under a minute on two cores. tests/house/test_way_in.py checks that they exist.
+# The tests that find the most faults in the least time: core, groups, layers, bad input, and some of each package. They take
+# under a minute on two cores. tests/project/test_way_in.py checks that they exist.
 FAST_TESTS := \
-	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
+	$(addprefix tests/project/test_,layers.py way_in.py pictures.py public_names.py) \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
 	$(addprefix tests/test_,bad_input.py costs.py) \
 	tests/hashing/test_hashing.py tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_reference_model \
@@ -37,7 +37,7 @@ FAST_TESTS := \
 	tests/observe/test_explanation.py tests/kernels/test_table.py \
 	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/server/test_server_requests.py
 
-# The tests that `make coverage` counts lines of: what they leave out of the rooms that pyproject.toml names is seldom run.
+# The tests that `make coverage` counts lines of: what they leave out of the packages that pyproject.toml names is seldom run.
 COVERED_TESTS := \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
 	tests/hashing tests/core tests/groups/test_groups.py tests/groups/test_plan.py tests/prefix_cache \
@@ -63,7 +63,7 @@ help:
 	@echo 'make gpu-test  test and time the kernels and the engine on a GPU; PYTHON has torch and triton'
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients, -guidellm and -instructor, the first time)'
 	@echo 'make soak MINUTES=60  a server with clients of all kinds, killed and started again: does any resource grow?'
-	@echo 'make check   format, lint, types and floors: what CI checks beside the tests'
+	@echo 'make check   format, lint, types and layers: what CI checks beside the tests'
 	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
 	@echo 'make dist    source distribution, plain and compiled wheel, checked and tried in clean environments'
 	@echo 'make release VERSION=0.3.0  writes the version, checks all that needs no GPU but test-all, and makes dist/'
@@ -199,7 +199,7 @@ check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q tests/house/test_layering.py
+	$(BIN)/lint-imports --no-cache
 
 # The site, without warnings: build/site/index.html. docs/requirements.txt has the versions.
 DOCS_VENV := .venv-docs
@@ -238,7 +238,7 @@ dist:
 release: $(DEV_STAMP)
 	$(BIN)/python tools/release.py $(VERSION)
 	$(MAKE) check docs dist
-	$(BIN)/python -m pytest -q -n 0 tests/house/test_packaging.py tests/house/test_release.py
+	$(BIN)/python -m pytest -q -n 0 tests/project/test_packaging.py tests/project/test_release.py
 	@echo 'Left: make test-all, make gpu-test on a GPU, the commit and its tag, and the upload: docs/releasing.md'
 
 format: $(DEV_STAMP)

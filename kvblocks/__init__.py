@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from kvblocks.observe.inspector import HeldBlocks, Inspector
     from kvblocks.observe.metrics import CacheMetrics
     from kvblocks.observe.picture import PrefixRow
+    from kvblocks.observe.removal_history import Removal
     from kvblocks.observe.shared_prefixes import SharedPrefix
     from kvblocks.prefix_cache.cache import PrefixCache
     from kvblocks.prefix_cache.inspector import CacheInspector
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
     from kvblocks.retention.manager_pins import ManagerPins
     from kvblocks.retention.manager_quotas import ManagerQuotas
     from kvblocks.retention.pins import Pin
-    from kvblocks.retention.policies.policy import CacheView, EvictionPolicy, FreeBlock
+    from kvblocks.retention.policies.policy import CacheView, EvictionPolicy, FreeBlock, PolicyFactory
     from kvblocks.retention.sessions import Sessions
     from kvblocks.stats import (
         CacheStats,
@@ -142,6 +143,7 @@ _HOMES = {
     "observe.inspector": ("HeldBlocks", "Inspector"),
     "observe.metrics": ("CacheMetrics",),
     "observe.picture": ("PrefixRow",),
+    "observe.removal_history": ("Removal",),
     "observe.shared_prefixes": ("SharedPrefix",),
     "prefix_cache.cache": ("PrefixCache",),
     "prefix_cache.inspector": ("CacheInspector",),
@@ -152,7 +154,7 @@ _HOMES = {
     "retention.manager_pins": ("ManagerPins",),
     "retention.manager_quotas": ("ManagerQuotas",),
     "retention.pins": ("Pin",),
-    "retention.policies.policy": ("CacheView", "EvictionPolicy", "FreeBlock"),
+    "retention.policies.policy": ("CacheView", "EvictionPolicy", "FreeBlock", "PolicyFactory"),
     "retention.sessions": ("Sessions",),
     "tiers.identity": ("BlockIdentity",),
     "tiers.tier": ("Tier",),
@@ -172,8 +174,8 @@ _HOMES = {
     "version": ("__version__",),
 }
 # Modules that can be had as attributes, as if they had been imported.
-_ROOMS = {"arguments", "core", "errors", "events", "hashing", "manager", "metrics", "observe", "prefix_cache"}
-_ROOMS |= {"retention", "stats", "tiers", "version"}
+_SUBMODULES = {"arguments", "core", "errors", "events", "hashing", "manager", "metrics", "observe", "prefix_cache"}
+_SUBMODULES |= {"retention", "stats", "tiers", "version"}
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -221,6 +223,7 @@ __all__ = [
     "PinBudgetError",
     "PinnedPrefix",
     "Plan",
+    "PolicyFactory",
     "PoolExhaustedError",
     "PrefixCache",
     "PrefixCacheProtocol",
@@ -230,6 +233,7 @@ __all__ = [
     "QuotaUsage",
     "RecurrentState",
     "Refusal",
+    "Removal",
     "Scratch",
     "Sequence",
     "SequenceStateError",
@@ -261,7 +265,7 @@ def __getattr__(name: str) -> object:
         value = not str(import_module("kvblocks.core.block").__file__).endswith(".py")
     elif name in _MODULES:
         value = vars(import_module(f"kvblocks.{_MODULES[name]}"))[name]
-    elif name in _ROOMS:
+    elif name in _SUBMODULES:
         return import_module(f"kvblocks.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
 
-from picture import Picture  # noqa: E402  # tools/ is no package
-from rooms import rooms  # noqa: E402
+from layers import layers  # noqa: E402  # tools/ is no package
+from picture import Picture  # noqa: E402
 from ten_blocks import worked_example  # noqa: E402
 
 
@@ -476,7 +476,7 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
     gate,
     block_way,
     worked_example,
-    rooms,
+    layers,
 )
 
 

@@ -11,9 +11,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from kvblocks import __version__
 from kvblocks.arguments import pip_install
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
-from kvblocks.version import __version__
 
 if TYPE_CHECKING:
     from kvblocks.cli.chat import ChatTurn

@@ -88,6 +88,25 @@ class Plan:
         return -(-self.state_bytes // self.block_bytes)
 
     @property
+    def block_size(self) -> int:
+        """Tokens in a block of the primary group, by which hits and tiers count. O(groups)."""
+        return check_groups(self.groups).block_size
+
+    @property
+    def used_bytes(self) -> tuple[int, ...]:
+        """For each column of blocks (`BlockIdentity`), how many of a block's leading bytes are used.
+
+        O(groups + parts of a state).
+        """
+        layout = check_groups(self.groups)
+        used = [sum(sizes) for sizes in self.layer_bytes]
+        columns = [used[side_group.group] for side_group in layout.side_groups for _ in range(side_group.num_columns)]
+        parts = [self.block_bytes] * self.state_blocks
+        if parts:  # the last part of a checkpoint has the rest
+            parts[-1] -= self.state_blocks * self.block_bytes - self.state_bytes
+        return (self.block_bytes if layout.primary is None else used[layout.primary], *columns, *parts)
+
+    @property
     def layer_groups(self) -> tuple[tuple[int, int], ...]:
         """For each layer of the model, the number of its group and its slot there. O(layers)."""
         slots = {layer: (group, slot) for group, row in enumerate(self.group_layers) for slot, layer in enumerate(row)}

@@ -1,12 +1,12 @@
-"""The cached prefixes as a table for the terminal. `kvblocks.observe.picture` makes its rows and texts."""
+"""The cached prefixes as a table for the terminal. `manager.inspect.prefix_rows` makes its rows."""
 
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from kvblocks import PrefixRow
 from kvblocks.arguments import counted
-from kvblocks.observe.picture import PrefixRow, describe_blocks, describe_keys, describe_tokens
 
 _MAX_INDENT = 16  # the most levels of indentation; a cache may be thousands of levels deep
 
@@ -18,17 +18,22 @@ def cache_table(rows: Sequence[PrefixRow], max_rows: int | None = None) -> Table
     """
     shown = rows if max_rows is None else rows[: max(max_rows, 0)]
     left_out = rows[len(shown) :]
-    table = Table(title=Text(f"Cached prefixes: {describe_blocks(rows)}" if rows else "Nothing is cached"))
+    table = Table(title=Text(_title(rows) if rows else "Nothing is cached"))
     for heading in ("tokens", "blocks", "duplicates", "owned", "free", "keys", "begins with"):
         is_number = heading in ("blocks", "duplicates", "owned", "free")
         table.add_column(heading, justify="right" if is_number else "left", overflow="fold")  # cut nothing off
     for row in shown:
         # Text, not str: a salt may look like rich's markup.
-        keys, tokens = Text("\n".join(describe_keys(row))), Text(describe_tokens(row))
+        keys, tokens = Text("\n".join(row.describe_keys())), Text(row.describe_tokens())
         table.add_row(_span(row), *_counts([row]), keys, tokens)
     if left_out:
         table.add_row(Text(f"{counted(len(left_out), 'row')} left out", style="italic"), *_counts(left_out), "", "")
     return table
+
+
+def _title(rows: Sequence[PrefixRow]) -> str:
+    num_blocks, num_duplicates, num_owned, num_free = map(int, _counts(rows))
+    return f"Cached prefixes: {counted(num_blocks + num_duplicates, 'block')} ({num_owned} owned, {num_free} free)"
 
 
 def _span(row: PrefixRow) -> Text:

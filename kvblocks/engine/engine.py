@@ -20,6 +20,7 @@ from typing import Self, Unpack
 
 import torch
 
+from kvblocks import CacheMetrics, KVCacheManager, PolicyFactory
 from kvblocks.arguments import Flag, check_count, check_flag, is_number, wrong
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
@@ -45,11 +46,7 @@ from kvblocks.engine.tiers.registry import read_tiers
 from kvblocks.engine.worst_steps import WorstSteps
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.events import CacheEvent, EventOptions
-from kvblocks.manager import KVCacheManager
-from kvblocks.observe.metrics import CacheMetrics
-from kvblocks.retention.adviser import find_factory
-from kvblocks.retention.policies import NAMED
-from kvblocks.retention.policies.policy import PolicyFactory
+from kvblocks.retention.policies import find_factory
 
 REMEMBERED_SHARE = 0.25
 """The largest share of the blocks that prompts with a remembered next token may hold."""
@@ -443,7 +440,7 @@ def _check_options(
     flags: by name, those that go by what is cached.
     """
     if eviction is not None:
-        find_factory(eviction, NAMED)
+        find_factory(eviction)
     if on_events is not None and not callable(on_events):
         raise wrong("on_events", "a callable or None", on_events)
     if overlap is not None:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from kvblocks import Sequence as KVSequence
 from kvblocks.arguments import wrong
-from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.grammar.grammar import Grammar

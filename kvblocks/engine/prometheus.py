@@ -17,12 +17,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvblocks import CacheMetrics, KVCacheManager
 from kvblocks.engine.schedule.entrance import Entrance
 from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.manager import KVCacheManager
-from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HistogramValues, MetricsSnapshot, QuotaUsage
 from kvblocks.tiers.disk import DiskStats
 from kvblocks.tiers.store import StoreStats

@@ -5,7 +5,7 @@ Both orders by prefix rank a limited number of candidates, and `AgingOrder` boun
 
 from collections.abc import Sequence as Items
 
-from kvblocks.core.sequence import Sequence
+from kvblocks import Sequence
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import AgingOrder, FirstCome, Order
 from kvblocks.engine.schedule.request import Request

@@ -24,7 +24,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from kvblocks.core.state_copy import StateCopy
+from kvblocks import StateCopy
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvblocks.core.plan import Plan
+from kvblocks import KVCacheManager, Plan
 from kvblocks.engine.intake import Intake
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions
@@ -26,7 +26,6 @@ from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.engine.stepper import Stepper
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.manager import KVCacheManager
 
 _GENERATED = 2
 """Tokens of each answer: one from the prompt's step, and one from a decode step."""

@@ -55,6 +55,18 @@ class PrefixRow(NamedTuple):
         """Blocks without an owner, duplicates included. O(1)."""
         return self.num_blocks + self.num_duplicates - self.num_owned
 
+    def describe_keys(self) -> list[str]:
+        """Return the first of its extra keys, one per line, and how many more there are."""
+        lines = [describe_key(key) for key in self.extra_keys[:_MAX_KEYS]]
+        if len(self.extra_keys) > _MAX_KEYS:
+            lines.append(f"and {counted(len(self.extra_keys) - _MAX_KEYS, 'more key')}")
+        return lines
+
+    def describe_tokens(self) -> str:
+        """Return its first token ids, with … if it has more."""
+        text = " ".join([str(token) for token in self.first_tokens])
+        return f"{text} …" if self.num_tokens > len(self.first_tokens) else text
+
 
 def prefix_rows(
     index: PrefixIndex, free: Iterable[KVCacheBlock] = (), pinned: Collection[KVCacheBlock] = frozenset()
@@ -96,20 +108,6 @@ def describe_key(key: ExtraKey) -> str:
         unit = "characters" if isinstance(payload, str) else "bytes"
         text = f"{payload[:_MAX_PAYLOAD]!r}… ({len(payload)} {unit})"
     return f"{kind} {text}" if span is None else f"{kind} {text} at {span[0]}-{span[0] + span[1] - 1}"
-
-
-def describe_keys(row: PrefixRow) -> list[str]:
-    """Return the first of a row's extra keys, one per line, and how many more there are."""
-    lines = [describe_key(key) for key in row.extra_keys[:_MAX_KEYS]]
-    if len(row.extra_keys) > _MAX_KEYS:
-        lines.append(f"and {counted(len(row.extra_keys) - _MAX_KEYS, 'more key')}")
-    return lines
-
-
-def describe_tokens(row: PrefixRow) -> str:
-    """Return a row's first token ids, with … if it has more."""
-    text = " ".join([str(token) for token in row.first_tokens])
-    return f"{text} …" if row.num_tokens > len(row.first_tokens) else text
 
 
 def describe_blocks(rows: Items[PrefixRow]) -> str:
@@ -205,7 +203,7 @@ def _keys(run: Run, first: int, end: int, start_token: int) -> tuple[ExtraKey, .
 def _label(row: PrefixRow) -> list[str]:
     span = f"tokens {row.start_token}-{row.start_token + row.num_tokens - 1}"
     order = [] if row.num_ahead is None else [f"reused after {_counted(row.num_ahead, 'block')}"]
-    return [span, describe_blocks([row]), *order, *describe_keys(row), describe_tokens(row)]
+    return [span, describe_blocks([row]), *order, *row.describe_keys(), row.describe_tokens()]
 
 
 def _left_out(rows: list[PrefixRow]) -> list[str]:

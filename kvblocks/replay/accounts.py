@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvblocks.core.block import KVCacheBlock
+from kvblocks import KVCacheBlock
 from kvblocks.replay.result import Bucket, Misses, Moment, Waits
 from kvblocks.replay.trace import Numbers, Trace
 

@@ -14,7 +14,7 @@ from kvblocks.replay.accounts import MissAccounts
 from kvblocks.replay.arrays.advised import AdvisedPool
 from kvblocks.replay.arrays.pool import ArrayPool
 from kvblocks.replay.trace import Numbers, Trace
-from kvblocks.tiers.store.recent import RecentUses
+from kvblocks.tiers.store import RecentUses
 
 STORE = "store"
 """The name that the manager has for the tier shared by several runs."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
+from kvblocks import Sequence
 from kvblocks.arguments import Given, check_count, check_number, check_text, counted, is_a, plain_text, shown, wrong
-from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import InvalidArgumentError
 
 _ID_BYTES = 8  # among a million blocks, two have the same name with a chance of 1 in 37 million
@@ -86,7 +86,8 @@ class TraceRecorder:
         roughly how long it held blocks. stop: why it ended, such as "tool_use" or "stop". think_s: how long its session
         paused before it, if known. Raises InvalidArgumentError. O(tokens).
         """
-        own = as_sequence("record", sequence)
+        if not isinstance(sequence, Sequence):
+            raise wrong("record", "a Sequence", sequence)
         times = {"t": _seconds("arrived_s", arrived_s), "a": max(0.0, _seconds("seconds", seconds))}
         if not is_a(stop, str):
             raise wrong("stop", "a str", stop)
@@ -97,11 +98,11 @@ class TraceRecorder:
             if self._file is None:
                 return False
             try:
-                names = self._block_names(own)
+                names = self._block_names(sequence)
                 if os.fstat(self._file).st_size < self._end:
                     self._names.clear()
                     self._append(self._header())
-                line = self._line(own, names) | times | {"stop": why}
+                line = self._line(sequence, names) | times | {"stop": why}
                 has_room = len(self._names) + len(names) <= _MAX_REMEMBERED
                 self._append(line)
             except Exception as error:  # noqa: BLE001  # a failure here must never fail a request

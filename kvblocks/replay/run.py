@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvblocks import KVCacheManager, Tier
-from kvblocks.core.kinds import Group
+from kvblocks import Group, KVCacheManager, Tier
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.accounts import State, Timeline, count_waits
 from kvblocks.replay.pools import ArrayRunPool, ManagerPool, SharedBlocks, has_own_blocks

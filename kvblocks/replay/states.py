@@ -20,13 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import kvblocks
-from kvblocks import FullAttention, KVCacheManager, RecurrentState, Sequence
-from kvblocks.core.hit import CacheHit
+from kvblocks import CacheHit, FullAttention, KVCacheManager, RecurrentState, Sequence, __version__
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.result import TraceFacts
 from kvblocks.replay.sweep import Progress, do_all
 from kvblocks.replay.trace import Numbers, Trace, arrival_times
-from kvblocks.version import __version__
 
 MAX_BLOCK_SIZE = 16
 """The most tokens in a block. The block size divides that of the trace."""

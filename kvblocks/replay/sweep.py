@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 import kvblocks
+from kvblocks import FullAttention, Group, KVLayer, SlidingWindow, __version__, plan
 from kvblocks.arguments import shown
-from kvblocks.core.kinds import FullAttention, Group, SlidingWindow
-from kvblocks.core.plan import KVLayer, plan
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.replay.attainable import attainable_hits
 from kvblocks.replay.bound import max_hits, next_uses_in
@@ -27,7 +26,6 @@ from kvblocks.replay.prefixes import prefix_tree
 from kvblocks.replay.result import Conditions, FixedOrder, Result, Row, Tokens
 from kvblocks.replay.run import Outcome, Setup, make_manager, run
 from kvblocks.replay.trace import Numbers, Trace, arrival_times, think_times
-from kvblocks.version import __version__
 
 DEFAULT_MEAN_S = 60.0
 _POLL_S = 0.1

@@ -8,9 +8,8 @@ from collections.abc import Callable, Hashable
 from operator import index
 from typing import Any
 
-from kvblocks.arguments import shown, wrong
+from kvblocks.arguments import wrong
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.policies.policy import FreeBlock
 
 _CALLS = ("free", "use", "remove", "victim")
@@ -136,16 +135,3 @@ class Adviser:
             self._setting.num_failures += 1
         for block_id in block_ids:
             del self.blocks[block_id]
-
-
-def find_factory(given: Any, named: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Return the callable that makes policies: `given`, or `named[given]` for a name. Raises InvalidArgumentError."""
-    if callable(given):
-        found: Callable[[Any], Any] = given
-        return found
-    if type(given) is str and given in named:
-        return named[given]
-    names = ", ".join(map(repr, named))
-    raise InvalidArgumentError(
-        f"eviction: expected None, {names}, or what makes a policy, such as its class; got {shown(given)}"
-    )

@@ -24,14 +24,11 @@ from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hooks import Chooser
 from kvblocks.core.sequence import Sequence
-from kvblocks.retention.adviser import Adviser, Setting, find_factory
-from kvblocks.retention.policies import NAMED
-from kvblocks.retention.policies.policy import FreeBlock
+from kvblocks.retention.adviser import Adviser, Setting
+from kvblocks.retention.policies import find_factory
+from kvblocks.retention.policies.policy import MAX_SESSIONS, FreeBlock
 from kvblocks.retention.quotas import TenantQuotas, salt_in
 from kvblocks.retention.tenant import Tenant
-
-MAX_SESSIONS: Final = 8
-"""How many sessions, the latest ones, are remembered for a block. More would tell a policy nothing new."""
 
 _NOBODY: Final[tuple[Hashable, ...]] = (None,)
 _LATEST: Final = 1 << 62  # for blocks that aren't free: later than any release
@@ -79,7 +76,7 @@ class Eviction(Chooser):
 
     def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
         """eviction: a name, or a callable that makes a policy. Raises InvalidArgumentError, and what it raises."""
-        self._make: Callable[[Any], Any] = find_factory(eviction, NAMED)
+        self._make: Callable[[Any], Any] = find_factory(eviction)
         self._setting = Setting()
         self._end_block_id = end_block_id
         self._main = Adviser(self._make, self._setting, num_blocks)

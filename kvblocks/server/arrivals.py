@@ -12,12 +12,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
+from kvblocks import Explanation, Removal
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.text.tokenizer import Tokenizer
-from kvblocks.observe.explanation import Explanation
-from kvblocks.observe.removal_history import Removal
 from kvblocks.server.access.callers import Caller
 from kvblocks.server.kept import BoundedStore
 from kvblocks.server.misses.comparison import Comparison, compare

@@ -38,7 +38,7 @@ from kvblocks.server.service import Service
 from kvblocks.server.settings import NO_EVENTS, CacheSettings, EventSettings, ServerSettings
 
 if TYPE_CHECKING:
-    from kvblocks.wire.publisher import EventPublisher
+    from kvblocks.wire import EventPublisher
 
 logger = logging.getLogger("kvblocks.server")
 
@@ -97,7 +97,7 @@ def make_publisher(settings: EventSettings) -> "EventPublisher | None":
     if settings.endpoint is None:
         return None
     try:
-        from kvblocks.wire.publisher import EventPublisher as Made
+        from kvblocks.wire import EventPublisher as Made
     except ImportError as error:  # the error says which package is missing, and how to get it
         raise InvalidArgumentError(f"{name_of(settings, 'endpoint')}: {error}") from error
     return Made(settings.endpoint, settings.replay, topic=settings.topic, allow_remote=settings.allow_remote)

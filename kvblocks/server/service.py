@@ -35,7 +35,7 @@ from kvblocks.server.tools.choice import CallsForm
 from kvblocks.server.tools.formats import format_of
 
 if TYPE_CHECKING:
-    from kvblocks.wire.publisher import EventPublisher
+    from kvblocks.wire import EventPublisher
 
 T = TypeVar("T")
 

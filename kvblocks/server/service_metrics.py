@@ -22,7 +22,7 @@ from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.server.tenant_usage import TenantUsage
 
 if TYPE_CHECKING:
-    from kvblocks.wire.publisher import EventPublisher
+    from kvblocks.wire import EventPublisher
 
 PAGE_S = 1.0
 """For how many seconds a page of metrics is shown to all who ask, before a new one is made."""

@@ -6,8 +6,8 @@ Tenants are those of the keys; all other clients count as one, so the number of 
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from kvblocks import KVCacheManager
 from kvblocks.engine.completion import Completion
-from kvblocks.manager import KVCacheManager
 from kvblocks.server.access.callers import TENANT_SALTS
 from kvblocks.server.wire import Json
 

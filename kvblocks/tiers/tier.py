@@ -104,6 +104,17 @@ class Tier:
     def __repr__(self) -> str:
         return f"Tier({self.name!r}, {counted(self.num_blocks, 'block')})"
 
+    @staticmethod
+    def check_groups(groups: Iterable[Any]) -> None:
+        """Raise InvalidArgumentError unless tiers can serve these groups of layers. A manager checks them, too."""
+        items = tuple(groups)
+        if items and not any(group.sees_all for group in items):
+            raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
+        if any(group.has_gaps for group in items):
+            raise InvalidArgumentError(f"tiers: expected groups with KV for each token, got {items}")
+        if not all(group.is_cached for group in items):
+            raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")
+
 
 def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:
     """Return a manager's tiers. groups: its groups; empty: one with full attention. Raises InvalidArgumentError."""
@@ -118,16 +129,5 @@ def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching:
         raise InvalidArgumentError(f"tiers: expected different names, got {names}")
     if not enable_caching:
         raise InvalidArgumentError("tiers: expected enable_caching=True, since they hold what is cached; got False")
-    check_layers(groups)
+    Tier.check_groups(groups)
     return given
-
-
-def check_layers(groups: Iterable[Any]) -> None:
-    """Raise InvalidArgumentError unless tiers can serve these groups of layers."""
-    items = tuple(groups)
-    if items and not any(group.sees_all for group in items):
-        raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
-    if any(group.has_gaps for group in items):
-        raise InvalidArgumentError(f"tiers: expected groups with KV for each token, got {items}")
-    if not all(group.is_cached for group in items):
-        raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")

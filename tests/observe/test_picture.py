@@ -12,7 +12,7 @@ from hypothesis import given
 from model.history import History, RandomChooser, walk
 
 from kvblocks import InvalidArgumentError, KVCacheManager, PrefixRow, Sequence
-from kvblocks.observe.picture import describe_key, describe_keys, describe_tokens, prefix_rows, to_dot
+from kvblocks.observe.picture import describe_key, prefix_rows, to_dot
 
 # A parser of the part of the dot language that is used here, strict about all of it.
 
@@ -81,7 +81,7 @@ def check_dot(rows: list[PrefixRow], max_nodes: int | None) -> None:
         row = rows[int(head[3:])]
         assert tail == ("cache" if row.parent is None else f"row{row.parent}")
         assert labels[head].startswith(f"tokens {row.start_token}-{row.start_token + row.num_tokens - 1}\n")
-        assert labels[head].endswith("".join(f"{line}\n" for line in [*describe_keys(row), describe_tokens(row)]))
+        assert labels[head].endswith("".join(f"{line}\n" for line in [*row.describe_keys(), row.describe_tokens()]))
         assert ("fillcolor" in drawing.nodes[head]) == (row.num_owned > 0)
     drawn = [rows[int(name[3:])].depth for name in labels]
     hidden = [row.depth for i, row in enumerate(rows) if f"row{i}" not in labels]
@@ -232,8 +232,8 @@ def test_keys_are_told_once_by_their_position_in_the_prefix() -> None:
         (("key", (2, 9), "cat.png"), ("key", (12, 2), b"\x00\xff")),
         (("key", (2, 9), "cat.png"),),
     ]
-    assert describe_keys(rows[0]) == ["salt 'tenant-a'", "lora 'french'", "key 'cat.png' at 2-10"]
-    assert describe_keys(rows[1])[1] == "key b'\\x00\\xff' at 12-13"
+    assert rows[0].describe_keys() == ["salt 'tenant-a'", "lora 'french'", "key 'cat.png' at 2-10"]
+    assert rows[1].describe_keys()[1] == "key b'\\x00\\xff' at 12-13"
 
 
 def test_long_keys_and_many_keys_are_abbreviated_and_say_so() -> None:
@@ -241,9 +241,9 @@ def test_long_keys_and_many_keys_are_abbreviated_and_say_so() -> None:
     assert describe_key(("salt", None, "x" * 25)) == f"salt '{'x' * 24}'… (25 characters)"
     assert describe_key(("key", (0, 3), bytes(100))) == f"key {bytes(24)!r}… (100 bytes) at 0-2"
     row = PrefixRow(None, 0, 0, 9, 9, 0, 0, tuple(range(8)), tuple(("key", (i, 1), "k") for i in range(7)))
-    assert describe_keys(row) == [*[f"key 'k' at {i}-{i}" for i in range(4)], "and 3 more keys"]
-    assert describe_tokens(row) == "0 1 2 3 4 5 6 7 …"
-    assert describe_tokens(row._replace(num_tokens=8)) == "0 1 2 3 4 5 6 7"
+    assert row.describe_keys() == [*[f"key 'k' at {i}-{i}" for i in range(4)], "and 3 more keys"]
+    assert row.describe_tokens() == "0 1 2 3 4 5 6 7 …"
+    assert row._replace(num_tokens=8).describe_tokens() == "0 1 2 3 4 5 6 7"
 
 
 TEXTS = st.one_of(st.text(min_size=1, max_size=24), st.text('\\"&;<>{}|\nlrnN\x00\u202eamp', min_size=1, max_size=24))

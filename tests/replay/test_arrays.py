@@ -16,7 +16,7 @@ from kvblocks.replay.pools import ArrayRunPool, ManagerPool, has_own_blocks
 from kvblocks.replay.run import POLICIES, Outcome, Setup, TraceRun, can_use_arrays, make_manager, run
 from kvblocks.replay.served.run import ArrayCache, ManagerCache, ServedRun, ServerModel
 from kvblocks.replay.trace import think_times
-from kvblocks.retention.eviction import MAX_SESSIONS
+from kvblocks.retention.policies import MAX_SESSIONS
 
 BY_ARRAYS = [policy for policy in POLICIES if policy != "lru-drop"]
 

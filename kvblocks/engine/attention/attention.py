@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvblocks.core.kinds import Group
+from kvblocks import Group
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.attention.latents import attend_latents

@@ -17,13 +17,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvblocks.core.sequence import Sequence
+from kvblocks import Sequence, SharedPrefix
 from kvblocks.engine.attention.attention import KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.sampling.weights import to_device
 from kvblocks.kernels.runs import SharedRun, SharedRuns
 from kvblocks.kernels.table import CASCADE, CascadeThreshold, read_bytes_per_microsecond
-from kvblocks.observe.shared_prefixes import SharedPrefix
 
 
 class FindCohorts(Protocol):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvblocks.core.state_copy import StateCopy
+from kvblocks import StateCopy
 from kvblocks.engine.model.hybrid.mixer import StateMixer, StatePart, States
 from kvblocks.errors import InvalidArgumentError
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvblocks import Sequence as KVSequence
 from kvblocks.arguments import pip_install
-from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import GrammarError, ModelError
 from kvblocks.engine.grammar.bounds import MAX_BYTES, check_schema, check_size, check_text
 from kvblocks.engine.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvblocks.core.kinds import kind_of_layers
+from kvblocks import kind_of_layers
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.architectures import (
     BAMBA,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvblocks.core.kinds import FullAttention, Group
+from kvblocks import FullAttention, Group
 
 EVERYTHING = FullAttention(1)
 """The kind of layers whose rows see all keys up to their own position."""

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from kvblocks import KVCacheManager, KVLayer, LatentLayer, Plan, RecurrentState, StateLayer, plan
 from kvblocks.arguments import check_one_of, pip_install
-from kvblocks.core.kinds import RecurrentState
-from kvblocks.core.plan import KVLayer, LatentLayer, Plan, StateLayer, plan
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
 from kvblocks.engine.attention.flash_attention import FlashAttention, check_flash_attention, load_flash_attention
 from kvblocks.engine.attention.kv_scales import E4M3, KVScales, is_8_bit
@@ -30,7 +29,6 @@ from kvblocks.engine.run.rows import NATURAL
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.sampling.batch_sampler import DrawTokens
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.manager import KVCacheManager
 
 logger = logging.getLogger("kvblocks.engine.run")
 

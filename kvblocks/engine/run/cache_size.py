@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from kvblocks import Plan, RecurrentState
 from kvblocks.arguments import check_count, counted, is_a
-from kvblocks.core.kinds import RecurrentState
-from kvblocks.core.plan import Plan
 from kvblocks.engine.run.memory import check_memory, read_memory, show_bytes
 from kvblocks.errors import InvalidArgumentError
 

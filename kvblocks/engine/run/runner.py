@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvblocks.core.state_copy import StateCopy
+from kvblocks import StateCopy
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.errors import UnknownModelError

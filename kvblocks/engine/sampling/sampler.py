@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from kvblocks import Sequence
 from kvblocks.arguments import as_int, wrong
-from kvblocks.core.sequence import Sequence
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.random_numbers import MAX_SEED, sample_seed
 

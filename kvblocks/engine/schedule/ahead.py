@@ -15,12 +15,12 @@ the tokens are known.
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from kvblocks import KVCacheManager
 from kvblocks.engine.schedule.capacity import keeps_states
 from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.errors import CorruptStateError
-from kvblocks.manager import KVCacheManager
 
 
 def may_plan(manager: KVCacheManager, remembered: RememberedPrompts | None) -> bool:

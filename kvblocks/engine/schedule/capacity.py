@@ -11,18 +11,15 @@ longest possible request depends on how many of its tokens one step computes at 
 from bisect import bisect_right
 from collections.abc import Iterable
 
+from kvblocks import CacheHit, Group, KVCacheBlock, KVCacheManager, RecurrentState, Sequence
 from kvblocks.arguments import counted
-from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.hit import CacheHit
-from kvblocks.core.kinds import Group, RecurrentState
-from kvblocks.core.sequence import Sequence
 from kvblocks.engine.errors import RequestTooLongError
 from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import PoolExhaustedError
-from kvblocks.manager import KVCacheManager
-from kvblocks.retention.pinned_blocks import KEEP
 
 NO_LIMIT = 1 << 62
+
+_KEEP = 100  # the priority of pins that give up no block: `manager.pins.pin`
 
 
 class StalledError(PoolExhaustedError):
@@ -101,7 +98,7 @@ def stalled(manager: KVCacheManager, request: Request) -> StalledError:
     wanted = "" if refusal is None else f" {counted(refusal.num_blocks, 'more block')}"
     return StalledError(
         f"expected{wanted} for {request.sequence}, the next in line, once all others give way; got too few: pins of"
-        f" priority {KEEP} keep {len(_kept_blocks(manager))} of the pool's {manager.num_blocks}. Nothing was changed:"
+        f" priority {_KEEP} keep {len(_kept_blocks(manager))} of the pool's {manager.num_blocks}. Nothing was changed:"
         f" unpin something or cancel the request (manager.last_refusal has the numbers)",
         request,
     )
@@ -175,8 +172,8 @@ def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
     for pin in manager.pins:
         # A pin may hold more than can be hit, if a group lacks a block, and virtual blocks, which take no memory.
         for blocks in (pin.blocks, manager.get_computed_blocks(pin.sequence).blocks):
-            kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= KEEP)
-        if all(priority >= KEEP for priority in pin.priorities):
+            kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= _KEEP)
+        if all(priority >= _KEEP for priority in pin.priorities):
             kept.update(pin.attached_blocks)
     return {block for block in kept if block.block_id < manager.num_blocks}
 

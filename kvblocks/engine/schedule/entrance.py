@@ -11,11 +11,11 @@ that it named.
 
 from dataclasses import dataclass
 
+from kvblocks import KVCacheManager
 from kvblocks.engine.schedule.capacity import most_pool_tokens
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
 from kvblocks.gate import HOST_SHARE, NUM_LOOKED_UP, GateRounds, GateStats, SessionGate, SessionKey, Waiting
-from kvblocks.manager import KVCacheManager
 
 
 def make_gate(manager: KVCacheManager, num_step_tokens: int) -> SessionGate:

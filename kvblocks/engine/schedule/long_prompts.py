@@ -22,12 +22,12 @@ oldest first. Then the youngest can be preempted for older ones, as without long
 
 from collections.abc import Sequence as Items
 
+from kvblocks import KVCacheManager
 from kvblocks.engine.schedule.capacity import fitting_tokens
 from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
-from kvblocks.manager import KVCacheManager
 
 _SLICES = 4
 """About how many slices take as long as `max_num_chunk_tokens` tokens. A new request waits for one slice."""

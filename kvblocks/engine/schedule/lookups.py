@@ -6,9 +6,8 @@ tokens than a lookup of its own would find. Others than the scheduler can only r
 reset, and `allocate_slots` refuses a hit that has lost a block.
 """
 
-from kvblocks.core.hit import CacheHit
+from kvblocks import CacheHit, KVCacheManager
 from kvblocks.engine.schedule.request import Request
-from kvblocks.manager import KVCacheManager
 
 
 class Lookups:

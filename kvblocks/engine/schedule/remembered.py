@@ -21,15 +21,12 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 
+from kvblocks import CacheHit, KVCacheManager, Sequence, TierHit
 from kvblocks.arguments import check_count
-from kvblocks.core.hit import CacheHit
-from kvblocks.core.sequence import Sequence
 from kvblocks.engine.schedule.capacity import blocks_of
 from kvblocks.engine.schedule.request import PromptKey, Request
 from kvblocks.errors import CorruptStateError
-from kvblocks.hashing.extra_keys import PositionKey
-from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.hit import TierHit
+from kvblocks.hashing import PositionKey
 
 MAX_PROMPTS = 256
 

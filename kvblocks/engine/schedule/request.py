@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvblocks import Sequence
 from kvblocks.arguments import check_count
-from kvblocks.core.sequence import Sequence
 from kvblocks.errors import SequenceStateError
-from kvblocks.hashing.extra_keys import PositionKey
+from kvblocks.hashing import PositionKey
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 

@@ -2,9 +2,9 @@
 
 from collections import deque
 
+from kvblocks import KVCacheManager
 from kvblocks.engine.schedule.capacity import may_fork, num_possible_forks
 from kvblocks.engine.schedule.request import Request
-from kvblocks.manager import KVCacheManager
 
 
 def fork_samples(

@@ -39,7 +39,7 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from math import inf
 
-from kvblocks.core.hit import CacheHit
+from kvblocks import CacheHit, KVCacheManager, Loaded, TierHit
 from kvblocks.engine.schedule import ahead, capacity
 from kvblocks.engine.schedule.entrance import Entrance
 from kvblocks.engine.schedule.long_prompts import LongPrompts
@@ -52,9 +52,6 @@ from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits, chunk_of
 from kvblocks.engine.schedule.turns import Turns
 from kvblocks.engine.schedule.watermark import Watermark
 from kvblocks.errors import InvalidArgumentError, StaleHitError
-from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.hit import TierHit
-from kvblocks.tiers.transfer import Loaded
 
 
 class Scheduler:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvblocks import KVCacheManager
 from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.schedule.open_chunk import OpenChunk
 from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.manager import KVCacheManager
 
 GPU_BATCHED_TOKENS, GPU_SEQS = 8192, 256
 """The default limits of a step on a GPU. Smaller steps hardly take less time there."""

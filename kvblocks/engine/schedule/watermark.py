@@ -12,10 +12,9 @@ v0's watermark; with chunked prefill the whole prompt must count, not only its f
 
 from collections.abc import Iterable
 
-from kvblocks.core.hit import CacheHit
+from kvblocks import CacheHit, KVCacheManager
 from kvblocks.engine.schedule.capacity import blocks_of, count_blocks
 from kvblocks.engine.schedule.request import Request
-from kvblocks.manager import KVCacheManager
 
 
 class Watermark:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-from kvblocks.core.plan import Plan
+from kvblocks import KVCacheManager, Plan, Tier
 from kvblocks.engine.collector import collector_paused
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
@@ -18,8 +18,6 @@ from kvblocks.engine.tiers.place import Place, Site
 from kvblocks.engine.tiers.registry import place_of
 from kvblocks.engine.tiers.seeker import Seeker
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.tier import Tier, check_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def build_tiers(options: Sequence[TierOptions], model: LoadedModel, plan: Plan, 
     site = Site(model, plan, backend)
     with ExitStack() as failing:
         if options:
-            check_layers(plan.groups)  # checked before a folder is opened, which may be another model's
+            Tier.check_groups(plan.groups)  # checked before a folder is opened, which may be another model's
         for one in options:
             place = place_of(one).open(one, site)
             if place is not None:

@@ -15,13 +15,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvblocks import BlockIdentity, Transfer
 from kvblocks.arguments import counted
 from kvblocks.engine.tiers.block_bytes import BlockBytes, Staging
 from kvblocks.engine.tiers.place import Move, Place
 from kvblocks.tiers.disk import DiskError
-from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.store import StoreError
-from kvblocks.tiers.transfer import Transfer
 
 logger = logging.getLogger("kvblocks.engine.tiers")
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from kvblocks.core.layout import check_groups
-from kvblocks.core.plan import Plan
+from kvblocks import Plan
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.determinism import ARITHMETIC
 from kvblocks.engine.run.runner import LoadedModel
@@ -45,10 +44,9 @@ def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
 
 def kv_fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
     """Return the fingerprint of an engine's KV, by which it is known outside the process. O(bytes of the weights)."""
-    block_size = check_groups(plan.groups).block_size
     kept = model.dtype if backend.scales is None else backend.scales
     groups = tuple([group for group in plan.groups if group.has_table])
-    layout = f"{kept}, blocks of {block_size}, {groups}, layers {plan.layer_groups}"
+    layout = f"{kept}, blocks of {plan.block_size}, {groups}, layers {plan.layer_groups}"
     if plan.state_bytes:  # the number of slots is nobody's business
         layout += f", states of {plan.state_bytes} bytes"
     return fingerprint(model, layout, _bits_mode(model, backend))

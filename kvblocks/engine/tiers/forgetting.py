@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 
+from kvblocks import Transfer
 from kvblocks.engine.errors import ForgetError
 from kvblocks.errors import KVBlocksError
-from kvblocks.tiers.transfer import Transfer
 
 FORGET_S = 60.0
 """How many seconds a deletion may take before its caller is told what is left."""

@@ -10,12 +10,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from kvblocks import Loaded, Tiers, Transfer
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.tiers.carrier import Carrier
 from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
 from kvblocks.engine.tiers.seeker import Seeker
-from kvblocks.tiers.tiers import Tiers
-from kvblocks.tiers.transfer import Loaded, Transfer
 
 
 @dataclass(frozen=True, slots=True)

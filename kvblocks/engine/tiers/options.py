@@ -8,7 +8,7 @@ import torch
 from kvblocks.arguments import is_a, wrong
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.tiers.sealing import LEAST_SECRET_BYTES
+from kvblocks.tiers.store import LEAST_SECRET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

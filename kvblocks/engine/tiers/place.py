@@ -11,18 +11,15 @@ from typing import Any, Self
 
 import torch
 
+from kvblocks import BlockIdentity, Plan, Tier
 from kvblocks.arguments import counted
-from kvblocks.core.layout import check_groups
-from kvblocks.core.plan import Plan
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.memory import free_memory
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.tiers.block_bytes import BlockBytes, Row, Staging, new_rows
 from kvblocks.engine.tiers.fingerprint import kv_fingerprint
 from kvblocks.engine.tiers.options import TierOptions
-from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.store import SharedStore
-from kvblocks.tiers.tier import Tier
 
 
 class Site:
@@ -34,16 +31,10 @@ class Site:
     """
 
     def __init__(self, model: LoadedModel, plan: Plan, backend: Backend) -> None:
-        layout = check_groups(plan.groups)
         self.num_block_bytes = plan.block_bytes
-        self.block_size = layout.block_size
+        self.block_size = plan.block_size
         self.num_blocks = plan.num_blocks
-        used = [sum(sizes) for sizes in plan.layer_bytes]
-        columns = [used[side_group.group] for side_group in layout.side_groups for _ in range(side_group.num_columns)]
-        parts = [plan.block_bytes] * plan.state_blocks
-        if parts:  # the last part of a checkpoint has the rest
-            parts[-1] -= plan.state_blocks * plan.block_bytes - plan.state_bytes
-        self.used_bytes = (plan.block_bytes if layout.primary is None else used[layout.primary], *columns, *parts)
+        self.used_bytes = plan.used_bytes
         self._model, self._plan, self._backend = model, plan, backend
         self._is_on_host = model.device.type == "cpu"
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
+from kvblocks import BlockIdentity, Tier
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.tiers.block_bytes import Row
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.place import Move, Place, Site
 from kvblocks.tiers.disk import DiskFullError, DiskStats, DiskStore
-from kvblocks.tiers.identity import BlockIdentity
-from kvblocks.tiers.tier import Tier
 
 logger = logging.getLogger("kvblocks.engine.tiers")
 

@@ -8,7 +8,7 @@ from kvblocks.engine.tiers.place import Place
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.engine.tiers.store_place import StorePlace
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.tiers.store.address import SCHEMES
+from kvblocks.tiers.store import SCHEMES
 
 _PLACES: dict[str, type[Place]] = {"host": HostPlace, "disk": DiskPlace, **dict.fromkeys(SCHEMES, StorePlace)}
 

@@ -18,14 +18,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvblocks.core.sequence import Sequence
+from kvblocks import Sequence, Tiers
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.tiers.asked import Asked, ask_for
 from kvblocks.engine.tiers.carrier import Carrier
 from kvblocks.engine.tiers.uses import Uses
 from kvblocks.tiers.store import SharedStore
-from kvblocks.tiers.tiers import Tiers
 
 logger = logging.getLogger("kvblocks.engine.tiers")
 
@@ -165,7 +164,7 @@ class Seeker:
             return
         number, attached = search.asked.answer() if search.is_over.is_set() else (0, [])
         self._tell(request.sequence, number, attached)
-        if number and self._tiers.quota_of(self.name, search.asked.prefix.salt) is not None:
+        if number and self._tiers.quota_of(self.name, search.asked.sequence.salt) is not None:
             self._uses.note(search.asked)  # the quota's order isn't that of the store's eviction
 
     def _tell(self, sequence: Sequence, num_blocks: int, attached: list[tuple[int, int]]) -> None:
@@ -214,7 +213,7 @@ class Seeker:
         try:
             now_s = time.monotonic()
             asked = [search for search in searches if search.until_s > now_s]
-            answers = self._store.find([(one.asked.prefix.salt, one.asked.digests()) for one in asked])
+            answers = self._store.find([(one.asked.sequence.salt, one.asked.digests()) for one in asked])
             for search, found in zip(asked, answers, strict=True):
                 search.asked.found = found
         except Exception:

@@ -2,14 +2,11 @@
 
 import numpy as np
 
+from kvblocks import Tier
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.place import Move, Place, Site
 from kvblocks.engine.tiers.places import LONG_PREFIX_TOKENS
-from kvblocks.tiers.sealing import Sealer
-from kvblocks.tiers.store import SharedStore, StoreStats, parse_address
-from kvblocks.tiers.store.client import open_clients
-from kvblocks.tiers.store.store import Owner
-from kvblocks.tiers.tier import Tier
+from kvblocks.tiers.store import Owner, Sealer, SharedStore, StoreStats, open_clients, parse_address
 
 KNOWN_SHARE, LEAST_KNOWN = 4, 4096
 """How many blocks of a shared store are known at a time: KNOWN_SHARE times the pool's blocks, at least LEAST_KNOWN."""

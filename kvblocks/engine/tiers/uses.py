@@ -11,12 +11,10 @@ import time
 from collections import deque
 from collections.abc import Hashable
 
+from kvblocks import Tiers
 from kvblocks.engine.tiers.asked import Asked
 from kvblocks.engine.tiers.carrier import Carrier
-from kvblocks.tiers.store import SharedStore, StoreError
-from kvblocks.tiers.store.recent import RecentUses
-from kvblocks.tiers.store.store import Owner
-from kvblocks.tiers.tiers import Tiers
+from kvblocks.tiers.store import Owner, RecentUses, SharedStore, StoreError
 
 logger = logging.getLogger("kvblocks.engine.tiers")
 
@@ -41,7 +39,7 @@ class Uses:
             return
         name = asked.name()
         if self._recent.is_due(name, time.monotonic()):
-            owner = Owner(asked.prefix.salt, self._tiers.quota_of(self._stores.name, asked.prefix.salt))
+            owner = Owner(asked.sequence.salt, self._tiers.quota_of(self._stores.name, asked.sequence.salt))
             self._num_waiting += 1
             self._stores.call(lambda: self._tell(asked, name, owner))
 

@@ -3,8 +3,7 @@
 from operator import index
 from typing import Any
 
-from kvblocks.retention.adviser import find_factory
-from kvblocks.retention.policies import NAMED
+from kvblocks.retention.policies import find_factory
 
 _CALLS = ("free", "use", "begin", "pause", "end")  # a policy need not have the last three
 
@@ -32,7 +31,7 @@ class ArrayAdvice:
     def __init__(self, eviction: Any, num_blocks: int, numbers: "memoryview[int]") -> None:
         """eviction: a name, or what makes a policy."""
         self.view = ArrayView(num_blocks, numbers)
-        policy: Any = find_factory(eviction, NAMED)(self.view)
+        policy: Any = find_factory(eviction)(self.view)
         self._calls: dict[str, Any] = {name: getattr(policy, name, None) for name in _CALLS}
         self._victim, self._remove = policy.victim, policy.remove
         self._numbers = numbers

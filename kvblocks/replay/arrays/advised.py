@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from kvblocks import FreeBlock
 from kvblocks.replay.arrays.advice import ArrayAdvice
 from kvblocks.replay.arrays.pool import ArrayPool
 from kvblocks.replay.arrays.released import Blocks
 from kvblocks.replay.arrays.tree import CachedTree
-from kvblocks.retention.eviction import MAX_SESSIONS
-from kvblocks.retention.policies.policy import FreeBlock
+from kvblocks.retention.policies import MAX_SESSIONS
 
 _UNKNOWN, _SEVERAL = -1, -2
 _new_record: Any = partial(tuple.__new__, FreeBlock)  # takes a third of the time of FreeBlock(...)

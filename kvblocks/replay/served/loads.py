@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvblocks import __version__
 from kvblocks.arguments import check_count, check_number, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.result import TraceFacts
@@ -13,7 +14,6 @@ from kvblocks.replay.served.entrances import CAP, GATE, INFINITE, NONE
 from kvblocks.replay.served.run import Served, ServedRun, ServerModel
 from kvblocks.replay.sweep import Progress, do_all
 from kvblocks.replay.trace import Trace, arrival_times, think_times
-from kvblocks.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,10 @@ A policy is a plain class that derives from nothing here. docs/policies.md shows
 """
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
+
+MAX_SESSIONS: Final = 8
+"""How many sessions, the latest ones, are remembered for a block. More would tell a policy nothing new."""
 
 
 class FreeBlock(NamedTuple):

@@ -13,8 +13,8 @@ import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvblocks import KVCacheManager
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.manager import KVCacheManager
 from kvblocks.server.errors import ApiError
 
 TENANT_SALTS = "kvblocks/tenant/"

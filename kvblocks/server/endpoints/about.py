@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvblocks import __version__
 from kvblocks.server.body.fields import show
 from kvblocks.server.errors import ApiError
 from kvblocks.server.service import Service
 from kvblocks.server.wire import Json, json_response
-from kvblocks.version import __version__
 
 
 class About:

@@ -1,7 +1,6 @@
 """The record of one request in JSON, as far as its caller may see it."""
 
-from kvblocks.observe.explanation import Explanation
-from kvblocks.observe.removal_history import Removal
+from kvblocks import Explanation, Removal
 from kvblocks.server.access.callers import Caller
 from kvblocks.server.arrivals import Arrival
 from kvblocks.server.misses.comparison import Comparison

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvblocks.core.sequence import Sequence
+from kvblocks import Sequence
 from kvblocks.engine.errors import ForgetError
 from kvblocks.engine.tiers.forgetting import FORGET_S, Forgetting
 from kvblocks.errors import KVBlocksError
@@ -27,7 +27,7 @@ from kvblocks.server.service import Service
 from kvblocks.server.wire import Json, json_response
 
 if TYPE_CHECKING:
-    from kvblocks.wire.publisher import EventPublisher
+    from kvblocks.wire import EventPublisher
 
 MAX_DESCRIPTION = 256
 """The most characters of a pin's description, which is kept until the pin ends."""

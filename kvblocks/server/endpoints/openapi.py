@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvblocks import __version__
 from kvblocks.server.access.gate import Audience, audience_of
 from kvblocks.server.wire import json_response
-from kvblocks.version import __version__
 
 Json = dict[str, Any]
 

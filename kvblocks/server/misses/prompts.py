@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvblocks.core.tokens import num_equal
+import numpy as np
+
 from kvblocks.server.kept import BoundedStore
 
 MAX_KEPT = 1000
@@ -133,4 +134,6 @@ def _num_common_messages(one: KeptPrompt, other: KeptPrompt) -> int:
 
 def _num_equal(one: "array[int]", other: "array[int]") -> int:
     """How many first tokens are equal."""
-    return num_equal(memoryview(one).cast("B"), memoryview(other).cast("B")) // 4 if one and other else 0
+    end = min(len(one), len(other))
+    differ = np.asarray(one)[:end] != np.asarray(other)[:end]
+    return int(differ.argmax()) if differ.any() else end

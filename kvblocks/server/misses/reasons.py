@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvblocks.observe.explanation import Explanation
+from kvblocks import Explanation
 
 Reason = Literal[
     "hit",

@@ -6,8 +6,7 @@
 import time
 from typing import Any
 
-from kvblocks.observe.explanation import Explanation
-from kvblocks.observe.removal_history import Removal
+from kvblocks import Explanation, Removal
 from kvblocks.server.misses.comparison import Comparison
 from kvblocks.server.misses.reasons import Loss, Surroundings, reason_of
 

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvblocks.core.tokens import num_equal
+from kvblocks import KVCacheManager, Pin
 from kvblocks.errors import InvalidArgumentError, PinBudgetError
-from kvblocks.manager import KVCacheManager
-from kvblocks.retention.pins import Pin
 
 Outcome = Literal["pinned", "renewed", "evicted", "refused"]
 
@@ -146,9 +144,7 @@ class MarkedPins:
 
 def _begins(short: "array[int]", long: "array[int]") -> bool:
     """Whether a longer prompt begins with all of a shorter one."""
-    if len(short) >= len(long):
-        return False
-    return num_equal(memoryview(short).cast("B"), memoryview(long).cast("B")) == 4 * len(short)
+    return len(short) < len(long) and long[: len(short)].tobytes() == short.tobytes()
 
 
 def _has_lost(one: _Marked) -> bool:

@@ -3,8 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from kvblocks.manager import KVCacheManager
-from kvblocks.retention.pins import Pin
+from kvblocks import KVCacheManager, Pin
 
 
 @dataclass(frozen=True, slots=True)

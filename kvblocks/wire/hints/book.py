@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from kvblocks import Pin
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.retention.pins import Pin
 from kvblocks.wire.hints.envelope import HintAction, HintAnswer
 from kvblocks.wire.hints.prefetch import Load
 from kvblocks.wire.hints.prefix import NamedPrefix

@@ -23,10 +23,9 @@ from math import inf
 from sys import float_info
 from typing import Any, SupportsFloat, SupportsIndex
 
+from kvblocks import KVCacheManager, Pin
 from kvblocks.arguments import Text, check_count, check_name, check_number, is_a, wrong
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError
-from kvblocks.manager import KVCacheManager
-from kvblocks.retention.pins import Pin
 from kvblocks.wire.hints.book import Book, Standing, StandingPin, StandingPrefetch, fingerprint, without_payload
 from kvblocks.wire.hints.envelope import ACTION_VERSION, HintAction, HintAnswer, HintAnswers, Outcome, parse_envelope
 from kvblocks.wire.hints.limits import HintLimits, HintStats

@@ -10,11 +10,7 @@ while it lasts, but never the last free one.
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from kvblocks.core.hit import CacheHit
-from kvblocks.core.kinds import RecurrentState
-from kvblocks.core.sequence import Sequence
-from kvblocks.manager import KVCacheManager
-from kvblocks.tiers.hit import TierHit
+from kvblocks import CacheHit, KVCacheManager, RecurrentState, Sequence, TierHit
 from kvblocks.wire.hints.limits import HintLimits
 from kvblocks.wire.hints.prefix import NamedPrefix
 

@@ -13,12 +13,11 @@ import hashlib
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+from kvblocks import KVCacheManager, Sequence
 from kvblocks.arguments import check_name, is_a, listed, wrong
 from kvblocks.core.block import Node
-from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.hashing.extra_keys import PositionKey, decode_extra_keys
-from kvblocks.manager import KVCacheManager
+from kvblocks.hashing import PositionKey, decode_extra_keys
 from kvblocks.retention.quotas import salt_in
 from kvblocks.tiers.prefix import prefix_of
 

@@ -13,8 +13,7 @@ from engine.tiers.test_engine_tiers import CONFIG, ask, make, model, prompts, se
 from tiers.store.servers import running, wait_for
 from tiers.store.test_store import keys_of
 
-from kvblocks.tiers.store import SharedStore, recent
-from kvblocks.tiers.store.recent import RecentUses
+from kvblocks.tiers.store import RecentUses, SharedStore, recent
 
 __all__ = ["make", "model", "module_server", "server", "share"]  # fixtures
 

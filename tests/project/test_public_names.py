@@ -3,15 +3,19 @@
 import ast
 import importlib
 import pickle
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import kvblocks
 
-SOURCE = Path(__file__).resolve().parents[2] / "kvblocks" / "__init__.py"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "kvblocks" / "__init__.py"
+BUILT_ON_THE_LIBRARY = {"cli", "engine", "integrations", "replay", "server", "verify"}
 
 
 def typed_imports() -> dict[str, str]:
@@ -21,6 +25,50 @@ def typed_imports() -> dict[str, str]:
             imports = [item for item in node.body if isinstance(item, ast.ImportFrom)]
             return {alias.name: str(item.module) for item in imports for alias in item.names}
     raise AssertionError("no imports for type checkers")
+
+
+def public_modules() -> set[str]:
+    """The library's public modules, as docs/stability.md lists them."""
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    listed = page.partition("## Public modules")[2].partition("## ")[0]
+    return set(re.findall(r"^\| `(kvblocks[\w.]*)` \|", listed, re.MULTILINE))
+
+
+def public_names(module: str) -> set[str]:
+    """The names in its `__all__`; where it has none, those that don't begin with `_`."""
+    names = vars(importlib.import_module(module))
+    return set(names.get("__all__", [name for name in names if not name.startswith("_")]))
+
+
+def library_imports(path: Path) -> set[tuple[str, str]]:
+    """What a file imports from kvblocks itself, its modules and the library's packages, as pairs (module, name)."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "kvblocks":
+            found |= {(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvblocks":
+            found.add(("kvblocks", node.attr))
+    beside = BUILT_ON_THE_LIBRARY | {"kernels"}
+    return {(module, name) for module, name in found if [*module.split("."), name][1] not in beside}
+
+
+@pytest.mark.parametrize("package", sorted(BUILT_ON_THE_LIBRARY))
+def test_what_is_built_on_the_library_imports_public_names(package):
+    paths = sorted((ROOT / "kvblocks" / package).rglob("*.py"))
+    imported = {(module, name, path.name) for path in paths for module, name in library_imports(path)}
+    modules = public_modules()
+    private = [each for each in imported if each[0] not in modules or each[1] not in public_names(each[0])]
+    assert imported and not private, "\n".join(map(str, sorted(private)))
+
+
+def test_public_modules_are_those_that_the_contract_lets_pass():
+    """Of the modules beside the packages all are public but `manager`, whose class is in kvblocks, and `closed`."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    contract = next(one for one in config["contracts"] if "public names only" in one["name"])
+    passing = {line.removeprefix("kvblocks.** -> ") for line in contract["ignore_imports"]}
+    top = {f"kvblocks.{path.stem}" for path in (ROOT / "kvblocks").glob("*.py") if not path.stem.startswith("_")}
+    assert public_modules() == passing | {"kvblocks"} | (top - set(contract["forbidden_modules"]))
+    assert {package.removeprefix("kvblocks.") for package in contract["source_modules"]} == BUILT_ON_THE_LIBRARY
 
 
 def test_what_type_checkers_see_is_what_there_is():
