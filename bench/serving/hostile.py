@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
 
-from bench.serving.hostile_bodies import CHAT, NEW_BODIES, OLD_BODIES
+from bench.serving.hostile_bodies import CHAT, FILLING, NEW_BODIES, OLD_BODIES
 
 TINY_CHUNK = b"1\r\n \r\n"
 TINY_CHUNK_RATE = 400_000.0  # bytes a second
@@ -242,7 +242,10 @@ _NEW_BYTES: dict[str, Attack] = {
 }
 ATTACKS: dict[str, Attack] = {
     **_NEW_BYTES,
-    **{name: Attack(partial(send_body, path=path, make=make)) for name, (path, make) in NEW_BODIES.items()},
+    **{
+        name: Attack(partial(send_body, path=path, make=make), leaves_room=name not in FILLING)
+        for name, (path, make) in NEW_BODIES.items()
+    },
     **{name: Attack(attack.attempt, is_new=False) for name, attack in _OLD_BYTES.items()},
     **{
         name: Attack(partial(send_body, path=path, make=make), is_new=False)
@@ -252,7 +255,10 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def attack(url: str, name: str, num_clients: int, pause_s: float) -> Counter[str]:
-    """Make an attack until the standard input ends. Returns how often each outcome came."""
+    """Make an attack until the standard input ends. Returns how often each outcome came.
+
+    Tries that are under way two seconds later count as "not answered".
+    """
     parts, chosen = urlsplit(url), ATTACKS[name]
     server = Server(str(parts.hostname), int(parts.port or 80), pause_s, asyncio.Event(), Counter())
 
@@ -269,9 +275,10 @@ async def attack(url: str, name: str, num_clients: int, pause_s: float) -> Count
     print("begun", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     server.has_ended.set()
-    await asyncio.wait(tasks, timeout=2.0)
-    for task in tasks:
+    _, under_way = await asyncio.wait(tasks, timeout=2.0)
+    for task in under_way:
         task.cancel()
+        server.outcomes["not answered"] += 1
     return server.outcomes
 
 

@@ -56,6 +56,9 @@ NEW_BODIES: Bodies = {
     "half as large, many": (COMPLETION, lambda: b'{"prompt": [' + b"[]," * 20_000 + b"[]]}"),
 }
 
+FILLING = frozenset({"the largest answers"})
+"""Bodies that are valid, and of which one fills a default pool of SmolLM2's: what comes behind them has to wait."""
+
 
 def _echo(num_tokens: int) -> bytes:
     """An answer of some 10 MB, which needs no token to be generated."""

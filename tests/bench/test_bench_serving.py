@@ -320,6 +320,7 @@ def test_it_measures_a_server_under_attack(bounds, roomy_folder, tmp_path, monke
         "tiny chunks": {"not answered", "400 too_much"},  # by how long the turn takes
         "two lengths": {"400"},
         "half a body": {"held to the end"},
+        "the largest answers": {"not answered", "200"},
     }
     options = ["--clients", "2", "--attacks", ",,".join(names), "--json", str(kept)]
     bounds.main(["--model", str(roomy_folder), *options])
@@ -351,6 +352,29 @@ def test_every_attack_that_is_a_body_is_made(bounds):
     assert len(bounds.ATTACKS) == 64
 
 
+def test_what_is_under_way_at_the_end_of_an_attack_is_an_outcome(bounds, monkeypatch):
+    hostile = importlib.import_module("bench.serving.hostile")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+    closed = asyncio.Semaphore(0)
+
+    async def only_read(reader, writer):
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        closed.release()
+
+    async def attack_what_answers_nothing():
+        async with await asyncio.start_server(only_read, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            outcomes = await hostile.attack(f"http://127.0.0.1:{port}", "nothing", 3, 0.0)
+            for _ in range(3):
+                await closed.acquire()
+            return outcomes
+
+    assert asyncio.run(attack_what_answers_nothing()) == {"not answered": 3}
+
+
 def turn_of(name, ttft_s=0.1, **more):
     seen = {"health_s": 0.1, "before_mb": 900.0, "peak_mb": 1000.0, "num_failed_health": 0, "num_failed_chats": 0}
     return {"attack": name, "ttft_s": [ttft_s] * 3, **seen, **more}
@@ -372,8 +396,8 @@ def test_it_says_which_bounds_are_not_held(bounds, loud, is_beyond):
     assert bounds.judge(turns) == (["digits"] if is_beyond else [])
 
 
-def test_an_attack_that_takes_all_connections_may_refuse_chats(bounds):
-    name = "1,000 halves of a body"
+@pytest.mark.parametrize("name", ["1,000 halves of a body", "the largest answers"])
+def test_an_attack_that_takes_all_room_may_refuse_chats(bounds, name):
     alone = turn_of(None)
     assert bounds.judge([alone, turn_of(name, num_failed_chats=9)]) == []
     assert bounds.judge([alone, turn_of(name, num_failed_health=1)]) == [name]

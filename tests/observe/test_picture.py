@@ -137,7 +137,7 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
 def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool, met: Any) -> None:
     history, chooser = History(num_blocks, block_size, enable_events=has_events), RandomChooser(num_blocks + block_size)
     counts: Counter[str] = Counter()
-    for number in range(600):
+    for number in range(900):
         walk(history, chooser, num_operations=2)
         if number % 100 == 99:
             history.reset(chooser)
@@ -154,7 +154,7 @@ def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool,
 
 def test_the_walks_met_all_cases(met: Any) -> None:
     met["walks"].check(
-        4, {"compared": 7000, "deep": 300, "duplicates": 600, "keys": 3500, "detached": 8, "evicted": 95}
+        4, {"compared": 10_000, "deep": 400, "duplicates": 800, "keys": 5000, "detached": 12, "evicted": 130}
     )
 
 
