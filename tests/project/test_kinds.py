@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
-from kvblocks.core.kinds import Group
+from kvblocks.core.kinds import Group, RecurrentState
 
 ROOT = Path(__file__).resolve().parents[2] / "kvblocks"
-KINDS = "|".join(kind.__name__ for kind in Group.__subclasses__() if kind.__module__ == Group.__module__)
+OWN = [kind for kind in Group.__subclasses__() if kind.__module__ == Group.__module__]
+# States in slots are a component of their own, so who makes slots or memory for them asks whether a group is one.
+KINDS = "|".join(kind.__name__ for kind in OWN if kind is not RecurrentState)
 SIZES = "window|chunk_size|window_tokens|chunk_tokens"
 ASKS = re.compile(rf"\b(?:{SIZES}) is (?:not )?None|isinstance\([^()]*\b(?:{KINDS})\b")
 KNOWS = "core/kinds.py"
