@@ -663,7 +663,7 @@ def public_calls() -> dict[str, Any]:
             for base in value.__mro__:
                 if base.__module__.startswith("kvblocks"):
                     found |= {f"{name}.{key}": item for key, item in vars(base).items() if is_method(key, item)}
-        elif callable(value) and not isinstance(value, type):
+        elif inspect.isroutine(value):  # no type alias, such as PolicyFactory
             found[name] = value
     return {name: item for name, item in found.items() if name.split(".")[0] not in EXEMPT}
 
