@@ -306,6 +306,10 @@ CALLS: dict[str, Call] = dict(
             ),
         ),
         (
+            "Tier.check_groups",
+            Call(lambda _: Tier.check_groups, {"groups": constant([FullAttention(4)], "empty")}),
+        ),
+        (
             "BlockIdentity",
             Call(
                 lambda _: BlockIdentity,

@@ -18,6 +18,7 @@ from kvblocks.arguments import (
     wrong,
 )
 from kvblocks.closed import check_subclass
+from kvblocks.core.kinds import Group
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.stats import TierStats
 from kvblocks.tiers.rates import MOST_NUMBER
@@ -105,9 +106,11 @@ class Tier:
         return f"Tier({self.name!r}, {counted(self.num_blocks, 'block')})"
 
     @staticmethod
-    def check_groups(groups: Iterable[Any]) -> None:
+    def check_groups(groups: Iterable[Group]) -> None:
         """Raise InvalidArgumentError unless tiers can serve these groups of layers. A manager checks them, too."""
-        items = tuple(groups)
+        items = listed("groups", "Group items", groups, in_order=True)
+        if not all(is_a(item, Group) for item in items):
+            raise wrong("groups", "Group items", items)
         if items and not any(group.sees_all for group in items):
             raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
         if any(group.has_gaps for group in items):
