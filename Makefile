@@ -41,6 +41,7 @@ FAST_TESTS := \
 COVERED_TESTS := \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py written.py) \
 	tests/hashing tests/core tests/groups/test_groups.py tests/groups/test_plan.py tests/prefix_cache \
+	$(addprefix tests/states/test_,states.py in_place.py taking.py) \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py)
 
 # pip's progress bars are shown on a terminal only. A log has only our own lines.
