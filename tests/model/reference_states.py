@@ -62,7 +62,7 @@ class ReferenceStates(ReferenceGroups):
         self.alignment = max(self.alignment, state.block_size)
         self.live: dict[ModelSequence, Live] = {}
         self.marks: dict[ModelSequence, set[int]] = {}
-        self.ending: ModelSequence | None = None  # the one that is being aborted
+        self.ending: ModelSequence | None = None  # the one that is being aborted or rewound
         self.scheduled: list[ModelSequence] = []  # who saves in this step, in the order of the calls
         self.before: list[Copy] = []
         self.landmark_pages: set[Prefix] = set()  # first pages of checkpoints where hits probably end, or have ended
@@ -445,7 +445,9 @@ class ReferenceStates(ReferenceGroups):
         blocks = self.checkpoint(sequence, num_tokens)
         if is_shorter:
             self.hold(blocks)
+        self.ending = sequence  # as in an abort: what its saves own is given back behind its blocks
         super().rewind(sequence, num_tokens)
+        self.ending = None
         if is_shorter:
             self.forget_copy(live)
             live.before = Copy("restore" if num_tokens else "clear", sequence, num_tokens, blocks)

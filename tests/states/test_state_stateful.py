@@ -42,6 +42,11 @@ def test_what_a_pin_loses_is_reused_behind_what_saves_that_wait_lose(seed: int, 
     walk(history, RandomChooser(seed), num_operations, forget_every=seed % 3 * 40)
 
 
+def test_what_a_rewound_sequence_was_to_save_is_given_back_behind_its_blocks() -> None:
+    """In this walk it shares other blocks with a fork, which loses them, too."""
+    walk(make_history("each place", "a hash that raises", 24), RandomChooser(7100), 600, forget_every=80)
+
+
 def test_the_walks_met_all_cases(met: Any) -> None:
     least = {"taken": 1700, "evicted": 110, "refused": 100, "slots_refused": 60, "cleared": 280, "restored": 15}
     least |= {"cuts": 110, "limited": 110, "hits": 6, "rewound": 15, "forks_refused": 10, "refused_truncations": 15}
